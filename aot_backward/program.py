@@ -1,0 +1,44 @@
+"""What capture hands to the exporters, and what they hand back: plain dataclasses, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from aot_backward_runtime.manifest import TensorSpec
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One functional ATen graph, ready to compile.
+
+    ``module``: its placeholders are the inputs, in order; parameters and buffers are ``get_attr`` nodes, named as in ``constants``
+    (in-place updates of buffers are ``copy_`` nodes); its output is a flat tuple of tensors.
+    ``constants``: attribute name -> (weight key, the tensor). ``nodes``: operators in it, before any decomposition by the compiler.
+    """
+
+    name: str  # "net.0.forward": the model name inside the archive
+    module: torch.fx.GraphModule
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    constants: dict[str, tuple[str, torch.Tensor]]
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One compiled graph: files on disk, to be put into the package side by side."""
+
+    library: Path  # the shared library
+    metadata: Path  # *_metadata.json
+    extern: Path | None  # JSON of operators that go through the proxy executor
+    constants: dict[str, str]  # the library's name of each bound constant -> weight key
+    needed: tuple[str, ...]
+    glibc: str
+    glibcxx: str
+    operators: tuple[str, ...]  # that go through the proxy executor
+
+
+Options = dict[str, object]
+"""Settings of the compiler, by the names of ``torch._inductor.config``."""

@@ -1,0 +1,29 @@
+"""What the runtime raises. Every error is an :class:`AotBackwardError` and names the thing, what came, what was expected, the next step."""
+
+
+class AotBackwardError(Exception):
+    """The common base of every error of this project."""
+
+
+class PackageError(AotBackwardError):
+    """The file is not a whole, unaltered package of a format version that this reader knows."""
+
+
+class IncompatibleError(AotBackwardError):
+    """The package is sound, but was built for another torch, processor, device or system."""
+
+
+class InputError(AotBackwardError, ValueError):
+    """An argument of a call does not fit what was exported; nothing was run."""
+
+
+class GradientError(AotBackwardError, RuntimeError):
+    """A gradient was asked for that the package cannot give rightly."""
+
+
+class WeightsError(AotBackwardError, ValueError):
+    """Parameters or buffers do not fit the package; the old ones stay."""
+
+
+class ExportError(AotBackwardError):
+    """A program could not be exported rightly; no package was written."""
