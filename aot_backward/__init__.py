@@ -1,0 +1,50 @@
+"""PyTorch gradients, compiled ahead of time into native packages.
+
+    import aot_backward as ab
+    ab.export_module(net, (x,), path="net.pt2")
+
+Names are loaded when they are first used (PEP 562): importing this imports neither Dynamo nor Inductor.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .program import VERSION as __version__
+
+if TYPE_CHECKING:
+    from aot_backward_runtime import AotBackwardError, ExportError, GradientError, IncompatibleError, InputError, PackageError, WeightsError, load
+
+    from .export import Grad, Module, Variant, export, export_grad, export_module
+
+_HOME = {name: "aot_backward.export" for name in ("Grad", "Module", "Variant", "export", "export_grad", "export_module")} | {
+    name: "aot_backward_runtime"
+    for name in ("AotBackwardError", "ExportError", "GradientError", "IncompatibleError", "InputError", "PackageError", "WeightsError", "load")
+}
+
+__all__ = [
+    "AotBackwardError",
+    "ExportError",
+    "Grad",
+    "GradientError",
+    "IncompatibleError",
+    "InputError",
+    "Module",
+    "PackageError",
+    "Variant",
+    "WeightsError",
+    "__version__",
+    "export",
+    "export_grad",
+    "export_module",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from aot_backward_runtime.manifest import TensorSpec
 
+VERSION = "0.1.0"
+
 
 @dataclass(frozen=True)
 class Graph:

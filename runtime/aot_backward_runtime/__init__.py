@@ -1,0 +1,24 @@
+"""Runs packages of ahead-of-time compiled PyTorch gradients.
+
+    import aot_backward_runtime
+    model = aot_backward_runtime.load("model.pt2").module()
+    model(x).sum().backward()
+
+Nothing here imports Dynamo or Inductor, and no compiler is started.
+"""
+
+from .errors import AotBackwardError, ExportError, GradientError, IncompatibleError, InputError, PackageError, WeightsError
+from .package import Package, load
+
+__version__ = "0.1.0"
+__all__ = [
+    "AotBackwardError",
+    "ExportError",
+    "GradientError",
+    "IncompatibleError",
+    "InputError",
+    "Package",
+    "PackageError",
+    "WeightsError",
+    "load",
+]

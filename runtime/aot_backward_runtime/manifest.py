@@ -78,7 +78,7 @@ class SymbolSpec:
 @dataclass(frozen=True)
 class Call:
     """One native call. ``operands`` names what is passed, in the library's order of inputs:
-    ``input:I`` a flat input, ``saved:I`` the variant's I-th saved tensor, ``cotangent:I`` the I-th incoming gradient,
+    ``input:I`` a flat input, ``saved:I`` the variant's I-th saved tensor, ``cotangent:I`` the I-th of the variant's incoming gradients,
     ``size:E`` an empty tensor of shape ``(E, 0)`` that carries the size ``E`` (an expression) into the graph.
     Results come back in the library's order and are named ``result:I`` by whoever uses them."""
 
@@ -102,7 +102,9 @@ class Plan:
 
     ``outputs``: for each flat output tensor ``result:I``, ``input:I`` (the caller's own tensor comes back), or ``parameter:NAME``.
     ``saved``: for each saved tensor ``result:I`` or ``input:I``; only a training forward has any.
-    ``reads``: parameters and buffers whose values the backward reads again; a change between forward and backward is an error.
+    ``watched``: ``input:I``, ``result:I`` or ``parameter:NAME`` whose memory a saved tensor shares; like the saved tensors, they may not be
+    changed in place between forward and backward.
+    ``reads``: parameters and buffers whose values the call reads; a change of what the backward reads, after the forward, is an error.
     ``writes``: buffers that the call updates in place.
     ``gradients``: of a backward, or of a ``grad`` entry.
     """
@@ -110,6 +112,7 @@ class Plan:
     call: Call | None
     outputs: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     gradients: tuple[Gradient, ...] = ()

@@ -1,0 +1,378 @@
+"""A module or a function, with example inputs, to its joint graph: forward and backward in one functional ATen graph.
+
+The trace is ``aot_export_joint_with_descriptors`` on the module itself, so that custom backwards, hooks inside the forward, autocast and
+checkpointing are seen by real autograd. Descriptors, never order or names, say which placeholder is which parameter, buffer, input or
+cotangent, and which output is whose gradient. ``split.py`` makes of it the graphs that are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Ambient, Tree
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .. import torch_api
+from . import trees
+from .shapes import Sizes, write, expression_of
+
+INNER = "program"  # the attribute of _Wrapper below which the person's module hangs
+_PREFIX = INNER + "."
+
+
+@dataclass(frozen=True)
+class Joint:
+    """One traced program.
+
+    ``placeholders``: node name -> ("parameter", name), ("buffer", name), ("input", I) or ("cotangent", J of the flat outputs).
+    ``outputs``: per flat output its node, ("input", I), ("state", name), or None for a constant.
+    ``gradients``: ("parameter", name) or ("input", I) -> node, or None where the true gradient is None.
+    """
+
+    graph: torch.fx.GraphModule
+    fake_mode: Any
+    sizes: Sizes
+    placeholders: dict[str, tuple[str, Any]]
+    outputs: tuple[Any, ...]
+    output_requires_grad: tuple[bool, ...]
+    forward_values: int  # how many leading outputs of the graph are the forward's
+    gradients: dict[tuple[str, Any], Any]
+    gradient_slots: tuple[Any, ...]  # what each of the graph's outputs after the forward's is the gradient of; None where of nothing
+    cotangents: tuple[int, ...]  # the flat outputs that get an incoming gradient
+    cotangent_values: tuple[torch.Tensor, ...]  # fake
+    inputs: tuple[torch.Tensor, ...]  # fake, flat
+    state: dict[str, torch.Tensor]  # the program's parameters and buffers, ties under each name
+    input_names: tuple[str, ...]
+    argument_names: tuple[str, ...]
+    in_tree: Tree
+    out_tree: Tree
+    ambient: Ambient
+    trace_inputs: Any
+    check_constraints: Callable[[], None]
+
+    @property
+    def has_backward(self) -> bool:
+        return bool(self.cotangents)
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """``cotangents``, counted among the outputs that are tensors."""
+        position = {leaf: n for n, leaf in enumerate(i for i, o in enumerate(self.outputs) if o is not None)}
+        return tuple(position[leaf] for leaf in self.cotangents)
+
+
+class _Wrapper(nn.Module):
+    """Runs the program, and gives outputs that share memory with an input or with each other memory of their own: a graph
+    compiled to native code cannot hand autograd a view of something outside it."""
+
+    def __init__(self, program: nn.Module, copied: frozenset[int]):
+        super().__init__()
+        self.program = program
+        self.copied = copied
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        flat, spec = pytree.tree_flatten(self.program(*args, **kwargs))
+        return pytree.tree_unflatten([v.clone() if i in self.copied else v for i, v in enumerate(flat)], spec)
+
+
+class FunctionModule(nn.Module):
+    """A plain function as a module. Modules that it closes over become its submodules, so that their parameters have names."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+        for name, value in _reached(function).items():
+            if isinstance(value, nn.Module):
+                self.add_module(name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _reached(function: Callable[..., Any]) -> dict[str, Any]:
+    if isinstance(function, type) or not callable(function):
+        raise ExportError(f"{function!r} is not a function or module")
+    out: dict[str, Any] = {}
+    owner = getattr(function, "__self__", None)  # a bound method's object
+    if isinstance(owner, nn.Module):
+        out["self"] = owner
+    code = inspect.unwrap(function)
+    if inspect.isfunction(code) or inspect.ismethod(code):
+        found = inspect.getclosurevars(code)
+        out.update({**found.globals, **found.nonlocals})
+    return out
+
+
+def trace(
+    program: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    *,
+    signature: Callable[..., Any],
+) -> Joint:
+    """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them).
+
+    Raises :class:`ExportError` where the gradients could not be had rightly, naming what stands in the way.
+    """
+    _refuse_parameter_hooks(program)
+    _check_inputs(args, kwargs)
+    copied: frozenset[int] = frozenset()
+    for _ in range(2):  # the second time with copies of the outputs that the first time turned out to be views
+        joint, views = _trace_once(program, args, kwargs, dynamic_shapes, signature, copied)
+        if not views:
+            return joint
+        copied = views
+    raise ExportError(f"outputs {sorted(views)} still share memory with an input after being copied")
+
+
+def _trace_once(
+    program: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, signature: Callable[..., Any], copied: frozenset[int]
+) -> tuple[Joint, frozenset[int]]:
+    wrapper = _Wrapper(program, copied)
+    names, argument_names = trees.input_names(signature, args, kwargs)
+    owner = _SignatureOwner(signature)
+    labels = _labels(owner, args, kwargs, dynamic_shapes)
+    fake_mode, fake_args, fake_kwargs, equalities, original, shapes = torch_api.make_fake_inputs(owner, args, kwargs, dynamic_shapes)
+    ambient = current_ambient(_device(args, kwargs, program))
+    with contextlib.ExitStack() as stack, torch.enable_grad(), _tracing():
+        described = torch_api.aot_export_joint_with_descriptors(
+            stack, wrapper, fake_args, fake_kwargs, decompositions=decompositions(), keep_inference_input_mutations=True
+        )
+        captured, state = described._aot_graph_capture, described._aot_state
+        graph, meta = captured.graph_module, state.fw_metadata
+        flat, _ = pytree.tree_flatten((fake_args, fake_kwargs))
+        inputs = tuple(v for v in flat if isinstance(v, torch.Tensor))
+        tensor_index = {i: n for n, i in enumerate(i for i, v in enumerate(flat) if isinstance(v, torch.Tensor))}
+        tensor_names = tuple(n for n, v in zip(names, flat, strict=True) if isinstance(v, torch.Tensor))
+        parameters = [_strip(n) for n in described.params_spec]
+        buffers = [_strip(n) for n in described.buffers_spec]
+        _refuse_mutations(meta, parameters, buffers, names)
+
+        aliases = torch_api.OutputType
+        views = frozenset(
+            i for i, o in enumerate(meta.output_info) if o.output_type not in (aliases.non_alias, aliases.unsafe_view_alias, aliases.is_input)
+        ) | _repeats(graph, meta)
+        if views:
+            return None, views  # type: ignore[return-value]
+
+        placeholders: dict[str, tuple[str, Any]] = {}
+        for node in graph.graph.find_nodes(op="placeholder"):
+            placeholders[node.name] = _placeholder(node.meta["desc"], tensor_index)
+        output_node = next(iter(graph.graph.find_nodes(op="output")))
+        results = list(pytree.tree_leaves(output_node.args[0]))
+        described_results = list(output_node.meta["desc"])
+        if len(results) != len(described_results):  # None leaves would shift one against the other
+            results = list(pytree.tree_flatten(output_node.args[0], is_leaf=lambda v: v is None)[0])
+        sizes = Sizes.of_inputs(fake_mode.shape_env, inputs, {(tensor_index[i], d): label for (i, d), label in labels.items() if i in tensor_index})
+
+        count = len(meta.mutated_inp_runtime_indices) + meta.num_outputs + meta.num_intermediate_bases + meta.num_outputs_rng_offset
+        first = len(meta.mutated_inp_runtime_indices)
+        outputs: list[Any] = []
+        for i, info in enumerate(meta.output_info):
+            value = results[first + i]
+            if info.output_type is aliases.is_input:
+                outputs.append(_returned_input(info.base_idx, parameters, buffers, tensor_index))
+            else:
+                outputs.append(value if isinstance(value, torch.fx.Node) and isinstance(value.meta["val"], torch.Tensor) else None)
+        gradients: dict[tuple[str, Any], Any] = {}
+        slots: list[tuple[str, Any] | None] = []
+        for value, descriptor in zip(results[count:], described_results[count:], strict=True):
+            target = _placeholder(descriptor.grad_of, tensor_index) if isinstance(descriptor, torch_api.GradAOTOutput) else None
+            slots.append(target)
+            if target is not None:
+                gradients[target] = value if isinstance(value, torch.fx.Node) else None
+
+        joint = Joint(
+            graph=graph,
+            fake_mode=fake_mode,
+            sizes=sizes,
+            placeholders=placeholders,
+            outputs=tuple(outputs),
+            output_requires_grad=tuple(bool(o.requires_grad) for o in meta.output_info),
+            forward_values=count,
+            gradients=gradients,
+            gradient_slots=tuple(slots),
+            cotangents=tuple(index for kind, index in placeholders.values() if kind == "cotangent"),
+            cotangent_values=tuple(
+                n.meta["val"] for n in graph.graph.find_nodes(op="placeholder") if placeholders[n.name][0] == "cotangent"
+            ),
+            inputs=inputs,
+            state=state_of(program),
+            input_names=tensor_names,
+            argument_names=argument_names,
+            in_tree=_in_tree(args, kwargs),
+            out_tree=_out_tree(described.out_spec, results[first : first + meta.num_outputs], outputs, sizes),
+            ambient=ambient,
+            trace_inputs=captured.updated_flat_args,
+            check_constraints=lambda: torch_api.produce_guards_and_solve_constraints(fake_mode, graph, shapes, equalities, original),
+        )
+    return joint, frozenset()
+
+
+def _repeats(graph: torch.fx.GraphModule, meta: Any) -> frozenset[int]:
+    """Outputs that are the same value as an earlier one: autograd could not tell their incoming gradients apart."""
+    flat = pytree.tree_flatten(next(iter(graph.graph.find_nodes(op="output"))).args[0], is_leaf=lambda v: v is None)[0]
+    first = len(meta.mutated_inp_runtime_indices)
+    seen: set[Any] = set()
+    out = set()
+    for i, (value, info) in enumerate(zip(flat[first : first + meta.num_outputs], meta.output_info, strict=True)):
+        if isinstance(value, torch.fx.Node) and info.output_type is not torch_api.OutputType.is_input:
+            if value in seen:
+                out.add(i)
+            seen.add(value)
+    return frozenset(out)
+
+
+class _SignatureOwner(nn.Module):
+    """What ``make_fake_inputs`` asks for: something with a ``forward`` whose signature names the arguments."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        code = inspect.unwrap(function)
+        self.forward = function if hasattr(code, "__code__") else (lambda *args, **kwargs: function(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    """Libraries take their traceable paths, and recurrent layers are traced as plain operators (oneDNN's fused ones have no formula to trace)."""
+    enabled = torch_api._get_mkldnn_enabled()
+    torch_api._set_mkldnn_enabled(False)
+    try:
+        with torch_api._compiling_state_context():
+            yield
+    finally:
+        torch_api._set_mkldnn_enabled(enabled)
+
+
+_DECOMPOSITIONS: dict[Any, Any] = {}
+
+
+def decompositions() -> dict[Any, Any]:
+    """Inductor's table as it is with ``fallback_random``: without ``native_dropout``, whose masks are then eager's to the bit."""
+    if not _DECOMPOSITIONS:
+        with torch_api.inductor_config.patch(fallback_random=True):
+            _DECOMPOSITIONS.update(torch_api.select_decomp_table())
+        _DECOMPOSITIONS.pop(torch.ops.aten.native_dropout.default, None)
+    return _DECOMPOSITIONS
+
+
+def current_ambient(device: str) -> Ambient:
+    autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
+    return Ambient(autocast, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
+
+
+def forward_of(program: nn.Module) -> Callable[..., Any]:
+    """The function whose signature names the program's arguments."""
+    return program.function if isinstance(program, FunctionModule) else program.forward
+
+
+def state_of(program: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; a tied tensor under each of its names."""
+    return dict(program.named_parameters(remove_duplicate=False)) | dict(program.named_buffers(remove_duplicate=False))
+
+
+def _device(args: Any, kwargs: Any, program: nn.Module) -> str:
+    for value in [*pytree.tree_leaves((args, kwargs)), *program.parameters()]:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    return "cpu"
+
+
+def _strip(name: str) -> str:
+    return name.removeprefix(_PREFIX)
+
+
+def _placeholder(descriptor: Any, tensor_index: dict[int, int]) -> tuple[str, Any]:
+    if isinstance(descriptor, torch_api.ParamAOTInput):
+        return "parameter", _strip(descriptor.target)
+    if isinstance(descriptor, torch_api.BufferAOTInput):
+        return "buffer", _strip(descriptor.target)
+    if isinstance(descriptor, torch_api.PlainAOTInput):
+        return "input", tensor_index.get(descriptor.idx, -1)
+    if isinstance(descriptor, torch_api.TangentAOTInput) and isinstance(descriptor.output, torch_api.PlainAOTOutput):
+        return "cotangent", descriptor.output.idx
+    raise ExportError(f"the trace needs an input of a kind that a package does not know: {descriptor}")
+
+
+def _returned_input(base: int, parameters: list[str], buffers: list[str], tensor_index: dict[int, int]) -> tuple[str, Any]:
+    state = [*parameters, *buffers]
+    return ("state", state[base]) if base < len(state) else ("input", tensor_index[base - len(state)])
+
+
+def _refuse_mutations(meta: Any, parameters: list[str], buffers: list[str], names: list[str]) -> None:
+    state = [*parameters, *buffers]
+    for i, info in enumerate(meta.input_info):
+        if not (info.mutates_data or info.mutates_metadata):
+            continue
+        if i >= len(state):
+            raise ExportError(f"the forward changes its input {names[i - len(state)]!r} in place; clone it first (x = x.clone())")
+        if i < len(parameters):
+            raise ExportError(f"the forward changes the parameter {state[i]!r} in place; a parameter may only be changed by an optimizer")
+        if info.mutates_metadata:
+            raise ExportError(f"the forward changes shape or strides of the buffer {state[i]!r}; assign values to it instead")
+
+
+def _refuse_parameter_hooks(program: nn.Module) -> None:
+    """Hooks on parameters run when a gradient reaches the leaf, after what a trace sees: they would be dropped in silence."""
+    for name, parameter in program.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ExportError(
+                f"the parameter {name!r} has a gradient hook, which a trace does not see; remove it, export, and register it on the loaded module's parameter"
+            )
+
+
+def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for path, value in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        if isinstance(value, torch.Tensor):
+            name = pytree.keystr(path)
+            if type(value) not in (torch.Tensor, nn.Parameter):
+                raise ExportError(f"example input {name} is a {type(value).__name__}; a package takes plain tensors")
+            if value.layout is not torch.strided:
+                raise ExportError(f"example input {name} has layout {value.layout}; a package takes strided tensors")
+        else:
+            trees.constant(value, pytree.keystr(path))
+
+
+def _in_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+    count = iter(range(1 << 30))
+
+    def leaf(value: Any, path: str) -> Tree:
+        return Tree("tensor", index=next(count)) if isinstance(value, torch.Tensor) else trees.constant(value, path)
+
+    return trees.describe((args, kwargs), leaf)
+
+
+def _out_tree(spec: Any, results: list[Any], outputs: list[Any], sizes: Sizes) -> Tree:
+    """``outputs`` lists every flat result; those that are tensors are numbered, the others written into the tree."""
+    position = iter(range(1 << 30))
+
+    def leaf(i: int, path: str) -> Tree:
+        if outputs[i] is not None:
+            return Tree("tensor", index=next(position))
+        value = results[i]
+        if isinstance(value, torch.fx.Node):
+            value = value.meta["val"]
+        if isinstance(value, torch.SymInt):
+            return Tree("size", expression=write(expression_of(value), sizes.names))
+        return trees.constant(value, f"output{path}")
+
+    return trees.describe(pytree.tree_unflatten(list(range(len(results))), spec), leaf)
+
+
+def _labels(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> dict[tuple[int, int], str]:
+    """(flat leaf, dimension) -> the name of the ``torch.export.Dim`` that was given for it."""
+    if dynamic_shapes is None:
+        return {}
+    combined = torch_api._combine_args(owner, args, kwargs)
+    flat = pytree.tree_leaves((args, kwargs))
+    where = {id(v): i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)}
+    constraints = torch_api._process_dynamic_shapes(combined, dynamic_shapes)
+    return {(where[c.t_id], c.dim): c.name for c in constraints if c.t_id in where and c.name is not None and c.name.isidentifier()}

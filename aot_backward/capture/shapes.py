@@ -1,0 +1,144 @@
+"""Symbolic sizes of a capture, written as the package states them: symbols, ranges, guards, and tensor specs in terms of them.
+
+The shape environment of the capture (``torch.fx.experimental.symbolic_shapes.ShapeEnv``) is the source of truth: whatever the trace, the
+partitioner or the compiler assumed about a size stands there as a replacement, a range or a guard. Nothing of it may be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Size, SymbolSpec, TensorSpec
+
+_COMPARISONS = {"Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "LessThan": "<=", "StrictGreaterThan": ">", "GreaterThan": ">="}
+_BINARY = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}
+
+
+def write(expression: Any, names: Mapping[sympy.Symbol, str]) -> str:
+    """``expression`` in the package's language (``expressions.py``); :class:`ExportError` where that cannot state it."""
+    kind = type(expression).__name__
+    arguments = expression.args
+
+    def part(i: int) -> str:
+        return write(arguments[i], names)
+
+    if expression.is_Integer:
+        return str(int(expression)) if expression >= 0 else f"({int(expression)})"
+    if expression.is_Symbol:
+        if expression not in names:
+            raise ExportError(f"a size depends on {expression}, which is no dimension of an input: it comes from data, and cannot be a guard")
+        return names[expression]
+    if kind in ("Add", "Mul"):
+        sign = " + " if kind == "Add" else " * "
+        return "(" + sign.join(write(a, names) for a in arguments) + ")"
+    if kind in _BINARY:
+        return f"({part(0)} {_BINARY[kind]} {part(1)})"
+    if kind in _COMPARISONS:
+        return f"({part(0)} {_COMPARISONS[kind]} {part(1)})"
+    if kind in ("Max", "Min"):
+        return f"{kind.lower()}({', '.join(write(a, names) for a in arguments)})"
+    if kind in ("And", "Or"):
+        return "(" + f" {kind.lower()} ".join(write(a, names) for a in arguments) + ")"
+    if kind == "Not":
+        return f"(not {part(0)})"
+    if kind in ("Pow", "PowByNatural") and arguments[1].is_Integer and arguments[1] > 0:
+        return "(" + " * ".join([part(0)] * int(arguments[1])) + ")"
+    if kind == "CeilDiv":
+        return f"(-((-{part(0)}) // {part(1)}))"
+    if kind == "ModularIndexing":
+        return f"(({part(0)} // {part(1)}) % {part(2)})"
+    if kind == "Identity":
+        return part(0)
+    if kind in ("TruncToInt", "FloorToInt") and type(arguments[0]).__name__ == "IntTrueDiv":
+        return f"({write(arguments[0].args[0], names)} // {write(arguments[0].args[1], names)})"  # sizes are never negative
+    raise ExportError(f"the package format cannot state the size expression {expression} ({kind}); make that dimension static")
+
+
+def expression_of(size: int | torch.SymInt) -> Any:
+    """The sympy expression of a size, with what the shape environment has learnt put in."""
+    if isinstance(size, int):
+        return sympy.Integer(size)
+    node = size.node
+    return node.shape_env.simplify(node.expr)
+
+
+@dataclass
+class Sizes:
+    """The symbols of one capture, named ``s0``, ``s1``, … in the order in which the inputs show them."""
+
+    shape_env: Any
+    names: dict[sympy.Symbol, str] = field(default_factory=dict)
+    symbols: tuple[SymbolSpec, ...] = ()
+
+    @classmethod
+    def of_inputs(cls, shape_env: Any, inputs: Sequence[torch.Tensor], labels: Mapping[tuple[int, int], str]) -> Sizes:
+        """``inputs``: the flat fake inputs; ``labels``: (input, dimension) -> what the author called it."""
+        sizes = cls(shape_env)
+        where: dict[sympy.Symbol, tuple[int, int, int, int]] = {}
+        seen: list[sympy.Symbol] = []
+        for i, tensor in enumerate(inputs):
+            for d, size in enumerate(tensor.shape):
+                expression = expression_of(size)
+                for symbol in sorted(expression.free_symbols, key=str):
+                    if symbol not in seen:
+                        seen.append(symbol)
+                if len(expression.free_symbols) == 1:
+                    (symbol,) = expression.free_symbols
+                    scale, offset = expression.coeff(symbol), expression.subs(symbol, 0)
+                    linear = scale.is_Integer and scale > 0 and expression == scale * symbol + offset
+                    if linear and (symbol not in where or (scale, offset) == (1, 0) != where[symbol][2:]):
+                        where[symbol] = (i, d, int(scale), int(offset))
+        specs = []
+        for n, symbol in enumerate(seen):
+            if symbol not in where:
+                raise ExportError(f"the size {symbol} occurs only in a product or quotient of others; make one of those dimensions static")
+            i, d, scale, offset = where[symbol]
+            bounds = shape_env.var_to_range[symbol]
+            upper = bounds.upper
+            finite = upper.is_Integer and int(upper) < 1 << 62
+            sizes.names[symbol] = f"s{n}"
+            label = labels.get((i, d), f"s{n}") if (scale, offset) == (1, 0) else f"s{n}"
+            specs.append(SymbolSpec(f"s{n}", label, i, d, max(0, int(bounds.lower)), int(upper) if finite else None, scale, offset))
+        sizes.symbols = tuple(specs)
+        return sizes
+
+    def size(self, size: int | torch.SymInt) -> Size:
+        expression = expression_of(size)
+        return int(expression) if expression.is_Integer else write(expression, self.names)
+
+    def spec(self, name: str, tensor: torch.Tensor, requires_grad: bool | None = None) -> TensorSpec:
+        """What ``tensor`` (fake, maybe symbolic) must look like."""
+        return TensorSpec(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=tensor.device.type,
+            shape=tuple(self.size(s) for s in tensor.shape),
+            stride=tuple(self.size(s) for s in tensor.stride()),
+            requires_grad=tensor.requires_grad if requires_grad is None else requires_grad,
+        )
+
+    def guards(self) -> tuple[str, ...]:
+        """Everything assumed about the sizes beyond the symbols' ranges, in words of the package."""
+        out: list[str] = []
+        for guard in self.shape_env.guards:
+            expression = self.shape_env.simplify(guard.expr)
+            if expression is sympy.true or expression == True or self._in_range(expression):  # noqa: E712: a sympy relation, not a bool
+                continue
+            if expression is sympy.false:
+                raise ExportError(f"the guard {guard.expr} contradicts the declared sizes")
+            text = write(expression, self.names)
+            if text not in out:
+                out.append(text)
+        return tuple(out)
+
+    def _in_range(self, expression: Any) -> bool:
+        """Whether the ranges alone make a guard true: a comparison of one symbol with a number."""
+        if type(expression).__name__ not in _COMPARISONS or len(expression.free_symbols) != 1:
+            return False
+        known = self.shape_env._maybe_evaluate_static(expression)
+        return known is sympy.true or known == True  # noqa: E712

@@ -1,0 +1,446 @@
+"""From a joint graph to the graphs that are compiled, and the plans that say how the runtime calls them.
+
+``module`` entries: the min-cut rematerialization partitioner cuts the joint graph in two; a third graph, the forward alone, serves calls
+that need no gradient. ``grad`` entries: one graph, with the incoming gradient of the loss put in as a constant one.
+
+In every graph the parameters and buffers become ``get_attr`` nodes, which AOTInductor turns into constants that the runtime binds by pointer:
+they are never passed. What the backward needs again of a parameter it reads itself; only activations and inputs cross the cut.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Call, Gradient, Plan, TensorSpec
+from torch.fx import GraphModule, Node
+
+from .. import torch_api
+from ..program import Graph
+from .joint import Joint
+from .shapes import expression_of
+
+aten = torch.ops.aten
+_VIEWS = {
+    aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default, aten._unsafe_view.default,
+    aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int,
+    aten.alias.default, aten.detach.default, aten.as_strided.default, aten.diagonal.default, aten.unfold.default,
+}  # fmt: skip
+"""Operators whose result shares its first argument's memory and costs nothing to make again."""
+
+
+@dataclass
+class Pieces:
+    """The graphs of one variant and how they are called."""
+
+    graphs: list[Graph] = field(default_factory=list)
+    forward: Plan | None = None
+    backward: Plan | None = None
+    inference: Plan | None = None
+    gradient: Plan | None = None
+
+
+def split_module(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Tensor]], *, forward_only: bool) -> Pieces:
+    """``name``: prefix of the graphs' names. ``weights``: state name -> (weight key, tensor). ``forward_only``: also a graph without gradients."""
+    pieces = Pieces()
+    joint.graph.graph.set_codegen(torch.fx.CodeGen())
+    if not joint.has_backward:
+        _truncate(joint.graph, _results(joint.graph)[: joint.forward_values])
+        graph = _joint_passes(joint.graph, joint)
+        pieces.inference = _finish_forward(pieces, _Cut(joint, graph, f"{name}.inference", weights), _Crossing())
+        return pieces
+    _sum_ties(joint, weights)
+    with torch.no_grad(), _partition_settings():
+        forward, backward = torch_api.partition_fn(
+            joint.graph, joint.trace_inputs, num_fwd_outputs=joint.forward_values, static_lifetime_input_indices=[]
+        )
+    forward.graph.set_codegen(torch.fx.CodeGen())
+    backward.graph.set_codegen(torch.fx.CodeGen())
+    if forward_only:
+        alone = GraphModule(forward, _copy(forward.graph))
+        _truncate(alone, _results(alone)[: joint.forward_values])
+        pieces.inference = _finish_forward(pieces, _Cut(joint, alone, f"{name}.inference", weights), _Crossing())
+
+    crossing = _crossing(joint, forward, backward)
+    pieces.forward = _finish_forward(pieces, _Cut(joint, forward, f"{name}.forward", weights), crossing)
+    pieces.backward = _finish_backward(pieces, _Cut(joint, backward, f"{name}.backward", weights), crossing)
+    return pieces
+
+
+def split_grad(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Tensor]], wrt: Iterable[tuple[str, Any]]) -> Pieces:
+    """One graph that gives the outputs and the gradients of the first of them, which must be a scalar."""
+    pieces = Pieces()
+    graph = joint.graph
+    graph.graph.set_codegen(torch.fx.CodeGen())
+    if not joint.has_backward or joint.outputs[0] is None or not joint.output_requires_grad[0]:
+        raise ExportError(f"{name}: the loss does not depend on anything that a gradient is asked for (wrt)")
+    loss = joint.outputs[0]
+    if not isinstance(loss, Node) or tuple(loss.meta["val"].shape) != ():
+        raise ExportError(f"{name}: a gradient needs a scalar loss, got shape {tuple(loss.meta['val'].shape)}; reduce it with .sum() or .mean()")
+    _sum_ties(joint, weights)
+    for node in graph.graph.find_nodes(op="placeholder"):
+        kind, index = joint.placeholders[node.name]
+        if kind != "cotangent":
+            continue
+        value = node.meta["val"]
+        with graph.graph.inserting_after(node), joint.fake_mode:
+            fill = 1.0 if index == 0 else 0.0  # only the loss is differentiated; other outputs are carried along (has_aux)
+            sizes = [_size_node(graph, s) for s in value.shape]
+            seed = graph.graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype, "device": value.device, "pin_memory": False})
+            seed.meta["val"] = aten.full.default(list(value.shape), fill, dtype=value.dtype, device=value.device, pin_memory=False)
+        node.replace_all_uses_with(seed)
+        graph.graph.erase_node(node)
+    asked = [(target, joint.gradients.get(target)) for target in wrt]
+    _truncate(graph, [*_results(graph)[: joint.forward_values], *(n for _, n in asked)])
+    cut = _Cut(joint, _joint_passes(graph, joint), f"{name}.gradient", weights)
+    # passes rewrite nodes: what is what now stands in the output, in the same order
+    results = _results(cut.graph)
+    user = _current_outputs(joint, cut, results)
+    gradients = []
+    for (target, _), node in zip(asked, results[joint.forward_values :], strict=True):
+        gradients.append(Gradient(_target(target), cut.result(node) if isinstance(node, Node) else ""))
+    pieces.gradient = cut.plan(pieces, outputs=user, gradients=tuple(gradients))
+    return pieces
+
+
+class _Cut:
+    """One graph on its way to the compiler: collects its results, binds its constants, and says how it is called."""
+
+    def __init__(self, joint: Joint, graph: GraphModule, name: str, weights: dict[str, tuple[str, torch.Tensor]]):
+        self.joint, self.graph, self.name, self.weights = joint, graph, name, weights
+        self.results: list[Node] = []
+        self.names: list[str] = []
+        self.saved: dict[str, int] = {}  # placeholder name -> index among the saved tensors
+
+    def result(self, node: Node, name: str = "") -> str:
+        """The node as an output of the compiled graph: ``result:I``; ``state``, inputs and repeats are not computed twice."""
+        if node not in self.results:
+            self.results.append(node)
+            self.names.append(name or node.name)
+        return f"result:{self.results.index(node)}"
+
+    def plan(
+        self,
+        pieces: Pieces,
+        *,
+        outputs: tuple[str, ...] = (),
+        saved: tuple[str, ...] = (),
+        watched: tuple[str, ...] = (),
+        gradients: tuple[Gradient, ...] = (),
+    ) -> Plan:
+        """Binds constants, registers the graph, and returns the plan."""
+        joint, graph = self.joint, self.graph
+        _truncate(graph, self.results)
+        constants: dict[str, tuple[str, torch.Tensor]] = {}
+        operands: list[str] = []
+        inputs: list[TensorSpec] = []
+        reads: list[str] = []
+        writes: list[str] = []
+        attributes: dict[str, Node] = {}
+        _replace_sizes(graph, joint)
+        for node in graph.graph.find_nodes(op="placeholder"):
+            kind, index = joint.placeholders.get(node.name, ("saved", None))
+            if kind in ("parameter", "buffer") and node.name not in self.saved:
+                if node.users:
+                    if any(u.target is aten.copy_.default and u.args[0] is node for u in node.users):
+                        writes.append(index)
+                    reads.append(index)
+                    key = self.weights[index][0]
+                    if key not in attributes:
+                        attributes[key] = _attribute(graph, node, index, self.weights[index], constants)
+                    node.replace_all_uses_with(attributes[key])
+                graph.graph.erase_node(node)
+                continue
+            if not node.users and node.name not in self.saved:
+                graph.graph.erase_node(node)
+                continue
+            if node.name in self.saved:
+                operands.append(f"saved:{self.saved[node.name]}")
+                inputs.append(joint.sizes.spec(f"saved[{self.saved[node.name]}]", node.meta["val"], False))
+            elif kind == "input":
+                operands.append(f"input:{index}")
+                inputs.append(joint.sizes.spec(joint.input_names[index], node.meta["val"], False))
+            elif kind == "cotangent":
+                operands.append(f"cotangent:{joint.cotangents.index(index)}")
+                inputs.append(joint.sizes.spec(f"gradient of output[{index}]", node.meta["val"], False))
+            elif kind == "size":
+                operands.append(f"size:{index}")
+                inputs.append(joint.sizes.spec(f"size {index}", node.meta["val"], False))
+            else:
+                raise ExportError(f"{self.name}: the graph needs {node.name}, which nothing provides")
+        _lift_other_constants(graph, constants, self.name.split(".")[0])
+        graph.graph.lint()
+        graph.recompile()
+        count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
+        specs = tuple(joint.sizes.spec(n, node.meta["val"], False) for n, node in zip(self.names, self.results, strict=True))
+        if self.results:
+            pieces.graphs.append(Graph(self.name, graph, tuple(inputs), specs, constants, count))
+        call = Call(self.name, tuple(operands)) if self.results else None
+        return Plan(call, outputs, saved, watched, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), gradients)
+
+
+def _finish_forward(pieces: Pieces, cut: _Cut, crossing: _Crossing) -> Plan:
+    outputs = _current_outputs(cut.joint, cut, _results(cut.graph))
+
+    def source(node: Node) -> str:
+        if node.op != "placeholder":
+            return cut.result(node, f"saved[{crossing.nodes.index(node)}]" if node in crossing.nodes else "")
+        kind, index = cut.joint.placeholders[node.name]
+        return f"{'input' if kind == 'input' else 'parameter'}:{index}"
+
+    saved = tuple(source(n) for n in crossing.nodes)
+    watched = tuple(dict.fromkeys(source(n) for n in crossing.watched))
+    return cut.plan(pieces, outputs=outputs, saved=saved, watched=tuple(w for w in watched if w not in saved))
+
+
+def _finish_backward(pieces: Pieces, cut: _Cut, crossing: _Crossing) -> Plan:
+    joint = cut.joint
+    cut.saved = {node.name: i for i, node in enumerate(crossing.nodes)}
+    gradients = []
+    for target, node in zip(joint.gradient_slots, _results(cut.graph), strict=True):
+        if target in joint.gradients:
+            gradients.append(Gradient(_target(target), cut.result(node, f"gradient of {_called(joint, target)}") if isinstance(node, Node) else ""))
+    return cut.plan(pieces, gradients=tuple(gradients))
+
+
+def _current_outputs(joint: Joint, cut: _Cut, results: list[Any]) -> tuple[str, ...]:
+    """The flat output tensors of the program as sources; ``results`` are the graph's, in the joint graph's order."""
+    first = joint.forward_values - len(joint.outputs)
+    sources = []
+    for i, output in enumerate(joint.outputs):
+        if output is None:
+            continue
+        if isinstance(output, tuple):
+            sources.append(f"{'input' if output[0] == 'input' else 'parameter'}:{output[1]}")
+        else:
+            sources.append(cut.result(results[first + i], f"output[{i}]"))
+    return tuple(sources)
+
+
+def _sum_ties(joint: Joint, weights: dict[str, tuple[str, torch.Tensor]]) -> None:
+    """A tied parameter's gradients are added in the graph, and stand under its first name."""
+    graph = joint.graph
+    output = next(iter(graph.graph.find_nodes(op="output")))
+    results = list(output.args[0])
+    first: dict[str, int] = {}
+    for position, target in enumerate(joint.gradient_slots, start=joint.forward_values):
+        if target is None or target[0] != "parameter" or target not in joint.gradients:
+            continue
+        key = weights[target[1]][0]
+        if key not in first:
+            first[key] = position
+            continue
+        home, extra = results[first[key]], results[position]
+        owner = joint.gradient_slots[first[key] - joint.forward_values]
+        results[position] = None
+        del joint.gradients[target]
+        if isinstance(home, Node) and isinstance(extra, Node):
+            with graph.graph.inserting_before(output), joint.fake_mode:
+                total = graph.graph.call_function(aten.add.Tensor, (home, extra))
+                total.meta["val"] = aten.add.Tensor(home.meta["val"], extra.meta["val"])
+            results[first[key]] = total
+        elif isinstance(extra, Node):
+            results[first[key]] = extra
+        joint.gradients[owner] = results[first[key]]
+    output.args = (results,)
+
+
+@dataclass
+class _Crossing:
+    """What goes from the forward to the backward: nodes of the forward, and whose memory they share."""
+
+    nodes: list[Node] = field(default_factory=list)
+    watched: list[Node] = field(default_factory=list)
+
+
+def _crossing(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Crossing:
+    """What the backward needs of the forward, after parameters, their views and sizes have been taken out of the cut."""
+    written = _written(forward)
+    saved = {n.name: n for n in _results(forward)[joint.forward_values :] if isinstance(n, Node) and isinstance(n.meta["val"], torch.Tensor)}
+    reachable: dict[Node, Node] = {}  # memory that the caller gets hold of -> the output through which
+    for node in _results(forward)[: joint.forward_values]:
+        if isinstance(node, Node) and isinstance(node.meta["val"], torch.Tensor):
+            reachable.setdefault(_root(node), node)
+
+    def state(node: Node) -> bool:
+        return node.op == "placeholder" and joint.placeholders[node.name][0] in ("parameter", "buffer")
+
+    for placeholder in backward.graph.find_nodes(op="placeholder"):
+        source = saved.get(placeholder.name)
+        if source is not None and source.op != "placeholder" and state(_root(source)) and _root(source).name not in written:
+            _rebuild(source, placeholder, backward)
+    out = _Crossing()
+    for placeholder in backward.graph.find_nodes(op="placeholder"):
+        source = saved.get(placeholder.name)
+        if source is None or not placeholder.users:
+            continue
+        root = _root(source)
+        if state(root) and root.name in written:  # the forward overwrites it: keep what was there
+            source = _clone(forward, source, joint)
+            placeholder.name = source.name
+        elif state(source):
+            continue
+        elif root is not source and root.op == "placeholder":
+            out.watched.append(root)
+        elif root in reachable and reachable[root] is not source:
+            out.watched.append(reachable[root])
+        out.nodes.append(source)
+    return out
+
+
+def _rebuild(source: Node, placeholder: Node, backward: GraphModule) -> None:
+    """Makes a view of a parameter in the backward instead of carrying it across."""
+    chain = []
+    node = source
+    while node.op != "placeholder":
+        chain.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    existing = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
+    last = list(existing.values())[-1]
+    base = existing.get(node.name)
+    if base is None:
+        with backward.graph.inserting_before(next(iter(existing.values()))):
+            base = backward.graph.placeholder(node.name)
+        base.meta = dict(node.meta)
+    anchor = last
+    for step in reversed(chain):
+        if any(isinstance(a, Node) for a in _flat(step.args[1:])):
+            return  # depends on a symbolic size: leave it in the cut
+    for step in reversed(chain):
+        with backward.graph.inserting_after(anchor):
+            made = backward.graph.call_function(step.target, (base, *step.args[1:]), dict(step.kwargs))
+        made.meta = dict(step.meta)
+        base = anchor = made
+    if chain:
+        placeholder.replace_all_uses_with(base)
+
+
+def _replace_sizes(graph: GraphModule, joint: Joint) -> None:
+    """Size placeholders become sizes of tensor placeholders; where no tensor shows the size, an empty one of shape (size, 0) carries it."""
+    placeholders = list(graph.graph.find_nodes(op="placeholder"))
+    shown: dict[Any, tuple[Node, int]] = {}
+    for node in placeholders:
+        if isinstance(node.meta["val"], torch.Tensor) and (node.users or joint.placeholders.get(node.name, ("saved",))[0] in ("cotangent",)):
+            for d, size in enumerate(node.meta["val"].shape):
+                shown.setdefault(expression_of(size), (node, d))
+    for node in placeholders:
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            continue
+        if node.users:
+            expression = expression_of(value)
+            if expression not in shown:
+                with graph.graph.inserting_before(placeholders[0]), joint.fake_mode:
+                    carrier = graph.graph.placeholder(f"carrier_{len(shown)}")
+                    carrier.meta["val"] = torch.empty((value, 0))
+                joint.placeholders[carrier.name] = ("size", str(joint.sizes.size(value)))
+                shown[expression] = (carrier, 0)
+            tensor, d = shown[expression]
+            with graph.graph.inserting_after(list(graph.graph.find_nodes(op="placeholder"))[-1]):
+                size = graph.graph.call_function(aten.sym_size.int, (tensor, d))
+            size.meta["val"] = value
+            node.replace_all_uses_with(size)
+        graph.graph.erase_node(node)
+
+
+def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, torch.Tensor], constants: dict[str, tuple[str, torch.Tensor]]) -> Node:
+    attribute = "".join(c if c.isalnum() else "_" for c in name)
+    while attribute in constants:
+        attribute += "_"
+    graph.register_buffer(attribute, weight[1])
+    constants[attribute] = weight
+    with graph.graph.inserting_after(list(graph.graph.find_nodes(op="placeholder"))[-1]):
+        made = graph.graph.get_attr(attribute)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _lift_other_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]], entry: str) -> None:
+    """Tensors that the program made or closed over are stored like weights, and bound like them."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if node.target not in constants:
+            value = operator.attrgetter(node.target)(graph)
+            if not isinstance(value, torch.Tensor):
+                continue  # a subgraph of a control-flow operator
+            constants[node.target] = (f"{entry}.{node.target}", value.detach())
+
+
+def _size_node(graph: GraphModule, size: int | torch.SymInt) -> Any:
+    if isinstance(size, int):
+        return size
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        for d, other in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if expression_of(other) == expression_of(size):
+                made = graph.graph.call_function(aten.sym_size.int, (node, d))
+                made.meta["val"] = size
+                return made
+    raise ExportError(f"the size {size} of an output is no dimension of an input")
+
+
+def _joint_passes(graph: GraphModule, joint: Joint) -> GraphModule:
+    device = next((t.device for t in joint.inputs), torch.device("cpu"))
+    with torch.no_grad(), _partition_settings():
+        out = torch_api._recursive_joint_graph_passes(graph, input_device=device)
+    return out if out is not None else graph
+
+
+def _partition_settings() -> Any:
+    return torch_api.inductor_config.patch(fallback_random=True, layout_optimization=False)
+
+
+def _written(graph: GraphModule) -> set[str]:
+    return {n.args[0].name for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"}
+
+
+def _clone(graph: GraphModule, source: Node, joint: Joint) -> Node:
+    anchor = source if source.op != "placeholder" else list(graph.graph.find_nodes(op="placeholder"))[-1]
+    with graph.graph.inserting_after(anchor), joint.fake_mode:
+        copy = graph.graph.call_function(aten.clone.default, (source,))
+        copy.meta["val"] = aten.clone.default(source.meta["val"])
+    return copy
+
+
+def _root(node: Node) -> Node:
+    while node.op == "call_function" and node.target in _VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
+    out = torch.fx.Graph()
+    results = out.graph_copy(graph, val_map={})
+    out.output(results)
+    return out
+
+
+def _results(graph: GraphModule) -> list[Any]:
+    return list(next(iter(graph.graph.find_nodes(op="output"))).args[0])
+
+
+def _truncate(graph: GraphModule, results: Iterable[Any]) -> None:
+    output = next(iter(graph.graph.find_nodes(op="output")))
+    output.args = (tuple(results),)
+    output.meta = {}
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _flat(args: Iterable[Any]) -> Iterable[Any]:
+    for a in args:
+        if isinstance(a, (list, tuple)):
+            yield from _flat(a)
+        else:
+            yield a
+
+
+def _target(target: tuple[str, Any]) -> str:
+    return f"{target[0]}:{target[1]}"
+
+
+def _called(joint: Joint, target: tuple[str, Any]) -> str:
+    return target[1] if target[0] == "parameter" else joint.input_names[target[1]]

@@ -1,0 +1,225 @@
+"""Writes a package: one file, whole or absent. ``docs/format.md`` states the bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import hashlib
+import os
+import secrets
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from aot_backward_runtime.archive import GRAPH_NAME, LIBRARY_FOLDER
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import (
+    EXAMPLES_MEMBER,
+    MANIFEST_MEMBER,
+    WEIGHTS_MEMBER,
+    ConstantSpec,
+    LibrarySpec,
+    Manifest,
+    Member,
+    WeightSpec,
+    to_json,
+)
+from aot_backward_runtime.safetensors_header import ALIGNMENT, size_of, stored_as, write_header
+from aot_backward_runtime.weights import layout_problem
+from aot_backward_runtime.zip_directory import PADDING
+
+from .program import Artifact, Graph
+
+TOP = "package"
+_CHUNK = 1 << 20
+_PT2 = {"archive_format": b"pt2", "archive_version": b"0", ".data/version": b"6\n", "byteorder": b"little"}
+
+
+def library_spec(graph: Graph, artifact: Artifact) -> LibrarySpec:
+    """What the manifest says of one compiled graph, but for the members, which :func:`write_package` fills in."""
+    return LibrarySpec(
+        member="",
+        metadata="",
+        extern="",
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        constants=tuple(ConstantSpec(name, weight) for name, weight in artifact.constants.items()),
+        needed=artifact.needed,
+        glibc=artifact.glibc,
+        glibcxx=artifact.glibcxx,
+        nodes=graph.nodes,
+        operators=artifact.operators,
+    )
+
+
+def write_package(
+    path: str | os.PathLike[str],
+    manifest: Manifest,
+    artifacts: Mapping[str, Artifact],
+    weights: Mapping[str, torch.Tensor],
+    examples: Mapping[str, torch.Tensor],
+) -> Manifest:
+    """Writes ``path`` and returns the manifest as written.
+
+    ``manifest`` comes with entries and ``libraries`` (see :func:`library_spec`; one for each of ``artifacts``); ``weights``, ``members``
+    and the libraries' members are filled in here. ``weights`` are the tensors by key; where ``manifest.has_weights`` is false only what
+    they look like is written. Devices do not matter, strides are kept for weights only.
+    Raises :class:`ExportError`; then, and when the process is killed, the old file at ``path`` is untouched.
+    """
+    path = Path(path)
+    if manifest.libraries.keys() != artifacts.keys():
+        raise ExportError(f"the manifest has the libraries {sorted(manifest.libraries)}, but {sorted(artifacts)} were compiled")
+    libraries = {name: _named(name, spec, artifacts[name]) for name, spec in manifest.libraries.items()}
+    if len({name.casefold() for name in libraries}) != len(libraries):
+        raise ExportError(f"names of graphs differ in case only: {sorted(libraries)}")
+    kept = {f"weight {name!r}": _plain(f"weight {name!r}", t, manifest.has_weights) for name, t in weights.items()}
+    specs = {name: _weight_spec(name, kept[f"weight {name!r}"]) for name in weights}
+
+    def fill(archive: _Writer) -> Manifest:
+        for name, data in _PT2.items():
+            archive.add(name, len(data), [data])
+        for name, spec in libraries.items():
+            artifact = artifacts[name]
+            for member, file in ((spec.member, artifact.library), (spec.metadata, artifact.metadata), (spec.extern, artifact.extern)):
+                if file is not None:
+                    archive.add(member, file.stat().st_size, _file_chunks(file))
+        digests = dict.fromkeys(weights, "")
+        if manifest.has_weights:
+            digests = archive.add_tensors(WEIGHTS_MEMBER, {name: kept[f"weight {name!r}"] for name in weights})
+        if examples:
+            archive.add_tensors(EXAMPLES_MEMBER, {name: _plain(f"example {name!r}", t, True) for name, t in examples.items()})
+        complete = dataclasses.replace(
+            manifest,
+            libraries=libraries,
+            weights={name: dataclasses.replace(spec, sha256=digests[name]) for name, spec in specs.items()},
+            members=dict(archive.members),
+        )
+        data = to_json(complete)
+        archive.add(MANIFEST_MEMBER, len(data), [data])
+        return complete
+
+    try:
+        with _replacing(path.resolve()) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            return fill(_Writer(archive, file))
+    except OSError as error:
+        raise ExportError(f"cannot write package {path}: {error.strerror or error}; nothing was changed") from error
+
+
+class _Writer:
+    def __init__(self, archive: zipfile.ZipFile, file: BinaryIO) -> None:
+        self.archive, self.file = archive, file
+        self.members: dict[str, Member] = {}
+
+    def add(self, name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
+        info = zipfile.ZipInfo(f"{TOP}/{name}", (1980, 1, 1, 0, 0, 0))
+        info.external_attr, info.create_system = 0o100644 << 16, 3
+        info.file_size = size
+        wide = size > 1 << 30  # stated, because zipfile's own limit depends on the version of Python
+        header = 30 + len(info.filename) + (20 if wide else 0)
+        padding = -(self.file.tell() + header) % ALIGNMENT
+        if padding:
+            padding += ALIGNMENT if padding < 4 else 0
+            info.extra = struct.pack("<HH", PADDING, padding - 4) + bytes(padding - 4)
+        digest = hashlib.sha256()
+        with self.archive.open(info, "w", force_zip64=wide) as member:
+            for chunk in chunks:
+                digest.update(chunk)
+                member.write(chunk)
+        info.extra = b""  # the padding is the local header's alone
+        self.members[name] = Member(size, digest.hexdigest())
+
+    def add_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Writes a safetensors member; the SHA-256 of each tensor."""
+        stored = {key: stored_as(_dtype(t), tuple(t.shape)) for key, t in tensors.items()}
+        header, order = write_header(stored)
+        digests: dict[str, str] = {}
+
+        def chunks() -> Iterator[bytes | memoryview]:
+            yield header
+            for key in order:
+                digest = hashlib.sha256()
+                for chunk in _tensor_chunks(tensors[key]):
+                    digest.update(chunk)
+                    yield chunk
+                digests[key] = digest.hexdigest()
+
+        self.add(name, len(header) + sum(size_of(*s) for s in stored.values()), chunks())
+        return digests
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` when the block ends well, and goes away when it does not."""
+    if path.is_dir():
+        raise IsADirectoryError(None, "it is a folder")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # the mode is the umask's, as for any new file
+    try:
+        with os.fdopen(fd, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(fd)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    # The package is in place; some file systems cannot sync a folder, and then only a power cut could still undo the rename.
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _named(name: str, spec: LibrarySpec, artifact: Artifact) -> LibrarySpec:
+    if not GRAPH_NAME.fullmatch(name):
+        raise ExportError(f"{name!r} cannot name a graph: use letters, digits, '_', '-' and '.' in the name of the entry")
+    stem = f"{LIBRARY_FOLDER}/{name}/{name}"
+    extern = f"{stem}.json" if artifact.extern is not None else ""
+    return dataclasses.replace(spec, member=f"{stem}.so", metadata=f"{stem}_metadata.json", extern=extern)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(what: str, tensor: torch.Tensor, with_data: bool) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or (with_data and (type(tensor) is not torch.Tensor or tensor.is_meta)):
+        kind = f"{type(tensor).__name__} of layout {tensor.layout} on {tensor.device}"
+        raise ExportError(f"{what} is a {kind}; only plain tensors can be stored")
+    if not stored_as(_dtype(tensor), ())[0]:
+        raise ExportError(f"{what} has dtype {tensor.dtype}, which a package cannot store")
+    return tensor
+
+
+def _weight_spec(name: str, tensor: torch.Tensor) -> WeightSpec:
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    problem = layout_problem(shape, stride)
+    if problem:
+        raise ExportError(f"weight {name!r} has strides {list(stride)} for shape {list(shape)}: {problem}; make it contiguous first")
+    return WeightSpec(_dtype(tensor), shape, stride, sha256="")
+
+
+def _tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The row-major bytes of a tensor, in one piece and without a copy where it is so already."""
+    if not tensor.numel():
+        return
+    tensor = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8).ne(0)  # a byte other than 0 and 1 counts as true, but readers refuse it
+    size = tensor.numel() * tensor.element_size()
+    # torch has no buffer protocol, and numpy, which would give one, is not among its requirements.
+    yield memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def _file_chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk

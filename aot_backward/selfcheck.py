@@ -1,0 +1,404 @@
+"""The artifact against eager, and the measure of "equal".
+
+Per tensor, with a the artifact's, e eager's and t eager's in float64 ("the truth"):
+
+    ‖a − t‖ ≤ 4·‖e − t‖ + 16·eps·max(‖t‖, 1e-3·G)
+
+where eps is that of the tensor's dtype and G the largest gradient's norm. So the artifact may be as far from the truth as eager is, and a
+gradient whose true value is zero (a bias before BatchNorm) is not compared noise with noise. Where float64 is no truth (random operators
+draw other numbers, the program casts by itself, an operator has no float64) eager stands for it, with the plain tolerances below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
+from aot_backward_runtime.guards import Contract
+from aot_backward_runtime.manifest import Manifest, SymbolSpec, VariantSpec, Verdict
+from aot_backward_runtime.package import Package
+from torch import nn
+from torch.utils import _pytree as pytree
+
+SEED = 20
+_RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2, torch.complex64: 2e-4, torch.complex128: 1e-9}
+"""‖a − e‖ / ‖e‖ allowed where eager stands for the truth."""
+_FAR = 1e-2  # eager this far from float64 did not compute the same thing: float64 is no truth then
+
+Named = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call: arguments (real tensors, leaves), mode, and for a ``grad`` entry what is differentiated."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mode: str
+    wrt: tuple[tuple[str, Any], ...] | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor compares; ``ratio`` above 1 is wrong."""
+
+    name: str
+    ratio: float
+    error: float
+    allowed: float
+
+
+class _Unwritten:
+    """Stands for an archive whose libraries still lie where the compiler put them."""
+
+    def __init__(self, manifest: Manifest, libraries: Mapping[str, Path]):
+        self.manifest, self._libraries, self.path = manifest, libraries, Path("the package being built")
+
+    def library(self, name: str) -> Path:
+        return self._libraries[name]
+
+
+def loaded(manifest: Manifest, libraries: Mapping[str, Path], weights: Mapping[str, torch.Tensor]) -> Package:
+    """The package as the runtime would load it, on copies of the weights."""
+    copies = {k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for k, t in weights.items()}
+    return Package(_Unwritten(manifest, libraries), copies, {})  # type: ignore[arg-type]
+
+
+def check(package: Package, entry: str, number: int, program: nn.Module, example: Example, stored: dict[str, torch.Tensor]) -> Verdict:
+    """Runs variant ``number`` of ``entry`` beside ``program`` at the example's sizes and, where a size is dynamic, at others.
+
+    Raises :class:`ExportError` naming the tensor that is wrong. What was put in and what came out, and how far off a later run may be,
+    goes to ``stored`` under ``entry/number/…``.
+    """
+    spec = package.manifest.entries[entry].variants[number]
+    worst, sizes = Difference("", 0.0, 0.0, 0.0), []
+    for values, args, kwargs in _sizes(spec, example):
+        at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
+        cotangents = _cotangents(spec, values)
+        try:
+            expected = _eager(program, example, args, kwargs, cotangents, spec)
+        except Exception as error:
+            if not sizes:
+                raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
+            continue  # eager refuses this size (one row for BatchNorm, an index out of range): nothing to compare with
+        truth = _truth(program, example, args, kwargs, cotangents, spec, expected)
+        actual = artifact(package, entry, spec, example.mode, args, kwargs, cotangents)
+        differences = compare(actual, expected, truth)
+        _same_form(entry, actual, expected)
+        for difference in differences:
+            if not difference.ratio <= 1:
+                raise ExportError(
+                    f"{entry} variant {number}{' at ' + at if at else ''}: {difference.name} is wrong: off by {difference.error:.3g} from eager, "
+                    f"{difference.allowed:.3g} is allowed; nothing was written"
+                )
+            if difference.ratio >= worst.ratio:
+                worst = difference
+        if not sizes:
+            allowed = {d.name: d.allowed + _norm(_minus(expected[d.name], truth[d.name])) for d in differences}
+            _store(stored, f"{entry}/{number}", args, kwargs, cotangents, expected, allowed)
+        sizes.append(at)
+    return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(s for s in sizes if s))
+
+
+def artifact(package: Package, entry: str, spec: VariantSpec, mode: str, args: Any, kwargs: Any, cotangents: Sequence[torch.Tensor]) -> Named:
+    """Everything that the loaded entry gives, by name: outputs, gradients and buffers."""
+    out: Named = {}
+    args, kwargs = _leaves_again(args, kwargs)
+    kind = package.manifest.entries[entry].kind
+    torch.manual_seed(SEED)
+    if kind == "grad":
+        grad = package.grad(entry)
+        if mode:
+            grad.train(mode == "train")
+        with _undone({n: t for n, t in grad.parameters.items() if not t.requires_grad}):
+            value, grads = grad(*args, **kwargs)
+            _outputs(out, value)
+            names = package.manifest.entries[entry].names
+            grads = {names[0]: grads} if package.manifest.entries[entry].single else grads
+            out.update({f"gradient of {n}": g for n, g in grads.items()})
+            return {n: None if v is None else v.detach().clone() for n, v in out.items()}
+    module = package.module(entry).train(mode == "train")
+    with _undone(dict(module.named_buffers())):
+        value = module(*args, **kwargs)
+        flat = _outputs(out, value)
+        targets = _targets(spec, dict(module.named_parameters(remove_duplicate=False)), args, kwargs)
+        if targets and spec.differentiable:
+            outputs = [flat[i] for i in spec.differentiable]
+            gradients = torch.autograd.grad(outputs, list(targets.values()), list(cotangents), allow_unused=True)
+            out.update({f"gradient of {n}": g for n, g in zip(targets, gradients, strict=True)})
+        out.update({f"buffer {n}": b for n, b in module.named_buffers()})
+        return {n: None if v is None else v.detach().clone() for n, v in out.items()}
+
+
+def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotangents: Sequence[torch.Tensor], spec: VariantSpec) -> Named:
+    """The same names from eager. ``program``'s buffers are put back."""
+    out: Named = {}
+    args, kwargs = _leaves_again(args, kwargs)
+    parameters = dict(program.named_parameters(remove_duplicate=False))
+    modes = [(m, m.training) for m in program.modules()]
+    before = {p: p.requires_grad for p in parameters.values()}
+    torch.manual_seed(SEED)
+    try:
+        if example.mode:
+            program.train(example.mode == "train")
+        with _undone(dict(program.named_buffers())), torch.enable_grad():
+            if example.wrt is not None:
+                names = {parameters[w] for k, w in example.wrt if k == "parameter"}
+                for parameter in parameters.values():
+                    parameter.requires_grad_(parameter in names)
+                flat_in = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+                targets = {(spec.inputs[w].name if k == "input" else w): (flat_in[w] if k == "input" else parameters[w]) for k, w in example.wrt}
+            else:
+                targets = _targets(spec, parameters, args, kwargs)
+            value = program(*args, **kwargs)
+            flat = _outputs(out, value)
+            if example.wrt is not None:
+                gradients: Sequence[Any] = torch.autograd.grad(flat[0], list(targets.values()), allow_unused=True)
+            elif targets and spec.differentiable:
+                outputs = [flat[i] for i in spec.differentiable]
+                gradients = torch.autograd.grad(outputs, list(targets.values()), [c.to(o.dtype) for c, o in zip(cotangents, outputs, strict=True)], allow_unused=True)
+            else:
+                targets, gradients = {}, []
+            out.update({f"gradient of {n}": g for n, g in zip(targets, gradients, strict=True)})
+            if example.wrt is None:
+                out.update({f"buffer {n}": b for n, b in program.named_buffers()})
+            return {n: None if v is None else v.detach().clone() for n, v in out.items()}
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, flag in before.items():
+            parameter.requires_grad_(flag)
+
+
+def _truth(program: nn.Module, example: Example, args: Any, kwargs: Any, cotangents: Sequence[torch.Tensor], spec: VariantSpec, eager: Named) -> Named:
+    """Eager in float64, or ``eager`` itself where that computes something else."""
+    if any(t.is_complex() for t in [*program.parameters(), *eager.values()] if t is not None):
+        return eager
+    try:
+        with _in_float64(program), torch.autocast(_device(eager), enabled=False):
+            truth = _eager(program, example, *_doubled(args, kwargs), [c.double() for c in cotangents], spec)
+    except Exception:  # noqa: BLE001: whatever stands against float64, eager is the next best
+        return eager
+    if truth.keys() != eager.keys():
+        return eager
+    low = any(t is not None and t.dtype in (torch.float16, torch.bfloat16) for t in eager.values()) or torch.is_autocast_enabled(_device(eager))
+    scale = max((_norm(t) for t in truth.values() if t is not None and t.is_floating_point()), default=0.0)
+    for name, e in eager.items():
+        t = truth[name]
+        if (e is None) != (t is None):
+            return eager
+        if e is None or t is None or not e.is_floating_point():
+            continue
+        if e.shape != t.shape or not torch.isfinite(t).all():
+            return eager
+        if not low and _norm(_minus(e, t)) > _FAR * max(_norm(t), 1e-3 * scale):
+            return eager
+    return truth
+
+
+def compare(actual: Named, eager: Named, truth: Named) -> list[Difference]:
+    """Every tensor of ``eager`` against ``actual``'s of the same name."""
+    if actual.keys() != eager.keys():
+        raise ExportError(f"the artifact gives {sorted(actual.keys() ^ eager.keys())} otherwise than eager")
+    largest = max((_norm(g) for n, g in truth.items() if g is not None and n.startswith("gradient")), default=0.0)
+    out = []
+    for name, e in eager.items():
+        a, t = actual[name], truth[name]
+        if (a is None) != (e is None):
+            raise ExportError(f"{name} is {'None' if a is None else 'a tensor'} in the artifact and {'None' if e is None else 'a tensor'} in eager")
+        if a is None or e is None or t is None:
+            continue
+        if a.shape != e.shape or a.dtype != e.dtype:
+            raise ExportError(f"{name} is {a.dtype} {tuple(a.shape)} in the artifact and {e.dtype} {tuple(e.shape)} in eager")
+        if not (e.is_floating_point() or e.is_complex()):
+            error = float((a != e).sum())
+            out.append(Difference(name, 2.0 if error else 0.0, error, 0.0))
+            continue
+        finite = torch.isfinite(e)
+        if not torch.equal(finite, torch.isfinite(a)):
+            raise ExportError(f"{name} has NaN or Inf where eager has none, or the reverse")
+        a, e, t = (torch.where(finite, x, torch.zeros_like(x)) for x in (a, e, t))
+        scale = max(_norm(t), 1e-3 * largest)
+        if t.dtype == e.dtype and e.dtype not in (torch.float64, torch.complex128) and torch.equal(t, e):
+            allowed = _RELATIVE[e.dtype] * scale
+        else:
+            allowed = 4 * _norm(_minus(e, t)) + 16 * torch.finfo(e.dtype).eps * scale
+        error = _norm(_minus(a, t))
+        out.append(Difference(name, error / allowed if allowed else (0.0 if error == 0 else 2.0), error, allowed))
+    return out
+
+
+def _same_form(entry: str, actual: Named, eager: Named) -> None:
+    """Strides are part of what a caller may rely on."""
+    for name, e in eager.items():
+        a = actual[name]
+        if a is None or e is None or e.numel() == 0:
+            continue
+        if any(n > 1 and s != w for n, s, w in zip(e.shape, a.stride(), e.stride(), strict=True)) and name.startswith("output"):
+            raise ExportError(f"{entry}: {name} has strides {a.stride()}, eager's has {e.stride()}")
+
+
+def _sizes(spec: VariantSpec, example: Example) -> Iterator[tuple[dict[str, int], Any, Any]]:
+    """The example as it is, then, where sizes are dynamic, at others: one larger, and the smallest allowed."""
+    flat = [v for v in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(v, torch.Tensor)]
+    contract = Contract(spec.inputs, spec.symbols, spec.guards)
+    first = contract.solve(flat)
+    yield first, example.args, example.kwargs
+    if not spec.symbols:
+        return
+    for choose in (_larger, _smallest):
+        values = choose(contract, spec.symbols, first)
+        if values is not None and values != first:
+            resized = [_resized(t, s, spec, values) for t, s in zip(flat, spec.inputs, strict=True)]
+            rest = iter(resized)
+            args, kwargs = pytree.tree_map(lambda v: next(rest) if isinstance(v, torch.Tensor) else v, (example.args, example.kwargs))  # noqa: B023
+            yield values, args, kwargs
+
+
+def _larger(contract: Contract, symbols: Sequence[SymbolSpec], first: dict[str, int]) -> dict[str, int] | None:
+    """Every size changed, each by another amount, so that two that were mixed up show."""
+    for factor in (1, 2, 3, 4, 6, 8, -1):
+        values = {s.name: first[s.name] + factor * (i + 1) if factor != 8 else first[s.name] * 2 for i, s in enumerate(symbols)}
+        if _allowed(contract, symbols, values):
+            return values
+    return None
+
+
+def _smallest(contract: Contract, symbols: Sequence[SymbolSpec], first: dict[str, int]) -> dict[str, int] | None:
+    values = {s.name: max(1, s.minimum) for s in symbols}
+    return values if _allowed(contract, symbols, values) else None
+
+
+def _allowed(contract: Contract, symbols: Sequence[SymbolSpec], values: dict[str, int]) -> bool:
+    from aot_backward_runtime.expressions import evaluate
+
+    inside = all(s.minimum <= values[s.name] and (s.maximum is None or values[s.name] <= s.maximum) for s in symbols)
+    return inside and all(evaluate(g, values) for g in contract.guards)
+
+
+def _resized(tensor: torch.Tensor, spec: Any, variant: VariantSpec, values: Mapping[str, int]) -> torch.Tensor:
+    """``tensor`` with its rows taken again or left out along each dynamic dimension: values stay such as the program expects."""
+    from aot_backward_runtime.expressions import evaluate
+
+    out = tensor.detach()
+    for d, size in enumerate(spec.shape):
+        wanted = evaluate(size, values)
+        if out.shape[d] != wanted:
+            if out.shape[d] == 0:
+                raise InputError(f"{spec.name}: an example of size 0 cannot be enlarged")
+            out = out.index_select(d, torch.arange(wanted, device=out.device) % out.shape[d])
+            if out.is_floating_point():
+                out = out + 0.01 * torch.randn_like(out)  # repeated rows would hide a mixed-up batch
+    if out.is_complex() or out.is_floating_point():
+        laid = torch.empty_strided(out.shape, [evaluate(s, values) for s in spec.stride], dtype=out.dtype, device=out.device)
+        out = laid.copy_(out)
+    return out.requires_grad_(tensor.requires_grad)
+
+
+def _cotangents(spec: VariantSpec, values: Mapping[str, int]) -> list[torch.Tensor]:
+    from aot_backward_runtime.expressions import evaluate
+    from aot_backward_runtime.guards import dtype_of
+
+    generator = torch.Generator().manual_seed(SEED)
+    out = []
+    for c in spec.cotangents:
+        shape = [evaluate(s, values) for s in c.shape]
+        dtype = dtype_of(c.dtype)
+        draw = torch.complex64 if dtype.is_complex else torch.float32
+        out.append(torch.randn(shape, generator=generator, dtype=draw).to(dtype).to(c.device))
+    return out
+
+
+def _targets(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+    """What a ``module`` variant gives gradients of, by name."""
+    flat = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    out = {}
+    for gradient in spec.backward.gradients if spec.backward else ():
+        kind, _, where = gradient.of.partition(":")
+        if kind == "parameter":
+            out[where] = parameters[where]
+        else:
+            out[spec.inputs[int(where)].name] = flat[int(where)]
+    return out
+
+
+def _outputs(out: Named, value: Any) -> list[torch.Tensor]:
+    """Notes the output's tensors by number; a dict stands in the order of its keys, as both sides return it."""
+    flat = [v for v in _ordered_leaves(value) if isinstance(v, torch.Tensor)]
+    out.update({f"output[{i}]": v for i, v in enumerate(flat)})
+    return flat
+
+
+def _ordered_leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value)
+
+
+def _leaves_again(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return pytree.tree_map(lambda v: v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v, (args, kwargs))
+
+
+def _doubled(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def double(v: Any) -> Any:
+        return v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+
+    return pytree.tree_map(double, (args, kwargs))
+
+
+@contextlib.contextmanager
+def _in_float64(program: nn.Module) -> Iterator[None]:
+    """The program's own parameters and buffers as float64, wherever the program reaches them from; put back afterwards."""
+    kept = [(t, t.data) for t in {id(t): t for t in [*program.parameters(), *program.buffers()]}.values() if t.is_floating_point()]
+    default = torch.get_default_dtype()
+    try:
+        for tensor, data in kept:
+            tensor.data = data.double()
+        torch.set_default_dtype(torch.float64)
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        for tensor, data in kept:
+            tensor.data = data
+
+
+@contextlib.contextmanager
+def _undone(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    before = [(t, t.detach().clone()) for t in tensors.values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+
+
+def _store(stored: dict[str, torch.Tensor], prefix: str, args: Any, kwargs: Any, cotangents: Sequence[torch.Tensor], expected: Named, allowed: dict[str, float]) -> None:
+    for i, value in enumerate(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)):
+        stored[f"{prefix}/input/{i}"] = value.detach().contiguous()
+    for i, value in enumerate(cotangents):
+        stored[f"{prefix}/cotangent/{i}"] = value.contiguous()
+    for name, value in expected.items():
+        if value is not None:
+            stored[f"{prefix}/expected/{name}"] = value.contiguous()
+            stored[f"{prefix}/allowed/{name}"] = torch.tensor(allowed.get(name, 0.0), dtype=torch.float64)
+
+
+def _device(named: Named) -> str:
+    return next((t.device.type for t in named.values() if t is not None), "cpu")
+
+
+def _minus(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None or b is None:
+        return None
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return a.to(wide) - b.to(wide)
+
+
+def _norm(tensor: torch.Tensor | None) -> float:
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    return float(torch.linalg.vector_norm(tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)))

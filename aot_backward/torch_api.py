@@ -1,0 +1,79 @@
+"""Every private torch name that the library and the exporters use, and the versions in which each was seen.
+
+``torch_api.NAME`` resolves lazily (PEP 562), so that ``import aot_backward`` stays light, and fails loudly where a name is gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+
+VERSIONS = ("2.11", "2.12", "2.13")
+"""The torch minors that this distribution supports. 2.13 is proved by the tests, 2.11 by the GPU checks; 2.12 was read, not run."""
+
+_ALL = VERSIONS
+
+_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
+    # capture
+    "aot_export_joint_with_descriptors": ("torch._functorch.aot_autograd", _ALL),
+    "make_fake_inputs": ("torch._export.non_strict_utils", _ALL),
+    "produce_guards_and_solve_constraints": ("torch._export.non_strict_utils", _ALL),
+    "ParamAOTInput": ("torch._functorch._aot_autograd.descriptors", _ALL),
+    "BufferAOTInput": ("torch._functorch._aot_autograd.descriptors", _ALL),
+    "PlainAOTInput": ("torch._functorch._aot_autograd.descriptors", _ALL),
+    "TangentAOTInput": ("torch._functorch._aot_autograd.descriptors", _ALL),
+    "PlainAOTOutput": ("torch._functorch._aot_autograd.descriptors", _ALL),
+    "InputMutationAOTOutput": ("torch._functorch._aot_autograd.descriptors", _ALL),
+    "GradAOTOutput": ("torch._functorch._aot_autograd.descriptors", _ALL),
+    "OutputType": ("torch._functorch._aot_autograd.schemas", _ALL),
+    "_compiling_state_context": ("torch._export.utils", _ALL),
+    "_combine_args": ("torch.export.dynamic_shapes", _ALL),
+    "_process_dynamic_shapes": ("torch.export.dynamic_shapes", _ALL),
+    "_get_mkldnn_enabled": ("torch._C", _ALL),
+    "_set_mkldnn_enabled": ("torch._C", _ALL),
+    "_recursive_joint_graph_passes": ("torch._inductor.compile_fx", _ALL),
+    "partition_fn": ("torch._inductor.compile_fx", _ALL),
+    "select_decomp_table": ("torch._inductor.decomposition", _ALL),
+    "inductor_config": ("torch._inductor.config", _ALL),  # the module itself
+    # compilation (aot_backward_exporters)
+    "functorch_config": ("torch._functorch.config", _ALL),  # the module itself
+    "compile_fx_inner": ("torch._inductor.compile_fx", _ALL),
+    "get_cpp_wrapper_config": ("torch._inductor.compile_fx", _ALL),
+    "V": ("torch._inductor.virtualized", _ALL),
+    "CppBuilder": ("torch._inductor.cpp_builder", _ALL),
+    "get_cpp_compiler": ("torch._inductor.cpp_builder", _ALL),
+    "InvalidCxxCompiler": ("torch._inductor.exc", _ALL),
+    "InductorError": ("torch._inductor.exc", _ALL),
+}
+_MODULES = {"inductor_config", "functorch_config"}
+
+_MISSING_OPTIONS: dict[str, frozenset[str]] = {
+    "2.11": frozenset({"cpp.march", "aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer"}),
+}
+
+
+def minor() -> str:
+    """torch's version without patch and build, "2.13"."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def known_options(options: dict[str, object]) -> dict[str, object]:
+    """Those of ``options`` that this torch's ``torch._inductor.config`` has: it raises on any other."""
+    return {name: value for name, value in options.items() if name not in _MISSING_OPTIONS.get(minor(), ())}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, versions = _NAMES[name]
+    if minor() not in versions:
+        raise ImportError(f"aot-backward supports torch {', '.join(VERSIONS)}; this is {torch.__version__}: {module}.{name} was not looked up")
+    with warnings.catch_warnings():  # importing Inductor makes torch warn of its own use of torch.jit
+        warnings.simplefilter("ignore", DeprecationWarning)
+        loaded = importlib.import_module(module)
+    value = loaded if name in _MODULES else getattr(loaded, name)
+    globals()[name] = value
+    return value

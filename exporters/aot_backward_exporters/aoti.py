@@ -1,0 +1,253 @@
+"""Compiles captured graphs to native libraries with AOTInductor.
+
+What happens to a graph:
+
+1. Its canonical form, the settings and the versions of everything that compiles give a key (:mod:`.graph_key`). What was compiled
+   before under that key is taken from the cache, and neither Inductor nor g++ runs.
+2. Otherwise Inductor lowers a copy of it to C++, graph after graph in this process. Parameters and buffers stay out of the code: every
+   one of ``Graph.constants`` must be a constant of the library, to be bound by pointer, and no other constant may exist.
+3. On CPU, g++ runs for all graphs at once on the usable cores, while Inductor goes on with the next (:mod:`.native_build`). What the
+   libraries have in common is compiled once (:mod:`.native_source`). On CUDA Inductor builds each library itself, Triton kernels embedded.
+4. The library loses its symbol table, its executable stack, and every path of this machine; its headers are read for the manifest.
+5. It goes into the cache, and a copy of it, its metadata and the JSON of operators that need the proxy executor into ``folder``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from aot_backward import torch_api
+from aot_backward.program import Artifact, Graph, Options
+from aot_backward_runtime.elf import clear_executable_stack, read_elf
+from aot_backward_runtime.errors import ExportError
+
+from . import native_build
+from .compile_cache import Entry, digest, fetch, store
+from .graph_key import canonical_graph
+from .native_paths import erase_paths
+
+_OPTIONS: Options = {
+    "cpp_wrapper": True,
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,
+    # Else a tensor of at most 8 elements (a bias) is baked into the code, and new weights give wrong numbers in silence.
+    "always_keep_tensor_constants": True,
+    # Else so is a tensor whose elements are equal: a LayerNorm's weight of ones.
+    "joint_graph_constant_folding": False,
+    "cpp.weight_prepack": False,
+    "freezing": False,
+    # With it, gradients of ResNet-18 are off by 7e-2 (DESIGN.md, section 4).
+    "layout_optimization": False,
+    "fallback_random": True,  # the dropout masks are eager's
+    "cpp.dynamic_threads": True,  # else the builder's number of cores is in the code
+    "cpp.march": native_build.MARCH,
+    "cpp.simdlen": 256,
+    "cpp.vec_isa_ok": True,  # no compiling and running of probes (10 s)
+    "aot_inductor.compile_wrapper_opt_level": "O2",
+    "aot_inductor.precompile_headers": False,  # native_build has its own
+    "aot_inductor.enable_line_tables": False,
+    "aot_inductor.enable_frame_pointer": False,
+    "aot_inductor.embed_kernel_binary": True,
+}
+
+_CONSTANT = re.compile(r'constants_info_\[\d+\]\.(name|original_fqn) = "(.*)";')
+
+
+def compile_graphs(
+    graphs: Sequence[Graph],
+    *,
+    folder: Path,
+    fake_mode: Any,
+    target: str = "cpu",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Artifact]:
+    """Native libraries for ``graphs``, by name; their files are written into ``folder``, which must exist.
+
+    ``fake_mode``: the ``FakeTensorMode`` of the capture, with its shape environment, to which lowering may add guards. ``target``: "cpu"
+    or "cuda". ``progress(stage, done, total)`` is called with the stages "lower" and "compile". Raises :class:`ExportError`.
+    """
+    report = progress or (lambda stage, done, total: None)
+    keys = {graph.name: _key(graph, fake_mode, target) for graph in graphs}
+    entries = {key: entry for key in keys.values() if (entry := fetch(key)) is not None}
+    missing = {keys[graph.name]: graph for graph in graphs if keys[graph.name] not in entries}
+    if missing:
+        with tempfile.TemporaryDirectory(prefix="aot-backward-") as work:
+            compile_all = _compile_on_cuda if target == "cuda" else _compile_on_cpu
+            entries |= compile_all(missing, Path(work), fake_mode, report)
+    return {graph.name: _artifact(graph, keys[graph.name], entries[keys[graph.name]], folder) for graph in graphs}
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """What Inductor made of a graph. ``guards``: whether it assumed something about sizes that the capture had not."""
+
+    wrapper: str  # the generated C++ around the kernels
+    files: tuple[Path, ...]
+    guards: bool
+
+    def constants(self) -> dict[str, str]:
+        """The library's name of each constant -> the attribute it stands for."""
+        found = _CONSTANT.findall(self.wrapper)
+        names = [value for kind, value in found if kind == "name"]
+        return dict(zip(names, [value for kind, value in found if kind == "original_fqn"], strict=True))
+
+    def file(self, suffix: str) -> Path | None:
+        return next((f for f in self.files if f.name.endswith(suffix)), None)
+
+
+def _compile_on_cpu(graphs: dict[str, Graph], work: Path, fake_mode: Any, report: Callable[[str, int, int], None]) -> dict[str, Entry]:
+    """Lowers one graph after another while g++ compiles those already lowered."""
+    lowered, commands, started = {}, {}, {}
+    with native_build.Builder() as builder:
+        for done, (key, graph) in enumerate(graphs.items()):
+            report("lower", done, len(graphs))
+            (work / key).mkdir()
+            with native_build.recorded() as commands[key]:
+                lowered[key] = _lower(graph, work / key / "inductor", fake_mode)
+            started[key] = builder.compile(commands[key], work / key)
+        report("compile", 0, len(graphs))
+        for key in graphs:
+            for compiling in started[key]:
+                compiling.result()
+        libraries = {key: work / key / "library.so" for key in graphs}
+        linking = [builder.link(commands[key], work / key, library) for key, library in libraries.items()]
+        for done, link in enumerate(linking, 1):
+            link.result()
+            report("compile", done, len(graphs))
+    return {key: _finish(key, lowered[key], libraries[key], work) for key in graphs}
+
+
+def _compile_on_cuda(graphs: dict[str, Graph], work: Path, fake_mode: Any, report: Callable[[str, int, int], None]) -> dict[str, Entry]:
+    """Inductor builds each library: objects with the kernels' machine code come from other tools than g++."""
+    entries = {}
+    with native_build.adjusted():
+        for done, (key, graph) in enumerate(graphs.items()):
+            report("compile", done, len(graphs))
+            lowered = _lower(graph, work / key, fake_mode)
+            library = lowered.file(".so")
+            assert library is not None
+            entries[key] = _finish(key, lowered, library, work)
+    report("compile", len(graphs), len(graphs))
+    return entries
+
+
+def _lower(graph: Graph, folder: Path, fake_mode: Any) -> _Lowered:
+    config, V, shape_env = torch_api.inductor_config, torch_api.V, fake_mode.shape_env
+    module = _copy(graph.module)
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    before = _assumptions(shape_env)
+    with (
+        torch.no_grad(),
+        V.set_aot_compilation(True),
+        config.patch({**_options(), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
+        config.patch(torch_api.get_cpp_wrapper_config()),
+        V.set_fake_mode(fake_mode),
+        torch_api.functorch_config.patch(unlift_effect_tokens=True),
+        torch_api._compiling_state_context(),
+    ):
+        try:
+            compiled = torch_api.compile_fx_inner(module, inputs, static_input_idxs=[], is_inference=True, cpp_wrapper=True)
+        except torch_api.InductorError as error:
+            reason = str(error).partition("\n")[0]
+            raise ExportError(f"{graph.name}: Inductor cannot compile the graph: {reason}. TORCH_LOGS=+inductor shows where") from error
+    files = tuple(Path(f) for f in compiled.filename)
+    lowered = _Lowered(next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text(), files, _assumptions(shape_env) != before)
+    _check_constants(graph, lowered.constants())
+    return lowered
+
+
+def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
+    for name, attribute in constants.items():
+        if attribute not in graph.constants:
+            raise ExportError(
+                f"{graph.name}: the graph holds a tensor that is neither parameter nor buffer ({name}): register it as a buffer of the module"
+            )
+    bound = {graph.constants[attribute][0] for attribute in constants.values()}  # a tie has two attributes and one weight
+    for weight, _ in graph.constants.values():
+        if weight not in bound:
+            raise ExportError(f"{graph.name}: the compiled code does not read {weight}: its value was folded into the code; report this as a bug")
+
+
+def _finish(key: str, lowered: _Lowered, library: Path, work: Path) -> Entry:
+    clear_executable_stack(library)
+    metadata, extern = lowered.file(".wrapper_metadata.json"), lowered.file(".wrapper.json")
+    assert metadata is not None
+    entry = Entry(
+        library=erase_paths(library.read_bytes(), [work]),
+        metadata=metadata.read_bytes(),
+        extern=extern.read_bytes() if extern else b"",
+        constants=lowered.constants(),
+    )
+    if not lowered.guards:  # else a later capture would not learn of them from the cache
+        store(key, entry)
+    return entry
+
+
+def _artifact(graph: Graph, key: str, entry: Entry, folder: Path) -> Artifact:
+    stem = key[:32]
+    library, metadata, extern = folder / f"{stem}.so", folder / f"{stem}_metadata.json", folder / f"{stem}.json"
+    library.write_bytes(entry.library)
+    metadata.write_bytes(entry.metadata)
+    if entry.extern:
+        extern.write_bytes(entry.extern)
+    elf = read_elf(library)
+    return Artifact(
+        library=library,
+        metadata=metadata,
+        extern=extern if entry.extern else None,
+        constants={name: graph.constants[attribute][0] for name, attribute in entry.constants.items()},
+        needed=elf.needed,
+        glibc=elf.versions["GLIBC"],
+        glibcxx=elf.versions.get("GLIBCXX", ""),
+        operators=tuple(sorted({node["node"]["target"] for node in json.loads(entry.extern or '{"nodes": []}')["nodes"]})),
+    )
+
+
+def _key(graph: Graph, fake_mode: Any, target: str) -> str:
+    """What the library depends on: the graph, every setting of Inductor, and the versions of all that takes part."""
+    with torch_api.inductor_config.patch(_options()):
+        settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
+    return digest(
+        {
+            "graph": canonical_graph(graph, fake_mode.shape_env),
+            "settings": {name: repr(value) for name, value in settings.items()},
+            "target": target,
+            "torch": [torch.__version__, str(torch.version.git_version)],
+            "compiler": native_build.compiler_version(native_build.compiler()),
+            "exporter": _exporter(),
+        }
+    )
+
+
+@functools.cache
+def _exporter() -> str:
+    """A digest of this package's own source: what it does to a library is part of the library."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def _options() -> Options:
+    return torch_api.known_options(_OPTIONS)
+
+
+def _copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy for Inductor, which rewrites what it is given; tensors are shared."""
+    copied = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+    for name, child in copied.named_children():  # bodies of control flow
+        if isinstance(child, torch.fx.GraphModule):
+            setattr(copied, name, _copy(child))
+    return copied
+
+
+def _assumptions(shape_env: Any) -> tuple[int, dict[Any, Any], dict[Any, Any]]:
+    return len(shape_env.guards), dict(shape_env.replacements), dict(shape_env.var_to_range)

@@ -1,0 +1,99 @@
+"""The exporter's cache on disk: folders named by the digest of what they were made from, written whole or not at all.
+
+``compiled/`` holds a library per key and may be shared by processes; ``shared/`` what all libraries of one torch and one compiler have
+in common. Every read is verified; anything may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LARGEST = 2 << 30  # bytes below compiled/; the least recently used go first
+MOST_SHARED = 12  # folders below shared/, up to 150 MB each; a torch, a compiler and a set of flags need three
+
+_ENTRY = "entry.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compiled graph. ``constants``: the library's name of each constant -> the graph's attribute. ``extern``: empty where there is none."""
+
+    library: bytes
+    metadata: bytes
+    extern: bytes
+    constants: dict[str, str]
+
+
+def cache_root() -> Path:
+    return Path(os.environ.get("AOT_BACKWARD_CACHE") or Path.home() / ".cache" / "aot-backward")
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of anything that is JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def fetch(key: str) -> Entry | None:
+    """What was stored under ``key``; None where there is nothing, or where it is not what was stored."""
+    folder = cache_root() / "compiled" / key
+    try:
+        entry = json.loads((folder / _ENTRY).read_bytes())
+        files = {name: (folder / name).read_bytes() for name in entry["files"]}
+        os.utime(folder)
+    except FileNotFoundError:
+        return None  # never stored, or pruned while it was read
+    if any(hashlib.sha256(data).hexdigest() != entry["files"][name] for name, data in files.items()):
+        shutil.rmtree(folder, ignore_errors=True)  # another process may be doing the same
+        return None
+    return Entry(files["library"], files["metadata"], files["extern"], entry["constants"])
+
+
+def store(key: str, entry: Entry) -> None:
+    files = {"library": entry.library, "metadata": entry.metadata, "extern": entry.extern}
+
+    def build(folder: Path) -> None:
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        (folder / _ENTRY).write_text(json.dumps({"files": digests, "constants": entry.constants}))
+
+    store_folder(cache_root() / "compiled" / key, build)
+    _prune()
+
+
+def store_folder(folder: Path, build: Callable[[Path], None]) -> Path:
+    """``folder``, made by ``build`` in a temporary place and renamed, unless it is there. One process builds, the others wait."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name[:16]}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel when its holder dies
+        if folder.exists():
+            os.utime(folder)
+            return folder
+        temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+        try:
+            build(temporary)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _prune() -> None:
+    for name, enough in (("compiled", lambda size, count: size > LARGEST), ("shared", lambda size, count: count > MOST_SHARED)):
+        size = count = 0
+        with contextlib.suppress(FileNotFoundError):  # another process prunes too
+            for folder in sorted((cache_root() / name).glob("[!.]*"), key=lambda f: f.stat().st_mtime, reverse=True):
+                size += sum(f.stat().st_size for f in folder.iterdir())
+                count += 1
+                if enough(size, count):
+                    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,31 @@
+"""Takes the building machine's paths out of a library.
+
+``__FILE__`` in torch's headers leaves their full path in error messages. Lengths stay, so nothing else moves: only the part that tells
+where torch was installed or built becomes ``/./././``, and the message still names the header and the line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from .compile_cache import cache_root
+
+
+def erase_paths(library: bytes, folders: Iterable[Path]) -> bytes:
+    """``library`` with each occurrence of ``folders``, or of a folder that names this machine, filled up at equal length."""
+    named = {*folders, Path(torch.__file__).parent / "include", Path(sys.prefix), Path(sys.base_prefix), Path.cwd(), cache_root()}
+    deep = {p for p in named if len(p.parts) > 2} | {Path.home()}  # "/usr" or "/tmp" say nothing about this machine
+    spellings = {os.path.abspath(p) for p in deep} | {os.path.realpath(p) for p in deep}
+    longest_first = sorted((os.fsencode(s) for s in spellings - {"/"}), key=len, reverse=True)
+    pattern = re.compile(b"(?:" + b"|".join(map(re.escape, longest_first)) + b")/")
+    return pattern.sub(lambda match: _filler(len(match.group())), library)
+
+
+def _filler(length: int) -> bytes:
+    return b"/" * (length % 2) + b"./" * (length // 2)

@@ -1,0 +1,211 @@
+"""Opens a package and hands out its parts, each checked against the manifest before anyone sees it. Nothing is unpickled, compiled or
+executed here; ``docs/format.md``, section 5, lists what is refused, in the order in which it is done."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import re
+import stat
+import time
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from . import cache
+from .elf import numeric, read_elf
+from .errors import PackageError
+from .manifest import LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, EntrySpec, LibrarySpec, Manifest, Member, from_json
+from .zip_directory import Place, read_at, read_directory
+
+LIBRARY_FOLDER = "data/aotinductor"
+GRAPH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+_VERSION = re.compile(r"([0-9]{1,9}(\.[0-9]{1,9})*)?")
+_CHUNK = 1 << 20  # bytes read at a time
+
+
+class Archive:
+    """An open package. Its descriptor is closed when the object goes; what :meth:`map_member` handed out lives on."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+        self._status = os.fstat(fd)
+        if not stat.S_ISREG(self._status.st_mode):
+            kind = "a folder" if stat.S_ISDIR(self._status.st_mode) else "not a plain file"
+            raise PackageError(f"cannot open package {path}: it is {kind}")
+        places = read_directory(fd, self._status.st_size, path)
+        self.top, self._places = self._below_top(places)
+        self.manifest, self.manifest_digest = self._read_manifest()
+        self._check_members()
+        self._check_libraries()
+        self._check_entries()
+
+    @property
+    def identity(self) -> str:
+        """Changes whenever the file is replaced or written to, as far as its metadata tell. The time of the last status change is
+        there because, unlike that of the last write, nobody can set it back."""
+        s = self._status
+        return f"{s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}"
+
+    @property
+    def settled(self) -> bool:
+        """Whether the file has been left alone long enough that a further write would change :attr:`identity`: time stamps advance in
+        steps, of up to 10 ms on local file systems and of seconds on some others. False also if it has changed since it was opened."""
+        now = os.fstat(self._fd)
+        same = (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (self._status.st_size, self._status.st_mtime_ns, self._status.st_ctime_ns)
+        return same and max(now.st_mtime_ns, now.st_ctime_ns) < time.time_ns() - 2_000_000_000
+
+    def members(self) -> dict[str, Member]:
+        """Every member but the manifest, by its path below the top folder."""
+        return dict(self.manifest.members)
+
+    def read_member(self, name: str) -> bytes:
+        """The content of a member, verified by its digest."""
+        return b"".join(self._verified_chunks(name))
+
+    def map_member(self, name: str) -> memoryview:
+        """A writable private view of a member, **not verified**: pages come from the file when touched, and are copied when written."""
+        place = self._place(name)
+        start = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            view = mmap.mmap(self._fd, place.offset + place.size - start, access=mmap.ACCESS_COPY, offset=start)
+        except OSError as error:
+            raise PackageError(f"cannot map {place.size} bytes of package {self.path}: {error.strerror}") from error
+        return memoryview(view)[place.offset - start :]
+
+    def verify_digests(self) -> None:
+        """Reads every member and compares it with its digest; :class:`PackageError` names the first that differs."""
+        for name in self.manifest.members:
+            for _ in self._verified_chunks(name):
+                pass
+
+    def library(self, name: str) -> Path:
+        """The shared library of that name, extracted, its digest and headers checked, with its JSON files beside it."""
+        spec = self.manifest.libraries[name]
+        members = {PurePosixPath(m).name: m for m in (spec.member, spec.metadata, spec.extern) if m}
+
+        def copy(file_name: str, file: BinaryIO) -> None:
+            for chunk in self._verified_chunks(members[file_name]):
+                file.write(chunk)
+
+        folder = cache.place({file_name: self.manifest.members[m] for file_name, m in members.items()}, copy)
+        path = folder / PurePosixPath(spec.member).name
+        self._check_elf(spec, path)
+        return path
+
+    def corrupt(self, what: str) -> PackageError:
+        return PackageError(f"corrupt package {self.path}: {what}")
+
+    def _below_top(self, places: dict[str, Place]) -> tuple[str, dict[str, Place]]:
+        tops = {name.partition("/")[0] for name in places}
+        if len(tops) != 1:
+            raise self.corrupt(f"{len(tops)} top folders ({', '.join(sorted(tops)[:3])}), expected 1")
+        return tops.pop(), {name.partition("/")[2]: place for name, place in places.items()}
+
+    def _place(self, name: str) -> Place:
+        place = self._places.get(name)
+        if place is None:
+            raise self.corrupt(f"member {name} is missing")
+        return place
+
+    def _read_manifest(self) -> tuple[Manifest, str]:
+        place = self._place(MANIFEST_MEMBER)
+        if place.size > LARGEST_MANIFEST:
+            raise self.corrupt(f"member {MANIFEST_MEMBER} has {place.size} bytes; at most {LARGEST_MANIFEST} are read")
+        data = read_at(self._fd, place.offset, place.size, self.path)
+        if zlib.crc32(data) != place.crc:
+            raise self.corrupt(f"member {MANIFEST_MEMBER}: CRC is {zlib.crc32(data):08x}, expected {place.crc:08x}")
+        try:
+            return from_json(data), hashlib.sha256(data).hexdigest()
+        except PackageError as error:
+            raise PackageError(f"package {self.path}: {error}") from error
+
+    def _verified_chunks(self, name: str) -> Iterator[bytes]:
+        """The member in pieces; raises after the last if the whole is not what the manifest says."""
+        place, digest = self._place(name), hashlib.sha256()
+        for offset in range(place.offset, place.offset + place.size, _CHUNK):
+            chunk = read_at(self._fd, offset, min(_CHUNK, place.offset + place.size - offset), self.path)
+            digest.update(chunk)
+            yield chunk
+        self.check_digest(f"member {name}", digest.hexdigest(), self.manifest.members[name].sha256)
+
+    def check_digest(self, what: str, found: str, expected: str) -> None:
+        if found != expected:
+            raise self.corrupt(f"{what}: SHA-256 is {found}, expected {expected}")
+
+    def _check_members(self) -> None:
+        listed = self.manifest.members
+        for name in self._places.keys() - listed.keys() - {MANIFEST_MEMBER}:
+            raise self.corrupt(f"member {name} is not in the manifest")
+        for name, member in listed.items():
+            if self._place(name).size != member.size:
+                raise self.corrupt(f"member {name} has {self._place(name).size} bytes, expected {member.size}")
+        if (WEIGHTS_MEMBER in listed) != self.manifest.has_weights:
+            raise self.corrupt(f"has_weights is {self.manifest.has_weights}, but {WEIGHTS_MEMBER} says otherwise")
+
+    def _check_libraries(self) -> None:
+        for name, spec in self.manifest.libraries.items():
+            if not GRAPH_NAME.fullmatch(name):
+                raise self.corrupt(f"{name!r} is not a name for a library")
+            # AOTInductor's loaders find the JSON files by the library's own name, so no other place would do.
+            stem = f"{LIBRARY_FOLDER}/{name}/{name}"
+            if (spec.member, spec.metadata) != (f"{stem}.so", f"{stem}_metadata.json") or spec.extern not in ("", f"{stem}.json"):
+                raise self.corrupt(f"library {name}: its members must be {stem}.so, _metadata.json and .json, not {spec.member}, …")
+            for member in (spec.member, spec.metadata, spec.extern):
+                if member and member not in self.manifest.members:
+                    raise self.corrupt(f"library {name}: member {member} is missing")
+            if not (_VERSION.fullmatch(spec.glibc) and _VERSION.fullmatch(spec.glibcxx)):
+                raise self.corrupt(f"library {name}: {spec.glibc!r} and {spec.glibcxx!r} are not both versions")
+            for constant in spec.constants:
+                self._check_reference(f"library {name}: constant {constant.name}", constant.weight, self.manifest.weights)
+
+    def _check_entries(self) -> None:
+        for name, entry in self.manifest.entries.items():
+            for state in entry.state:
+                self._check_reference(f"entry {name}: {state.name}", state.weight, self.manifest.weights)
+            for library in _called(entry):
+                self._check_reference(f"entry {name}", library, self.manifest.libraries)
+
+    def _check_reference(self, what: str, key: str, known: Mapping[str, object]) -> None:
+        if key not in known:
+            raise self.corrupt(f"{what} refers to {key!r}, which the manifest does not have")
+
+    def _check_elf(self, spec: LibrarySpec, path: Path) -> None:
+        try:
+            elf = read_elf(path)
+        except PackageError as error:
+            raise self.corrupt(f"member {spec.member}: {str(error).removeprefix(f'{path}: ')}") from error
+        if elf.executable_stack:
+            raise self.corrupt(f"member {spec.member} asks for an executable stack, which glibc 2.41 and later refuse")
+        for needed in elf.needed:
+            if needed not in spec.needed:
+                raise self.corrupt(f"member {spec.member} is linked with {needed}, which the manifest does not list")
+        for family, listed in (("GLIBC", spec.glibc), ("GLIBCXX", spec.glibcxx)):
+            asked = elf.versions.get(family)
+            if asked is not None and (not listed or numeric(asked) > numeric(listed)):
+                raise self.corrupt(f"member {spec.member} asks for {family} {asked}; the manifest says {listed or 'none'}")
+
+
+def open_package(path: str | os.PathLike[str]) -> Archive:
+    """Opens a package and checks its structure and manifest; digests of members are checked when they are read.
+
+    Raises :class:`PackageError`, which names the path and the member."""
+    path = Path(path)
+    try:
+        # Without O_NONBLOCK, opening a named pipe waits for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise PackageError(f"cannot open package {path}: {error.strerror if isinstance(error, OSError) else error}") from error
+    return Archive(path, fd)
+
+
+def _called(entry: EntrySpec) -> Iterator[str]:
+    for variant in entry.variants:
+        for plan in (variant.forward, variant.backward, variant.inference, variant.gradient):
+            if plan is not None and plan.call is not None:
+                yield plan.call.library

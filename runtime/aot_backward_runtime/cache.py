@@ -1,0 +1,158 @@
+"""Where native code is extracted: a private folder, by content, shared by the processes of one user.
+
+The folder is ``$AOT_BACKWARD_CACHE``, else ``~/.cache/aot-backward``, else (where that cannot be used) a temporary one of this
+process. It may be deleted at any time. What lies in it is hashed before each use; between that and ``dlopen`` nobody but this user
+can change it, because every level is owned by this user and writable by nobody else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import AotBackwardError
+from .manifest import Member
+
+VARIABLE = "AOT_BACKWARD_CACHE"
+_temporary: tuple[int, Path] | None = None  # the process that made it, and the folder
+
+
+class CacheError(AotBackwardError):
+    """There is no folder into which native code can be extracted."""
+
+
+def place(files: Mapping[str, Member], copy: Callable[[str, BinaryIO], None]) -> Path:
+    """A folder that holds ``files`` side by side, each with the size and digest given.
+
+    What is missing or differs is written by ``copy(name, file)``, which verifies what it writes."""
+    # The key covers the JSON beside a library too: equal code with other operators must not share a folder.
+    key = hashlib.sha256("".join(f"{name}\0{files[name].sha256}\n" for name in sorted(files)).encode()).hexdigest()
+    try:
+        return _place(_cache() / "lib" / key, files, copy)
+    except CacheError:
+        if os.environ.get(VARIABLE):
+            raise  # who names a folder wants that one, or to know why not
+    return _place(_private_temporary() / "lib" / key, files, copy)
+
+
+def remembered(name: str, content: str) -> bool:
+    """Whether :func:`remember` was called with this ``name`` and ``content``."""
+    try:
+        return (_cache() / "verified" / name).read_text() == content
+    except (OSError, CacheError):
+        return False  # then the work is done again; an unusable folder is reported where it matters, by place()
+
+
+def remember(name: str, content: str) -> None:
+    with contextlib.suppress(CacheError):  # as above
+        _write(_folder(_cache() / "verified"), name, lambda file: _write_text(file, content))
+
+
+def _place(folder: Path, files: Mapping[str, Member], copy: Callable[[str, BinaryIO], None]) -> Path:
+    _folder(folder.parent)
+    _folder(folder)
+    for name, member in files.items():
+        if not _matches(folder / name, member):
+            _write(folder, name, lambda file, name=name: copy(name, file))  # type: ignore[misc]
+    return folder
+
+
+def _matches(path: Path, member: Member) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False  # missing, a link, not ours to read: it is replaced
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != member.size or _open_to_others(status):
+            return False
+        return hashlib.file_digest(file, "sha256").hexdigest() == member.sha256
+
+
+def _write(folder: Path, name: str, copy: Callable[[BinaryIO], None]) -> None:
+    """Writes beside, then renames, so that other processes see the old file or the whole new one. Not synced: what a crash of the
+    machine leaves behind does not match its digest, and is written again."""
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                copy(file)
+            Path(temporary).replace(folder / name)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _unusable(folder, error.strerror or str(error)) from error
+
+
+def _write_text(file: BinaryIO, text: str) -> None:
+    file.write(text.encode())
+
+
+def _cache() -> Path:
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return _folder(Path(chosen).absolute())
+    try:
+        home = Path("~").expanduser()
+    except RuntimeError as error:
+        raise _unusable(Path("~/.cache/aot-backward"), "there is no home folder") from error
+    return _folder(home / ".cache" / "aot-backward")
+
+
+def _folder(path: Path) -> Path:
+    """``path``, made with mode 0700 where it is missing; :class:`CacheError` unless it is ours alone and allows execution."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        status, flags = path.stat(), os.statvfs(path).f_flag
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+    problem = ""
+    if status.st_uid != os.geteuid():
+        problem = f"it belongs to user {status.st_uid}, not to {os.geteuid()}"
+    elif _open_to_others(status):
+        problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):04o}; chmod go-w)"
+    elif flags & os.ST_NOEXEC:
+        problem = "its file system is mounted noexec"
+    if problem:
+        raise _unusable(path, problem)
+    return path
+
+
+def _open_to_others(status: os.stat_result) -> bool:
+    return status.st_uid != os.geteuid() or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _unusable(path: Path, problem: str) -> CacheError:
+    return CacheError(
+        f"cannot extract native code into {path}: {problem}. "
+        f"Set {VARIABLE} to a folder that only you can write to, on a file system that allows execution"
+    )
+
+
+def _private_temporary() -> Path:
+    """A folder that is removed when the process that made it exits. A forked child uses its parent's while that is there, and never
+    removes it; libraries that it has loaded stay mapped when the files go."""
+    global _temporary
+    if _temporary is None or not _temporary[1].is_dir():
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="aot-backward-"))
+        except OSError as error:
+            raise _unusable(Path(os.environ.get("TMPDIR", "/tmp")), error.strerror or str(error)) from error  # noqa: S108
+        _temporary = (os.getpid(), folder)
+        atexit.register(_remove, *_temporary)
+    return _folder(_temporary[1])
+
+
+def _remove(pid: int, folder: Path) -> None:
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,129 @@
+"""What a loaded module and a loaded gradient function have in common: from arguments to a variant and tensors that it may be given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .errors import InputError, WeightsError
+from .guards import Fast
+from .manifest import EntrySpec
+from .plan import Library, State, Variant
+from .tree import Types, signature
+
+_REMEMBERED = 8  # signatures with a fast check; each costs one failing check for the ones behind it
+_RESOLVED = 1024  # signatures whose variant is known
+
+
+class Admitted:
+    """A call whose arguments were found good."""
+
+    __slots__ = ("flat", "given", "sizes", "variant")
+
+    def __init__(self, variant: Variant, given: Sequence[torch.Tensor], flat: Sequence[torch.Tensor], sizes: Mapping[str, int]):
+        self.variant = variant
+        self.given = given  # the caller's own tensors
+        self.flat = flat  # what native code gets
+        self.sizes = sizes
+
+
+class Entry:
+    """An entry's variants and state."""
+
+    def __init__(self, name: str, spec: EntrySpec, libraries: Mapping[str, Library], state: State, types: Types):
+        self.name, self.spec, self.state, self.types = name, spec, state, types
+        self.libraries = libraries
+        self.variants = [Variant(v, libraries) for v in spec.variants]
+        self._fast: list[tuple[Fast, Admitted]] = []
+        self._resolved: dict[Any, Variant] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
+        libraries = {n: copy.deepcopy(lib, memo) for n, lib in self.libraries.items()}
+        return Entry(self.name, self.spec, libraries, self.state.copy(), self.types)
+
+    def index_plans(self, index: Mapping[str, int]) -> None:
+        for variant in self.variants:
+            for runnable in variant.plans.values():
+                runnable.index_state(index)
+
+    def admit(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Admitted:
+        """Finds the variant that serves these arguments; :class:`InputError` says why none does."""
+        for fast, known in self._fast:
+            tensors = _leaves(known.variant, args, kwargs)
+            if tensors is not None and known.variant.spec.mode == mode and fast.check(*tensors) and fast.memory(tensors):
+                known.variant.check_ambient()
+                return Admitted(known.variant, tensors, tensors, known.sizes)
+        return self._admit_slowly(mode, args, kwargs)
+
+    def _admit_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Admitted:
+        candidates = [v for v in self.variants if v.spec.mode == mode]
+        if not candidates:
+            modes = sorted({v.spec.mode for v in self.variants})
+            raise InputError(
+                f"entry {self.name!r} is in mode {mode!r} and was exported for {', '.join(map(repr, modes))}: call .{modes[0]}() on it, "
+                f"or export a Variant with mode={mode!r}"
+            )
+        failures: list[tuple[Variant, InputError]] = []
+        key = _key(mode, args, kwargs)
+        if key in self._resolved:
+            candidates.sort(key=lambda v: v is not self._resolved[key])
+        for variant in candidates:
+            try:
+                admitted, untouched = self._try(variant, args, kwargs)
+            except InputError as error:
+                failures.append((variant, error))
+                continue
+            if len(self._resolved) < _RESOLVED:
+                self._resolved[key] = variant
+            if untouched:
+                self._fast.insert(0, (Fast(admitted.flat), admitted))
+                del self._fast[_REMEMBERED:]
+            return admitted
+        if len(failures) == 1:
+            raise failures[0][1]
+        reasons = "; ".join(f"variant {self.variants.index(v)} {signature(v.spec.in_tree, v.spec.argument_names)}: {e}" for v, e in failures)
+        raise InputError(f"none of the {len(failures)} variants of entry {self.name!r} serves this call: {reasons}")
+
+    def _try(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Admitted, bool]:
+        given = variant.leaves(args, kwargs)
+        flat, sizes, untouched = variant.contract.admit(given)
+        variant.check_ambient()
+        return Admitted(variant, given, flat, sizes), untouched
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], strict: bool) -> None:
+        """Copies ``tensors`` into ``own`` in place; nothing is changed where one of them does not fit."""
+        missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+        if strict and (missing or unexpected):
+            raise WeightsError(f"state of entry {self.name!r}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}")
+        for name in own.keys() & tensors.keys():
+            if tensors[name].shape != own[name].shape:
+                raise WeightsError(f"{name} has shape {tuple(tensors[name].shape)}; the package was compiled for {tuple(own[name].shape)}")
+        with torch.no_grad():
+            for name in own.keys() & tensors.keys():
+                own[name].copy_(tensors[name])
+
+
+def _leaves(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
+    """The flat tensors where the arguments plainly have the variant's structure; None where it must be looked at closely."""
+    if variant.flat_arguments:
+        return args if not kwargs and len(args) == len(variant.spec.inputs) else None
+    try:
+        return variant.leaves(args, kwargs)
+    except InputError:
+        return None
+
+
+def _key(mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def part(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape
+        if isinstance(value, (tuple, list)):
+            return tuple(map(part, value))
+        if isinstance(value, Mapping):
+            return tuple((str(k), part(v)) for k, v in value.items())
+        return value if value is None or type(value) in (bool, int, float, str) else type(value)
+
+    return mode, part(args), part(kwargs)

@@ -1,0 +1,186 @@
+"""Whether tensors fit what was compiled, before native code sees them.
+
+AOTInductor checks nothing: a float64 tensor, a transposed one, or one of another size gives wrong numbers or a crash (docs/format.md).
+The check here has two speeds. :class:`Contract` looks at everything in Python, words the error, and copies what only lies differently
+in memory. What it has accepted as it was is remembered as a :class:`Fast` check, which is one call into C for the whole list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from . import torch_api
+from .errors import InputError
+from .expressions import evaluate
+from .manifest import Ambient, SymbolSpec, TensorSpec
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Contract:
+    """The recorded contract of a list of tensors: specs, the symbols in them, and guards on those."""
+
+    def __init__(self, specs: Sequence[TensorSpec], symbols: Sequence[SymbolSpec], guards: Sequence[str]):
+        self.specs, self.symbols, self.guards = tuple(specs), tuple(symbols), tuple(guards)
+        self.dtypes = tuple(dtype_of(s.dtype) for s in specs)
+
+    def solve(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+        """The value of every symbol, read off ``tensors``; :class:`InputError` where a range, an equality or a guard does not hold."""
+        values: dict[str, int] = {}
+        for symbol in self.symbols:
+            size = tensors[symbol.input].shape[symbol.dim]
+            value, rest = divmod(size - symbol.offset, symbol.scale)
+            place = f"{self.specs[symbol.input].name}.shape[{symbol.dim}]"
+            label = place if symbol.label == symbol.name else f"{symbol.label} ({place})"
+            if rest:
+                raise InputError(f"{label} is {size}; expected {symbol.scale} * n + {symbol.offset}")
+            if value < symbol.minimum or (symbol.maximum is not None and value > symbol.maximum):
+                top = "" if symbol.maximum is None else f" and at most {symbol.maximum}"
+                raise InputError(f"{label} is {value}; expected at least {symbol.minimum}{top}: export a variant for other sizes")
+            values[symbol.name] = value
+        for tensor, spec in zip(tensors, self.specs, strict=True):
+            for d, (size, expected) in enumerate(zip(tensor.shape, spec.shape, strict=True)):
+                wanted = evaluate(expected, values)
+                if size != wanted:
+                    raise InputError(f"{spec.name} has size {size} in dimension {d}; expected {self._reason(expected, wanted)}")
+        for guard in self.guards:
+            if not evaluate(guard, values):
+                at = ", ".join(f"{self._label(n)}={v}" for n, v in values.items())
+                raise InputError(f"the compiled code holds only where {self.words(guard)}; got {at}: export a variant for these sizes")
+        return values
+
+    def admit(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int] | None = None) -> tuple[list[torch.Tensor], dict[str, int], bool]:
+        """The tensors as native code may have them, the symbols' values, and whether all of them went in as they were.
+
+        ``values``: the symbols' values where they are known already (of incoming gradients).
+        """
+        for tensor, spec, dtype in zip(tensors, self.specs, self.dtypes, strict=True):
+            _check_kind(tensor, spec, dtype)
+        found = dict(values) if values is not None else self.solve(tensors)
+        out, untouched = [], True
+        for tensor, spec in zip(tensors, self.specs, strict=True):
+            if values is not None:
+                wanted = tuple(evaluate(s, found) for s in spec.shape)
+                if tensor.shape != wanted:
+                    raise InputError(f"{spec.name} has shape {tuple(tensor.shape)}; expected {wanted}")
+            fitting = _laid_out(tensor, spec, found)
+            untouched = untouched and fitting is tensor
+            out.append(fitting)
+        return out, found, untouched
+
+    def words(self, guard: str) -> str:
+        """A guard with the symbols' own names in it."""
+        for symbol in self.symbols:
+            guard = guard.replace(symbol.name, self._label(symbol.name))
+        return guard.removeprefix("(").removesuffix(")") if guard.count("(") == 1 else guard
+
+    def _label(self, name: str) -> str:
+        symbol = next(s for s in self.symbols if s.name == name)
+        return symbol.label if symbol.label != name else f"{self.specs[symbol.input].name}.shape[{symbol.dim}]"
+
+    def _reason(self, expected: int | str, wanted: int) -> str:
+        if isinstance(expected, int):
+            return f"{wanted}"
+        symbol = next((s for s in self.symbols if s.name == expected), None)
+        where = f", as {self.specs[symbol.input].name}.shape[{symbol.dim}] says" if symbol else ""
+        return f"{wanted} ({self.words(expected)}{where})"
+
+
+class Fast:
+    """One list of tensors that was accepted as it was, as a check in C: type, dtype, device, sizes, strides, dispatch keys, requires_grad.
+
+    Storage is looked at only when a data pointer is another than last time: a tensor's storage can be shrunk under it.
+    """
+
+    __slots__ = ("_aligned", "_needed", "_pointers", "check")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        shapes = [list(t.shape) for t in tensors]
+        strides = [list(t.stride()) for t in tensors]
+        self.check = torch_api.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+        self._needed = [_extent(t) for t in tensors]
+        self._aligned = [_alignment(t) for t in tensors]
+        self._pointers: list[int] = []
+
+    def memory(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the storages hold what the sizes say. ``tensors`` have passed :attr:`check`."""
+        pointers = list(map(_data_ptr, tensors))
+        if pointers == self._pointers:
+            return True
+        for tensor, pointer, needed, aligned in zip(tensors, pointers, self._needed, self._aligned, strict=True):
+            if pointer % aligned or tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize < needed:
+                return False
+        self._pointers = pointers
+        return True
+
+
+def check_ambient(ambient: Ambient, device: str) -> None:
+    """:class:`InputError` where autocast, determinism or matmul precision are not what the program was captured under."""
+    autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
+    if autocast != ambient.autocast:
+        raise InputError(
+            f"called under autocast {autocast or 'off'}; captured under autocast {ambient.autocast or 'off'}: call it so, or export it under the other"
+        )
+    if torch_api.deterministic() and not ambient.deterministic:
+        raise InputError("torch.use_deterministic_algorithms is on; the package was captured without it: export it under that setting")
+    if torch_api.matmul_precision() != ambient.matmul_precision:
+        raise InputError(
+            f"float32 matmul precision is {torch_api.matmul_precision()!r}; the package was captured under {ambient.matmul_precision!r}: "
+            f"torch.set_float32_matmul_precision({ambient.matmul_precision!r})"
+        )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(f"the package names the dtype {name!r}, which torch {torch.__version__} does not know")
+    return dtype
+
+
+_data_ptr = torch.Tensor.data_ptr
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    if tensor.numel() == 0:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+
+
+def _alignment(tensor: torch.Tensor) -> int:
+    return 16 if tensor.is_cuda else tensor.itemsize  # Triton's vector loads; on CPU vectors load unaligned, scalars want their own size
+
+
+def _check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> None:
+    if type(tensor) not in _PLAIN:
+        raise InputError(f"{spec.name} is a {type(tensor).__module__}.{type(tensor).__qualname__}; expected a plain torch.Tensor")
+    if torch_api.is_functorch_wrapped(tensor):
+        raise InputError(f"{spec.name} is wrapped by a torch.func transform (vmap, grad, jvp); a compiled program cannot be transformed: export the transformed function")
+    if tensor.layout is not torch.strided:
+        raise InputError(f"{spec.name} has layout {tensor.layout}; expected torch.strided: pass {spec.name}.to_dense()")
+    if tensor.device.type != spec.device:
+        raise InputError(f"{spec.name} is on {tensor.device}; expected {spec.device}: pass {spec.name}.to({spec.device!r})")
+    if tensor.dtype is not dtype:
+        raise InputError(f"{spec.name} has dtype {tensor.dtype}; expected {dtype}: pass {spec.name}.to({dtype})")
+    if tensor.dim() != len(spec.shape):
+        raise InputError(f"{spec.name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; expected {len(spec.shape)}, {_shape(spec)}")
+    held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    if held < _extent(tensor):
+        raise InputError(f"{spec.name} of shape {tuple(tensor.shape)} needs {_extent(tensor)} bytes, its storage holds {max(0, held)}: it was freed or shrunk")
+
+
+def _laid_out(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int]) -> torch.Tensor:
+    """``tensor`` itself where it lies as recorded, else a copy that does."""
+    plain = tensor.resolve_conj().resolve_neg()
+    wanted = tuple(evaluate(s, values) for s in spec.stride)
+    fits = all(n <= 1 or s == w for n, s, w in zip(plain.shape, plain.stride(), wanted, strict=True))
+    if plain.numel() and (not fits or plain.data_ptr() % _alignment(plain)):
+        copy = torch.empty_strided(plain.shape, wanted, dtype=plain.dtype, device=plain.device)
+        return copy.copy_(plain.detach())
+    return plain
+
+
+def _shape(spec: TensorSpec) -> str:
+    return "(" + ", ".join(map(str, spec.shape)) + ")"

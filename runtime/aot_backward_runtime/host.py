@@ -1,0 +1,109 @@
+"""What this machine is, and whether a package's native code was built for it.
+
+Nothing here initialises CUDA unless the package itself is for CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from .elf import numeric, read_elf
+from .errors import IncompatibleError
+from .manifest import Manifest, Target
+
+TESTED_PAIRS: tuple[tuple[str, str], ...] = ()
+"""(torch minor that built, torch minor that runs), other than equal ones, for which the whole test suite has passed."""
+
+_REBUILD = "Export it again here: aot-backward export FILE.py:NAME -o PACKAGE"
+
+
+def check_target(manifest: Manifest, device: torch.device | None = None) -> None:
+    """Raises :class:`IncompatibleError`, which names both sides of every difference, unless the package's code can run here.
+
+    ``device`` is where the caller wants it to run; without one, the current device of the kind that the package is for."""
+    if manifest.libraries and (problems := _problems(manifest, device)):
+        raise IncompatibleError(f"the package cannot run here: {'; '.join(problems)}. {_REBUILD}")
+
+
+def _problems(manifest: Manifest, device: torch.device | None) -> list[str]:
+    target = manifest.target
+    system = f"{sys.platform} {os.uname().machine}"
+    if system != "linux x86_64" or target.machine != "x86_64":
+        return [f"it was built for linux {target.machine}, this is {system}; only linux x86_64 is supported"]
+    out = []
+    built, here = _minor(manifest.torch), _minor(torch.__version__)
+    if built != here and (built, here) not in TESTED_PAIRS:
+        out.append(f"it was built with torch {manifest.torch}, this is torch {torch.__version__}")
+    missing = [flag for flag in target.cpu_flags if flag not in cpu_flags()]
+    if missing:
+        built_for = f"it was built for {target.march or 'a processor'}"
+        out.append(f"{built_for} and needs the CPU flags {' '.join(missing)}, which this processor lacks")
+    for what, asked, found in (
+        ("glibc", [spec.glibc for spec in manifest.libraries.values()], glibc),
+        ("GLIBCXX of libstdc++", [spec.glibcxx for spec in manifest.libraries.values()], glibcxx),
+    ):
+        highest = max((v for v in asked if v), key=numeric, default="")
+        if highest and numeric(highest) > numeric(found()):
+            out.append(f"it needs {what} {highest}, this machine has {found()}")
+    if device is not None and device.type != target.device:
+        out.append(f"it was built for {target.device}, but {device} was asked for")
+    elif target.device == "cuda":
+        out += _cuda_problems(target, device)
+    return out
+
+
+def _cuda_problems(target: Target, device: torch.device | None) -> list[str]:
+    built = f"it was built for {target.cuda_arch} with CUDA {target.cuda}"
+    if torch.version.cuda is None:
+        return [f"{built}, this torch {torch.__version__} has no CUDA"]
+    if torch.version.cuda.split(".")[0] != target.cuda.split(".")[0]:
+        return [f"{built}, this torch {torch.__version__} has CUDA {torch.version.cuda}"]
+    if not torch.cuda.is_available():
+        return [f"{built}, this machine has no usable GPU"]
+    major, minor = torch.cuda.get_device_capability(device)
+    return [] if _runs(target.cuda_arch, major, minor) else [f"{built}, this GPU is sm_{major}{minor}"]
+
+
+def _runs(arch: str, major: int, minor: int) -> bool:
+    """Machine code runs on its own and on later minors of its major; with a suffix (``sm_90a``) on exactly the one."""
+    number = arch.removeprefix("sm_")
+    if not number.isdecimal():
+        return number[:-1] == f"{major}{minor}"
+    return divmod(int(number), 10)[0] == major and int(number) % 10 <= minor
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+@lru_cache(maxsize=1)
+def cpu_flags() -> frozenset[str]:
+    """As /proc/cpuinfo writes them, of the first processor: the kernel makes the text as it is read, 0.1 ms for each further one."""
+    with Path("/proc/cpuinfo").open() as file:
+        line = next(line for line in file if line.startswith("flags"))
+    return frozenset(line.partition(":")[2].split())
+
+
+def glibc() -> str:
+    """The version of the C library in use: "2.36"."""
+    version = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    name, _, number = version.partition(" ")
+    if name != "glibc":
+        raise IncompatibleError(f"the C library of this system is not glibc ({version or 'unknown'}), which native code needs")
+    return number
+
+
+@lru_cache(maxsize=1)
+def glibcxx() -> str:
+    """The highest GLIBCXX symbol version that the libstdc++ in use defines: "3.4.30". It is the one that torch has loaded, which need
+    not be the system's: conda and some wheels bring their own."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.name.startswith("libstdc++.so.6"):
+            return read_elf(path).defines["GLIBCXX"]
+    raise IncompatibleError("torch has not loaded libstdc++.so.6; native code needs it")

@@ -1,0 +1,218 @@
+"""``load(path).module()``: a package's entry as an ``nn.Module`` whose forward and backward are native code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import torch_api
+from .entry import Admitted, Entry
+from .errors import GradientError, WeightsError
+from .manifest import StateSpec
+from .plan import Binding, Runnable, Variant
+from .tree import unflatten
+
+_NO_DOUBLE = (
+    "a second derivative was asked for of a compiled backward that holds none: export the gradients themselves as a program "
+    "(export_grad of a function that calls torch.autograd.grad(..., create_graph=True)), or run this part in eager"
+)
+
+
+class LoadedModule(nn.Module):
+    """Behaves as the exported module does: parameters, buffers, ``state_dict``, ``train``/``eval`` and autograd.
+
+    Submodules are empty ``nn.Module``\\ s that carry the names. Inputs and outputs have the shapes and dtypes that
+    ``aot-backward inspect`` lists; :class:`InputError` names what does not fit. Incoming gradients may be any, of any strides.
+    """
+
+    def __init__(self, entry: Entry, tensors: dict[str, torch.Tensor]):
+        """``tensors``: the entry's state by weight key."""
+        super().__init__()
+        for name in entry.spec.modules:
+            _submodule(self, name)
+        made: dict[str, torch.Tensor] = {}
+        for spec in entry.spec.state:
+            _place(self, spec, made, tensors)
+        self._aot_entry = entry
+        self._aot_slots = [_slot(self, name) for name in entry.state.names]
+        self._aot_index = {name: i for i, name in enumerate(entry.state.names)}
+        entry.index_plans(self._aot_index)
+        self.train(entry.spec.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        entry = self._aot_entry
+        admitted = entry.admit("train" if self.training else "eval", args, kwargs)
+        variant = admitted.variant
+        current = self._aot_current()
+        binding = entry.state.refresh(current)
+        if torch.is_grad_enabled():
+            targets, sources = _wanted(entry, variant, current, admitted)
+            if targets:
+                run = _Run(admitted, variant.plans["forward"], binding, current, targets)
+                return self._aot_assemble(run.runnable, admitted, current, _Native.apply(run, *sources))
+        runnable = variant.plans.get("inference") or variant.plans["forward"]
+        with torch.no_grad():
+            values = runnable.call(binding, admitted.flat, admitted.sizes)
+            _note_writes(runnable, current)
+        return self._aot_assemble(runnable, admitted, current, [values[i] for i in runnable.results])
+
+    def _aot_current(self) -> list[torch.Tensor]:
+        try:
+            return [owner[name] for owner, name in self._aot_slots]
+        except KeyError as error:
+            raise WeightsError(f"the parameter or buffer {error.args[0]!r} was deleted from the loaded module; load the package again") from error
+
+    def _aot_assemble(self, runnable: Runnable, admitted: Admitted, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
+        made = iter(results)
+        flat = []
+        for kind, where in runnable.outputs:
+            flat.append(next(made) if kind == "result" else admitted.given[where] if kind == "input" else current[self._aot_index[where]])
+        return unflatten(admitted.variant.spec.out_tree, flat, admitted.sizes, self._aot_entry.types)
+
+    # Dynamo must not look inside: the call is opaque to it, like any extension's. (The attribute is what torch.compiler.disable sets.)
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a loaded module cannot be pickled: pickle its state_dict(), and load the package again")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadedModule:
+        entry = self._aot_entry
+        tensors = {s.weight: t.detach().clone() for s, t in zip(entry.spec.state, self._aot_current(), strict=True)}
+        out = LoadedModule(copy.deepcopy(entry, memo), tensors)
+        out.train(self.training)
+        for mine, theirs in zip(self.parameters(), out.parameters(), strict=True):
+            theirs.requires_grad_(mine.requires_grad)
+            theirs.grad = None if mine.grad is None else mine.grad.clone()
+        memo[id(self)] = out
+        return out
+
+    def extra_repr(self) -> str:
+        entry = self._aot_entry
+        modes = sorted({v.spec.mode for v in entry.variants})
+        return f"entry={entry.name!r}, {len(entry.variants)} variant(s), modes={modes}"
+
+
+class _Run:
+    """One forward call, kept for its backward."""
+
+    __slots__ = ("admitted", "backward", "binding", "current", "runnable", "targets")
+
+    def __init__(self, admitted: Admitted, runnable: Runnable, binding: Binding, current: Sequence[torch.Tensor], targets: Sequence[str]):
+        self.admitted, self.runnable, self.binding, self.current, self.targets = admitted, runnable, binding, current, targets
+        self.backward = admitted.variant.plans["backward"]
+
+
+class _Native(torch.autograd.Function):
+    """One node of the autograd graph for the whole compiled program. Its tensor arguments are what gradients are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        runnable, flat, current = run.runnable, run.admitted.flat, run.current
+        results = runnable.call(run.binding, flat, run.admitted.sizes)
+        _note_writes(runnable, current)
+
+        def pick(kind: str, where: Any) -> torch.Tensor:
+            return results[where] if kind == "result" else flat[where] if kind == "input" else current[where]
+
+        kept = [pick(*s) for s in runnable.saved]
+        # what the backward reads itself, and what shares memory with what was saved, is kept for autograd's version check only
+        ctx.save_for_backward(*kept, *(pick(*s) for s in runnable.watched), *(current[i] for i in run.backward.reads))
+        ctx.kept = len(kept)
+        ctx.memory = [(i, t.data_ptr(), t.shape) for i, ((kind, _), t) in enumerate(zip(runnable.saved, kept, strict=True)) if kind == "input"]
+        run.current = ()  # not to keep the parameters alive beside autograd's own references
+        ctx.run = run
+        differentiable = run.admitted.variant.differentiable
+        ctx.mark_non_differentiable(*(results[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
+        return tuple(results[i] for i in runnable.results)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        run, saved = ctx.run, ctx.saved_tensors
+        for i, address, shape in ctx.memory:
+            if saved[i].data_ptr() != address or saved[i].shape != shape:
+                raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
+        variant, sizes = run.admitted.variant, run.admitted.sizes
+        with torch.no_grad():
+            cotangents = variant.admit_cotangents([incoming[i] for i in variant.incoming], sizes)
+            results = run.backward.call(run.binding, run.admitted.flat, sizes, saved, cotangents)
+            made = run.backward.gradients
+            gradients = [
+                results[made[t]] if needed and t in made else None for t, needed in zip(run.targets, ctx.needs_input_grad[1:], strict=True)
+            ]
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _refusing(gradients)
+        return (None, *gradients)
+
+
+def _refusing(gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The same gradients, with a node behind them that raises when it is differentiated: never a silent zero."""
+    there = [g.detach().requires_grad_() for g in gradients if g is not None]
+    marked = torch_api.DelayedError(_NO_DOUBLE, len(there))(*there) if there else ()
+    rest = iter((marked,) if isinstance(marked, torch.Tensor) else marked)
+    return [None if g is None else next(rest) for g in gradients]
+
+
+def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], admitted: Admitted) -> tuple[list[str], list[torch.Tensor]]:
+    """What gradients are asked for in this call, as the manifest names them, and the tensors; an error where the package has none for one."""
+    known = variant.gradient_targets
+    targets, sources = [], []
+    for name, tensor, owned in zip(entry.state.names, current, entry.state.owned, strict=True):
+        if owned and tensor.requires_grad:
+            target = f"parameter:{name}"
+            if target not in known:
+                raise GradientError(
+                    f"{name} requires a gradient, and was frozen when the package was exported: call {name}.requires_grad_(False), or export it unfrozen"
+                )
+            targets.append(target)
+            sources.append(tensor)
+    for i, tensor in enumerate(admitted.given):
+        if tensor.requires_grad:
+            target = f"input:{i}"
+            if target not in known:
+                name = variant.spec.inputs[i].name
+                raise GradientError(
+                    f"input {name} requires a gradient, and did not when the package was exported: pass {name}.detach(), or export a Variant "
+                    f"whose example {name} has requires_grad=True"
+                )
+            targets.append(target)
+            sources.append(tensor)
+    return targets, sources
+
+
+def _note_writes(runnable: Runnable, current: Sequence[torch.Tensor]) -> None:
+    """Native code writes buffers through pointers: bump their versions, so that whoever saved one of them notices."""
+    if runnable.writes:
+        torch.autograd.graph.increment_version([current[i] for i in runnable.writes])
+
+
+def _slot(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where the tensor of that name is looked up at each call: whatever is put there is what the call uses."""
+    path, _, last = name.rpartition(".")
+    owner = root.get_submodule(path)
+    return (owner._parameters if last in owner._parameters else owner._buffers), last
+
+
+def _submodule(root: nn.Module, name: str) -> nn.Module:
+    owner = root
+    for part in name.split(".") if name else ():
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module())
+        owner = owner._modules[part]  # type: ignore[assignment]
+    return owner
+
+
+def _place(root: nn.Module, spec: StateSpec, made: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    path, _, last = spec.name.rpartition(".")
+    owner = _submodule(root, path)
+    if spec.weight not in made:
+        tensor = tensors[spec.weight]
+        made[spec.weight] = nn.Parameter(tensor, requires_grad=spec.requires_grad) if spec.parameter else tensor
+    if spec.parameter:
+        owner.register_parameter(last, made[spec.weight])  # type: ignore[arg-type]
+    else:
+        owner.register_buffer(last, made[spec.weight], persistent=spec.persistent)
+

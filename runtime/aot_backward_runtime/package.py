@@ -1,0 +1,100 @@
+"""``load(path)``: from a file to entries that can be called."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from .archive import Archive, open_package
+from .entry import Entry
+from .errors import AotBackwardError, WeightsError
+from .grad import LoadedGrad
+from .host import check_target
+from .manifest import EntrySpec, Manifest
+from .module import LoadedModule
+from .plan import Library, State, check_weight
+from .weights import load_weights
+
+
+class Package:
+    """A loaded package. Entries of one package share their weights: training one is seen by the others."""
+
+    def __init__(self, archive: Archive, weights: Mapping[str, torch.Tensor], types: Mapping[str, type]):
+        self._archive, self._weights, self._types = archive, dict(weights), dict(types)
+        self._made: dict[str, LoadedModule | LoadedGrad] = {}
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._archive.manifest
+
+    @property
+    def entries(self) -> dict[str, str]:
+        """Name and kind ("module", "grad") of each entry."""
+        return {name: spec.kind for name, spec in self.manifest.entries.items()}
+
+    def module(self, name: str | None = None) -> LoadedModule:
+        """The ``module`` entry of that name, always the same object; a sole one needs no name."""
+        return self._get("module", name)  # type: ignore[return-value]
+
+    def grad(self, name: str | None = None) -> LoadedGrad:
+        """The ``grad`` entry of that name, always the same object; a sole one needs no name."""
+        return self._get("grad", name)  # type: ignore[return-value]
+
+    def _get(self, kind: str, name: str | None) -> LoadedModule | LoadedGrad:
+        names = [n for n, k in self.entries.items() if k == kind]
+        if name is None:
+            if len(names) != 1:
+                raise AotBackwardError(f"{self._archive.path} has {len(names)} entries of kind {kind!r} {names}: name one, .{kind}('…')")
+            (name,) = names
+        if name not in names:
+            other = f", but one of kind {self.entries[name]!r}" if name in self.entries else ""
+            raise AotBackwardError(f"{self._archive.path} has no {kind} entry {name!r}{other}; its {kind} entries: {names}")
+        if name not in self._made:
+            self._made[name] = self._make(name, self.manifest.entries[name])
+        return self._made[name]
+
+    def _make(self, name: str, spec: EntrySpec) -> LoadedModule | LoadedGrad:
+        manifest = self.manifest
+        used = {p.call.library for v in spec.variants for p in (v.forward, v.backward, v.inference, v.gradient) if p is not None and p.call}
+        device = manifest.target.device if manifest.target.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
+        libraries = {n: Library(partial(self._archive.library, n), manifest.libraries[n], device) for n in sorted(used)}
+        own = {s.weight for s in spec.state}
+        fixed = {c.weight: self._weights[c.weight] for n in used for c in manifest.libraries[n].constants if c.weight not in own}
+        entry = Entry(name, spec, libraries, State(spec, manifest.weights, fixed), self._types)
+        tensors = {k: self._weights[k] for k in own}
+        return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors)
+
+
+def load(
+    path: str | os.PathLike[str], *, weights: Mapping[str, torch.Tensor] | None = None, types: Iterable[type] = (), device: str | None = None
+) -> Package:
+    """Opens a package: verifies it, and maps its weights without a copy. Native code is opened when it is first called.
+
+    ``weights``: tensors by their key, for a package written without (``weights=False``), or instead of its own. ``types``: classes that
+    results may be made of (a package only names them). Raises :class:`PackageError` where the file is not a whole package,
+    :class:`IncompatibleError` where it was built for something else than this machine, :class:`WeightsError` where weights do not fit.
+    Loading a package, like importing a module, lets its author's code run when it is called.
+    """
+    archive = open_package(Path(path))
+    manifest = archive.manifest
+    check_target(manifest)
+    tensors = load_weights(archive) if manifest.has_weights else {}
+    if weights is not None:
+        unknown = sorted(weights.keys() - manifest.weights.keys())
+        if unknown:
+            raise WeightsError(f"{path} has no weight {unknown[0]!r}; its weights: {sorted(manifest.weights)[:20]}")
+        for key, tensor in weights.items():
+            check_weight(key, tensor, manifest.weights[key])
+        tensors.update(weights)
+    missing = sorted(manifest.weights.keys() - tensors.keys())
+    if missing:
+        raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")
+    unproved = [n for n, e in manifest.entries.items() for v in e.variants if v.verdict.status != "verified"]
+    if unproved:
+        warnings.warn(f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}", stacklevel=2)
+    return Package(archive, tensors, {f"{t.__module__}.{t.__qualname__}": t for t in types})

@@ -1,0 +1,232 @@
+"""Runs plans: opens the compiled graphs of an entry, keeps their constants bound to the entry's state, and calls them.
+
+The containers are entered one caller at a time: ``run`` holds the interpreter lock from its first instruction to its last. Graphs with
+operators that go through the proxy executor can give it up in between, so those have a lock of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import torch_api
+from .errors import IncompatibleError, WeightsError
+from .expressions import evaluate
+from .guards import Contract, Fast, check_ambient, dtype_of
+from .manifest import EntrySpec, LibrarySpec, Plan, VariantSpec, WeightSpec
+from .tree import arguments, flatten
+
+Binding = tuple[Mapping[str, torch.Tensor], tuple[int, ...]]
+"""The tensors that constants point at, by weight key, and the addresses of the entry's own."""
+
+
+class Library:
+    """One compiled graph, opened when it is first run. A copy (``deepcopy``) opens it again: constants are bound to each by itself."""
+
+    def __init__(self, path: Callable[[], Path], spec: LibrarySpec, device: str):
+        self._path, self.spec, self._device = path, spec, device
+        self._runner: Any = None
+        self._bound: tuple[int, ...] | None = None
+        self._keep: list[torch.Tensor] = []
+        self._lock = threading.RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Library:
+        return Library(self._path, self.spec, self._device)
+
+    def bind(self, binding: Binding) -> None:
+        """Points the constants at the tensors of ``binding``, unless they already are; the addresses are compared by identity first."""
+        tensors, addresses = binding
+        if self._bound is addresses:
+            return
+        if self._runner is None:
+            self._open()
+        if self._bound != addresses and self.spec.constants:
+            # aliases keep the memory alive for as long as the library points at it, whatever becomes of the tensors
+            keep = {c.name: tensors[c.weight].detach() for c in self.spec.constants}
+            self._runner.update_constant_buffer(keep, False, True, True)
+            self._keep = list(keep.values())
+        self._bound = addresses
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Calls the graph. Inputs must have been checked; results are new tensors."""
+        if self.spec.operators:
+            with self._lock:
+                return self._runner.run(inputs)
+        return self._runner.run(inputs)
+
+    @property
+    def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+        """What :meth:`run` comes to, without the call in between; the library must have been bound."""
+        return self.run if self.spec.operators else self._runner.run
+
+    def _open(self) -> None:
+        path = self._path()
+        try:
+            self._runner = torch_api.runner(str(path), self._device)
+        except RuntimeError as error:
+            raise IncompatibleError(f"{self.spec.member} could not be opened: {str(error).splitlines()[0]}{self._hint()}") from error
+        names = set(self._runner.get_constant_names_to_original_fqns())
+        listed = {c.name for c in self.spec.constants}
+        if names != listed:
+            raise IncompatibleError(f"{self.spec.member} has the constants {sorted(names)}, the manifest lists {sorted(listed)}")
+
+    def _hint(self) -> str:
+        if not self.spec.operators:
+            return ""
+        return f"; it calls {', '.join(self.spec.operators)}: import the modules that register these operators before load()"
+
+
+class State:
+    """The parameters and buffers that an entry's libraries are bound to, one per distinct weight."""
+
+    def __init__(self, entry: EntrySpec, weights: Mapping[str, WeightSpec], fixed: Mapping[str, torch.Tensor]):
+        """``fixed``: tensors by weight key that are constants of the program, not state of the entry."""
+        self.names = tuple(s.name for s in entry.state)
+        self._weights = [(s.name, s.weight, weights[s.weight]) for s in entry.state]
+        seen: set[str] = set()
+        self.owned = [not (s.weight in seen or seen.add(s.weight)) for s in entry.state]  # False for the later names of a tie
+        self._fixed = dict(fixed)
+        self.binding: Binding = (self._fixed, ())
+
+    def copy(self) -> State:
+        """The same contract, bound to nothing yet."""
+        out = copy.copy(self)
+        out.binding = (self._fixed, ())
+        return out
+
+    def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
+        """``current``: the tensors of :attr:`names` now. New ones are checked first; where they do not fit, the old binding stays."""
+        addresses = tuple(map(torch.Tensor.data_ptr, current))
+        if addresses != self.binding[1] or (addresses and len(self.binding[0]) == len(self._fixed)):
+            tensors = dict(self._fixed)
+            for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
+                check_weight(name, tensor, spec)
+                if key not in tensors:
+                    tensors[key] = tensor
+                elif tensors[key].data_ptr() != tensor.data_ptr():
+                    tied = next(n for n, k, _ in self._weights if k == key)
+                    raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
+            self.binding = (tensors, addresses)
+        return self.binding
+
+
+def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec) -> None:
+    """:class:`WeightsError` where native code compiled for ``spec`` could not read ``tensor``."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch_api.is_functorch_wrapped(tensor):
+        raise WeightsError(f"{name} is a {type(tensor).__qualname__} that native code cannot read; expected a plain tensor or Parameter")
+    if tensor.dtype is not dtype_of(spec.dtype):
+        raise WeightsError(f"{name} has dtype {tensor.dtype}; the package was compiled for torch.{spec.dtype}: export it with that dtype")
+    if tuple(tensor.shape) != spec.shape:
+        raise WeightsError(f"{name} has shape {tuple(tensor.shape)}; the package was compiled for {spec.shape}")
+    if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), spec.stride, strict=True)):
+        raise WeightsError(f"{name} has strides {tensor.stride()}; the package was compiled for {spec.stride}: copy it into the old tensor instead")
+    if tensor.is_conj() or tensor.is_neg():
+        raise WeightsError(f"{name} is a lazily conjugated or negated view; resolve it first (tensor.resolve_conj().resolve_neg())")
+
+
+class Variant:
+    """A variant made ready: contracts, the fast check of what was accepted last, and the plans with their libraries."""
+
+    def __init__(self, spec: VariantSpec, libraries: Mapping[str, Library]):
+        self.spec = spec
+        self.contract = Contract(spec.inputs, spec.symbols, spec.guards)
+        self.cotangents = Contract(spec.cotangents, (), ())
+        self.plans = {
+            role: Runnable(plan, libraries) for role in ("forward", "backward", "inference", "gradient") if (plan := getattr(spec, role)) is not None
+        }
+        self.device = next((s.device for s in (*spec.inputs, *spec.outputs)), "cpu")
+        backward = spec.backward
+        self.gradient_targets = frozenset(g.of for g in backward.gradients) if backward else frozenset()
+        self.differentiable = frozenset(spec.differentiable)
+        forward = self.plans.get("forward")
+        outputs = [n for n, (kind, _) in enumerate(forward.outputs) if kind == "result"] if forward else []
+        self.incoming = [outputs.index(i) for i in spec.differentiable if i in outputs]  # places among autograd's incoming gradients
+        self._fast: list[tuple[Fast, Mapping[str, int]]] = []
+        positional, keywords = spec.in_tree.children
+        plain = [c.index for c in positional.children if c.kind == "tensor"]
+        self.flat_arguments = not keywords.children and plain == list(range(len(positional.children)))
+        self._names = [*spec.argument_names, *(f"args[{i}]" for i in range(len(spec.argument_names), len(positional.children)))]
+
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The flat tensors of a call; :class:`InputError` names the argument that has another structure."""
+        spec = self.spec
+        args, kwargs = arguments(spec.in_tree, spec.argument_names, args, kwargs)
+        out: list[torch.Tensor] = []
+        positional, keywords = spec.in_tree.children
+        for tree, name, value in zip(positional.children, self._names, args, strict=True):
+            flatten(tree, value, out, name)
+        for name, tree in zip(keywords.keys, keywords.children, strict=True):
+            flatten(tree, kwargs[str(name)], out, str(name))
+        return out
+
+    def admit_cotangents(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+        """The incoming gradients as native code may have them: copied where they lie otherwise (``y.sum().backward()`` gives stride 0)."""
+        for fast, known in self._fast:
+            if known is sizes and fast.check(*tensors) and fast.memory(tensors):
+                return tensors
+        fitting, _, untouched = self.cotangents.admit(tensors, sizes)
+        if untouched and tensors:
+            self._fast.insert(0, (Fast(tensors), sizes))
+            del self._fast[4:]
+        return fitting
+
+    def check_ambient(self) -> None:
+        check_ambient(self.spec.ambient, self.device)
+
+
+class Runnable:
+    """A plan with its library, and its operands sorted by where they come from."""
+
+    def __init__(self, plan: Plan, libraries: Mapping[str, Library]):
+        self.plan = plan
+        self.library = libraries[plan.call.library] if plan.call else None
+        self.operands = [parse(o) for o in plan.call.operands] if plan.call else []
+        self.outputs = [parse(o) for o in plan.outputs]
+        self.results = [i for kind, i in self.outputs if kind == "result"]
+        self.saved = [parse(s) for s in plan.saved]
+        self.gradients = {g.of: parse(g.source)[1] for g in plan.gradients if g.source}
+        self.watched: list[tuple[str, Any]] = []
+        self.reads: list[int] = []
+        self.writes: list[int] = []
+
+    def index_state(self, index: Mapping[str, int]) -> None:
+        """Turns names of parameters and buffers into places in the entry's state."""
+        self.watched = [(kind, index[where] if kind == "parameter" else where) for kind, where in map(parse, self.plan.watched)]
+        self.reads = [index[n] for n in self.plan.reads]
+        self.writes = [index[n] for n in self.plan.writes]
+
+    def call(
+        self,
+        binding: Binding,
+        inputs: Sequence[torch.Tensor],
+        sizes: Mapping[str, int],
+        saved: Sequence[torch.Tensor] = (),
+        cotangents: Sequence[torch.Tensor] = (),
+    ) -> list[torch.Tensor]:
+        """The results of the library. Every tensor must have been checked."""
+        if self.library is None:
+            return []
+        self.library.bind(binding)
+        operands = []
+        for kind, where in self.operands:
+            if kind == "input":
+                operands.append(inputs[where])
+            elif kind == "saved":
+                operands.append(saved[where])
+            elif kind == "cotangent":
+                operands.append(cotangents[where])
+            else:
+                operands.append(torch.empty((evaluate(where, sizes), 0)))
+        return self.library.run(operands)
+
+
+def parse(operand: str) -> tuple[str, Any]:
+    """``input:3`` -> ("input", 3); of a size or a parameter the rest is text."""
+    kind, _, rest = operand.partition(":")
+    return kind, int(rest) if kind in ("input", "saved", "cotangent", "result") else rest
+

@@ -1,0 +1,118 @@
+"""The header of a safetensors file: 8 bytes of little-endian length, then JSON. Read strictly, and written so that data can be mapped.
+
+The format: https://github.com/huggingface/safetensors, README, "Format". The runtime reads it itself to need no second native library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import PackageError
+
+ALIGNMENT = 64  # bytes; what PyTorch's own allocator gives
+LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+"""PyTorch's name of a dtype, and the format's. ``complex128``, which it lacks, is stored as F64 with a last dimension of 2."""
+BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}  # else 1
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the file: the format's name of its dtype, its shape, and its bytes as offsets into the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """How a tensor of PyTorch's ``dtype`` is stored: the format's dtype, "" where it has none, and shape."""
+    return ("F64", (*shape, 2)) if dtype == "complex128" else (DTYPES.get(dtype, ""), shape)
+
+
+def size_of(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a tensor; ``dtype`` is the format's."""
+    return math.prod(shape) * BYTES.get(dtype, 1)
+
+
+def write_header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
+    """The header for tensors of these (format's) dtypes and shapes, and the order in which their data must follow.
+
+    A tensor whose size is a multiple of 64 comes before one whose size is a multiple of 32 only, and so on, because the format allows no
+    gaps: then each lies at a multiple of the largest power of two, up to 64, that divides its size."""
+
+    def largest_divisor(size: int) -> int:
+        return math.gcd(size, ALIGNMENT)
+
+    order = sorted(tensors, key=lambda name: (-largest_divisor(size_of(*tensors[name])), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size_of(dtype, shape)]}
+        offset += size_of(dtype, shape)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text, order
+
+
+def read_header(data: bytes | memoryview) -> tuple[dict[str, Stored], int]:
+    """The tensors of the file ``data``, in the order of their bytes, and where those begin. :class:`PackageError` names the tensor."""
+    if len(data) < 8:
+        raise PackageError(f"{len(data)} bytes are no safetensors file")
+    length = struct.unpack_from("<Q", data)[0]
+    if length > min(len(data) - 8, LARGEST_HEADER):
+        raise PackageError(f"a header of {length} bytes in a file of {len(data)}")
+    try:
+        raw = json.loads(bytes(data[8 : 8 + length]), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise PackageError(f"its header is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise PackageError(f"its header is a {type(raw).__name__}, not an object")
+    raw.pop("__metadata__", None)
+    tensors = sorted(((name, _stored(name, value)) for name, value in raw.items()), key=lambda pair: (pair[1].begin, pair[1].end))
+    expected = 0
+    for name, stored in tensors:
+        if stored.begin != expected:
+            raise PackageError(f"tensor {name!r} begins at byte {stored.begin}, expected {expected}, where the one before ends")
+        expected = stored.end
+    if expected != len(data) - 8 - length:
+        raise PackageError(f"tensors take {expected} bytes, but there are {len(data) - 8 - length}")
+    return dict(tensors), 8 + length
+
+
+def _stored(name: str, value: Any) -> Stored:
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if len(value) == 3:
+            sizes = (*shape, begin, end)
+        case _:
+            sizes = ("",)
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
+        raise PackageError(f"tensor {name!r}: {str(value)[:80]} is not a dtype, a shape and two offsets")
+    if dtype not in DTYPES.values():
+        raise PackageError(f"tensor {name!r}: dtype {dtype[:20]!r} is unknown")
+    # Strides are products of sizes even where another size is 0, so an empty tensor can overflow as well.
+    if len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 1 << 60:
+        raise PackageError(f"tensor {name!r}: its shape is too large")
+    if end - begin != size_of(dtype, shape):
+        raise PackageError(f"tensor {name!r}: {dtype} of shape {shape} takes {size_of(dtype, shape)} bytes, not {end - begin}")
+    return Stored(dtype, tuple(shape), begin, end)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return out

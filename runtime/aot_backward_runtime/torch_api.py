@@ -1,0 +1,25 @@
+"""Every private torch name that the runtime uses, and the versions in which each was seen. None of them imports Dynamo or Inductor."""
+
+from __future__ import annotations
+
+from torch._C import _functorch, _functions
+from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function of five times the cost
+from torch._C import _get_float32_matmul_precision as matmul_precision
+from torch._C._aoti import AOTIModelContainerRunnerCpu
+from torch._C._dynamo.guards import TensorGuards
+
+SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.11 on the GPU machine, 2.12 was read
+
+is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
+DelayedError = _functions.DelayedError
+
+__all__ = ["AOTIModelContainerRunnerCpu", "DelayedError", "TensorGuards", "deterministic", "is_functorch_wrapped", "matmul_precision", "runner"]
+
+
+def runner(library: str, device: str) -> AOTIModelContainerRunnerCpu:
+    """Opens a compiled library on ``device`` ("cpu" or "cuda:0"), one instance of the model."""
+    if device == "cpu":
+        return AOTIModelContainerRunnerCpu(library, 1)
+    from torch._C._aoti import AOTIModelContainerRunnerCuda  # only CUDA builds of torch have it
+
+    return AOTIModelContainerRunnerCuda(library, 1, device)

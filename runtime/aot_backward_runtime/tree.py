@@ -1,0 +1,136 @@
+"""Nested arguments to flat tensors, and flat results to nested ones, as a package's :class:`Tree` says.
+
+Not torch's pytree: a package names types, and may not import them; what comes in is compared with what was exported, leaf by leaf.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .errors import InputError, PackageError
+from .expressions import evaluate
+from .manifest import Tree
+
+Types = Mapping[str, type]
+"""Classes by "module.qualname" that results may be made of, as handed to ``load(types=…)``."""
+
+
+def describe(tree: Tree) -> str:
+    """The structure in one line, for messages: ``(Tensor, {'ids': Tensor}, None)``."""
+    if tree.kind == "tensor":
+        return "Tensor"
+    if tree.kind == "constant":
+        return repr(tree.value)
+    if tree.kind == "size":
+        return tree.expression
+    inside = [describe(c) for c in tree.children]
+    if tree.kind in ("dict", "object"):
+        return "{" + ", ".join(f"{k!r}: {v}" for k, v in zip(tree.keys, inside, strict=True)) + "}"
+    if tree.kind == "namedtuple":
+        return f"{tree.type_name.rpartition('.')[2]}({', '.join(f'{k}={v}' for k, v in zip(tree.keys, inside, strict=True))})"
+    return f"[{', '.join(inside)}]" if tree.kind == "list" else f"({', '.join(inside)}{',' if len(inside) == 1 else ''})"
+
+
+def flatten(tree: Tree, value: Any, out: list[torch.Tensor], where: str) -> None:
+    """Appends the tensors of ``value`` to ``out``; :class:`InputError` names the place where ``value`` has another structure."""
+    kind = tree.kind
+    if kind == "tensor":
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{where} is {_short(value)}; expected a tensor")
+        out.append(value)
+    elif kind == "constant":
+        if type(value) is not type(tree.value) or value != tree.value:
+            raise InputError(f"{where} is {_short(value)}; the package was exported with {tree.value!r} there: export a variant for it")
+    elif kind in ("tuple", "list"):
+        if not isinstance(value, (tuple, list)) or len(value) != len(tree.children):
+            raise InputError(f"{where} is {_short(value)}; expected {describe(tree)}")
+        for i, (child, v) in enumerate(zip(tree.children, value, strict=True)):
+            flatten(child, v, out, f"{where}[{i}]")
+    elif kind == "dict" or (kind == "object" and isinstance(value, Mapping)):
+        if not isinstance(value, Mapping) or value.keys() != set(tree.keys):
+            raise InputError(f"{where} is {_short(value)}; expected {describe(tree)}")
+        for key, child in zip(tree.keys, tree.children, strict=True):
+            flatten(child, value[key], out, f"{where}[{key!r}]")
+    else:
+        for key, child in zip(tree.keys, tree.children, strict=True):
+            if not isinstance(key, str) or key not in dir(value):
+                raise InputError(f"{where} is {_short(value)}; expected {describe(tree)}")
+            flatten(child, getattr(value, key), out, f"{where}.{key}")
+
+
+def unflatten(tree: Tree, tensors: Sequence[Any], sizes: Mapping[str, int], types: Types) -> Any:
+    """The nested value that ``tree`` describes, with ``tensors`` at its leaves."""
+    kind = tree.kind
+    if kind == "tensor":
+        return tensors[tree.index]
+    if kind == "constant":
+        return tree.value
+    if kind == "size":
+        return evaluate(tree.expression, sizes)
+    children = [unflatten(c, tensors, sizes, types) for c in tree.children]
+    if kind == "tuple":
+        return tuple(children)
+    if kind == "list":
+        return children
+    if kind == "namedtuple":
+        return namedtuple_of(tree, types)(*children)
+    if kind == "object" and tree.type_name in types:
+        return types[tree.type_name](**dict(zip(map(str, tree.keys), children, strict=True)))
+    if kind in ("dict", "object"):
+        return dict(zip(tree.keys, children, strict=True))
+    raise PackageError(f"a tree of unknown kind {kind!r}")
+
+
+_NAMEDTUPLES: dict[tuple[str, tuple[str | int, ...]], type] = {}
+
+
+def namedtuple_of(tree: Tree, types: Types) -> Callable[..., Any]:
+    """The class given for ``tree.type_name``, else a namedtuple of that name and those fields, the same one each time."""
+    if tree.type_name in types:
+        return types[tree.type_name]
+    key = (tree.type_name, tree.keys)
+    if key not in _NAMEDTUPLES:
+        _NAMEDTUPLES[key] = collections.namedtuple(tree.type_name.rpartition(".")[2], [str(k) for k in tree.keys])  # noqa: PYI024: made at run time
+    return _NAMEDTUPLES[key]
+
+
+def arguments(tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` in the form in which the package was exported: an argument given by keyword finds its position, or the reverse."""
+    positional, keywords = tree.children
+    if len(args) == len(positional.children) and kwargs.keys() == set(keywords.keys):
+        return args, kwargs
+    given = dict(kwargs)
+    placed = list(args[: len(positional.children)])
+    for name in names[len(placed) : len(positional.children)]:
+        if name not in given:
+            break
+        placed.append(given.pop(name))
+    for name, value in zip([k for k in keywords.keys if k not in given], args[len(positional.children) :], strict=False):
+        given[str(name)] = value
+    if len(placed) != len(positional.children) or given.keys() != set(keywords.keys) or len(args) + len(kwargs) != len(placed) + len(given):
+        raise InputError(
+            f"{len(args)} positional and {sorted(kwargs)} keyword arguments do not fit; expected {signature(tree, names)}: export a variant for other arguments"
+        )
+    return tuple(placed), given
+
+
+def signature(tree: Tree, names: Sequence[str]) -> str:
+    """The arguments in words, ``(x=Tensor, mask=None)``."""
+    positional, keywords = tree.children
+    labels = [*names, *(f"args[{i}]" for i in range(len(names), len(positional.children)))]
+    parts = [f"{n}={describe(c)}" for n, c in zip(labels, positional.children, strict=False)]
+    parts += [f"{k}={describe(c)}" for k, c in zip(keywords.keys, keywords.children, strict=True)]
+    return f"({', '.join(parts)})"
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if isinstance(value, (int, float, str, bool, type(None))) else f"a {type(value).__name__}"
+    if isinstance(value, (tuple, list)):
+        text += f" of {len(value)}"
+    elif isinstance(value, Mapping):
+        text += f" with the keys {sorted(map(str, value))}"
+    return text[:120]

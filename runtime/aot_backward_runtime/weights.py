@@ -1,0 +1,123 @@
+"""The tensors of a package, mapped from its file without a copy, after their bytes have been verified.
+
+The map is private: a write, such as an optimizer's step in place, copies the page it touches and never reaches the file; processes that
+only read share one set of pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from .archive import Archive
+from .cache import remember, remembered
+from .errors import PackageError
+from .manifest import EXAMPLES_MEMBER, WEIGHTS_MEMBER, WeightSpec
+from .safetensors_header import ALIGNMENT, DTYPES, Stored, read_header, stored_as
+
+HASHED_ALWAYS = 8 << 20  # bytes; 5 ms. What is larger is hashed once per file and user
+_TORCH = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
+
+
+def load_weights(archive: Archive) -> dict[str, torch.Tensor]:
+    """Every weight by its key, on the CPU, with the strides that the manifest gives. Empty for a package without weights.
+
+    Raises :class:`PackageError`, which names the tensor, where the file and the manifest differ."""
+    if not archive.manifest.has_weights:
+        return {}
+    data, stored, start = _open(archive, WEIGHTS_MEMBER)
+    specs = archive.manifest.weights
+    for name in stored.keys() ^ specs.keys():
+        where = "the manifest" if name in stored else WEIGHTS_MEMBER
+        raise archive.corrupt(f"weight {name!r} is not in {where}")
+    for name, spec in specs.items():
+        _check(archive, name, spec, stored[name])
+    _verify_each(archive, data, stored, start)
+    out = {}
+    for name, spec in specs.items():
+        tensor = _tensor(data, stored[name], start, spec.dtype == "complex128")
+        out[name] = _laid_out(archive, name, tensor, spec)
+    return out
+
+
+def load_examples(archive: Archive) -> dict[str, torch.Tensor]:
+    """The stored example inputs by name, row-major, on the CPU; empty where the package has none."""
+    if EXAMPLES_MEMBER not in archive.members():
+        return {}
+    data, stored, start = _open(archive, EXAMPLES_MEMBER)
+    archive.check_digest(f"member {EXAMPLES_MEMBER}", hashlib.sha256(data).hexdigest(), archive.members()[EXAMPLES_MEMBER].sha256)
+    return {name: _tensor(data, place, start, False) for name, place in stored.items()}
+
+
+def _open(archive: Archive, member: str) -> tuple[memoryview, dict[str, Stored], int]:
+    data = archive.map_member(member)
+    try:
+        return data, *read_header(data)
+    except PackageError as error:
+        raise archive.corrupt(f"member {member}: {error}") from error
+
+
+def _check(archive: Archive, name: str, spec: WeightSpec, stored: Stored) -> None:
+    expected = stored_as(spec.dtype, spec.shape)
+    if (stored.dtype, stored.shape) != expected:
+        raise archive.corrupt(
+            f"weight {name!r} is {stored.dtype} of shape {list(stored.shape)}; the manifest says {spec.dtype} of shape {list(spec.shape)}"
+        )
+
+
+def _verify_each(archive: Archive, data: memoryview, stored: dict[str, Stored], start: int) -> None:
+    # One record per file, not per content, so that the folder does not grow with every package that replaces another.
+    device, inode = archive.identity.split()[:2]
+    record = f"{archive.identity} {archive.manifest_digest}"
+    if len(data) > HASHED_ALWAYS and remembered(f"{device}-{inode}", record):
+        return
+    for name, place in stored.items():
+        raw = data[start + place.begin : start + place.end]
+        archive.check_digest(f"weight {name!r}", hashlib.sha256(raw).hexdigest(), archive.manifest.weights[name].sha256)
+        if place.dtype == "BOOL" and len(raw) and int(torch.frombuffer(raw, dtype=torch.uint8).max()) > 1:
+            raise archive.corrupt(f"weight {name!r}: a boolean that is neither 0 nor 1")
+    if len(data) > HASHED_ALWAYS and archive.settled:
+        remember(f"{device}-{inode}", record)
+
+
+def _tensor(data: memoryview, place: Stored, start: int, is_complex: bool) -> torch.Tensor:
+    dtype = _TORCH[place.dtype]
+    if place.begin == place.end:
+        tensor = torch.empty(place.shape, dtype=dtype)
+    else:
+        tensor = torch.frombuffer(data[start + place.begin : start + place.end], dtype=dtype).reshape(place.shape)
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor = tensor.clone()  # only tensors of an odd size lie so, and of those the writer puts the smaller powers of two last
+    return torch.view_as_complex(tensor) if is_complex else tensor
+
+
+def _laid_out(archive: Archive, name: str, tensor: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
+    problem = layout_problem(spec.shape, spec.stride)
+    if problem:
+        raise archive.corrupt(f"weight {name!r}: strides {list(spec.stride)} for shape {list(spec.shape)}: {problem}")
+    if all(n <= 1 or here == wanted for n, here, wanted in zip(spec.shape, tensor.stride(), spec.stride, strict=True)):
+        return tensor.as_strided(spec.shape, spec.stride)  # row-major, but for strides that no index is multiplied with
+    out = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype)
+    for dim, stride in enumerate(spec.stride):
+        if stride == 0:  # an expanded dimension: every index is the same place, written once
+            out, tensor = out.narrow(dim, 0, min(1, spec.shape[dim])), tensor.narrow(dim, 0, min(1, spec.shape[dim]))
+    out.copy_(tensor)
+    return out.as_strided(spec.shape, spec.stride)
+
+
+def layout_problem(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
+    """What forbids these strides for this shape, or "". Two elements may share a place only where a stride is 0."""
+    if len(shape) != len(stride):
+        return f"{len(stride)} strides for {len(shape)} dimensions"
+    if any(s < 0 or s >= 1 << 60 for s in stride):
+        return "a stride is out of range"
+    elements, span = 1, 1
+    for n, s in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n > 1 and s > 0), key=lambda pair: pair[1]):
+        if s < span:
+            return "elements overlap"
+        span += (n - 1) * s
+        elements *= n
+    if 0 not in shape and span > 16 * elements + (1 << 20):
+        return f"{elements} elements spread over {span}"
+    return ""
