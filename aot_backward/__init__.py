@@ -9,6 +9,8 @@ Names are loaded when they are first used (PEP 562): importing this imports neit
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .program import VERSION as __version__
@@ -48,3 +50,13 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+class _Facade(ModuleType):
+    """Importing the submodule ``export`` would put it where the function of that name belongs: the import system sets it here."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.export if name == "export" and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Facade

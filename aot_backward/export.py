@@ -172,7 +172,6 @@ class _Build:
                 else:
                     asked = tuple(_asked(wanted, joint, weights))
                     pieces = split.split_grad(joint, prefix, weights, asked)
-                joint.check_constraints()
                 self._compile(pieces.graphs, joint)
                 variants.append(_variant_spec(mode, joint, pieces))
                 examples.append(selfcheck.Example(args, kwargs, mode, asked if wanted is not None else None))

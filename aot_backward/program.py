@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from aot_backward_runtime.manifest import TensorSpec
+if TYPE_CHECKING:  # the command line reads VERSION from here, and must not wait a second for torch to say --help
+    from pathlib import Path
+
+    import torch
+    from aot_backward_runtime.manifest import TensorSpec
 
 VERSION = "0.1.0"
 

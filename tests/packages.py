@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from aot_backward.package import write_package
 from aot_backward.program import Artifact
 from aot_backward_runtime.elf import clear_executable_stack, read_elf
@@ -156,7 +157,9 @@ class Raw:
     gap: bytes = b""  # before the local header
 
 
-def write_raw(path: Path, members: list[Raw], *, before_directory: bytes = b"", after: bytes = b"", end: dict[str, int] | None = None) -> None:
+def write_raw(
+    path: Path, members: list[Raw], *, before_directory: bytes = b"", after: bytes = b"", end: dict[str, int] | None = None
+) -> None:
     out, directory = bytearray(), bytearray()
     for member in members:
         out += member.gap

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from aot_backward_runtime.elf import clear_executable_stack, numeric, read_elf
-from aot_backward_runtime.errors import PackageError
 from elftools.elf.dynamic import DynamicSegment
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerDefSection, GNUVerNeedSection
+
+from aot_backward_runtime.elf import clear_executable_stack, numeric, read_elf
+from aot_backward_runtime.errors import PackageError
 
 from .packages import tiny_artifact
 
@@ -44,9 +45,7 @@ def test_agrees_with_pyelftools_on_every_library_of_this_process() -> None:
             asked = [
                 aux.name for s in elf.iter_sections() if isinstance(s, GNUVerNeedSection) for _, auxs in s.iter_versions() for aux in auxs
             ]
-            offered = [
-                next(auxs).name for s in elf.iter_sections() if isinstance(s, GNUVerDefSection) for _, auxs in s.iter_versions()
-            ]
+            offered = [next(auxs).name for s in elf.iter_sections() if isinstance(s, GNUVerDefSection) for _, auxs in s.iter_versions()]
             stack = [s.header.p_flags for s in elf.iter_segments() if s.header.p_type == "PT_GNU_STACK"]
         mine = read_elf(path)
         assert mine.needed == tuple(needed), path
@@ -77,7 +76,7 @@ def test_clearing_the_executable_stack_changes_one_bit(library: Path) -> None:
     struct.pack_into("<I", data, stack, 0)  # PT_NULL: no such header
     library.write_bytes(data)
     assert read_elf(library).executable_stack
-    with pytest.raises(PackageError, match="no PT_GNU_STACK header.*noexecstack"):
+    with pytest.raises(PackageError, match=r"no PT_GNU_STACK header.*noexecstack"):
         clear_executable_stack(library)
 
 
@@ -107,14 +106,14 @@ def test_a_library_cut_anywhere_is_refused(library: Path) -> None:
     data = library.read_bytes()
     for size in (*range(0, 200, 7), *range(200, len(data), 997), len(data) - 1):
         library.write_bytes(data[:size])
-        with pytest.raises(PackageError, match="cut short|not an ELF file"):
+        with pytest.raises(PackageError, match=r"cut short|not an ELF file"):
             read_elf(library)
 
 
 def test_damage_ends_in_an_error_or_in_nothing(library: Path) -> None:
-    """Never an exception of another type, never without end: 3,000 damaged copies, the headers and dynamic tables most of all."""
+    """Never an exception of another type, never without end: 1,500 damaged copies, the headers and dynamic tables most of all."""
     data, chance = library.read_bytes(), random.Random(27)
-    for _ in range(3000):
+    for _ in range(1500):
         damaged = bytearray(data)
         for _ in range(chance.choice((1, 4, 16))):
             damaged[chance.randrange(chance.choice((64, 700, 60_000, len(data))))] = chance.randrange(256)

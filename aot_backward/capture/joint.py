@@ -120,22 +120,34 @@ def trace(
 ) -> Joint:
     """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them).
 
+    A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it.
     Raises :class:`ExportError` where the gradients could not be had rightly, naming what stands in the way.
     """
     _refuse_parameter_hooks(program)
     _check_inputs(args, kwargs)
     copied: frozenset[int] = frozenset()
-    for _ in range(2):  # the second time with copies of the outputs that the first time turned out to be views
-        joint, views = _trace_once(program, args, kwargs, dynamic_shapes, signature, copied)
-        if not views:
-            return joint
-        copied = views
-    raise ExportError(f"outputs {sorted(views)} still share memory with an input after being copied")
+    oblivious = dynamic_shapes is not None
+    while True:
+        try:
+            with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
+                joint, views = _trace_once(program, args, kwargs, dynamic_shapes, signature, copied)
+                if joint is not None:
+                    joint.check_constraints()
+                    joint.fake_mode.shape_env.frozen = False  # the compiler's guards are still to come
+                    return joint
+        except (torch_api.ConstraintViolationError, torch_api.GuardOnDataDependentSymNode):
+            if not oblivious:
+                raise
+            oblivious = False  # the program treats a size of 1 otherwise: serve 2 and more
+            continue
+        if copied >= views:
+            raise ExportError(f"outputs {sorted(views)} still share memory with an input after being copied")
+        copied |= views  # again, with copies of the outputs that turned out to be views
 
 
 def _trace_once(
     program: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, signature: Callable[..., Any], copied: frozenset[int]
-) -> tuple[Joint, frozenset[int]]:
+) -> tuple[Joint | None, frozenset[int]]:
     wrapper = _Wrapper(program, copied)
     names, argument_names = trees.input_names(signature, args, kwargs)
     owner = _SignatureOwner(signature)
@@ -161,7 +173,7 @@ def _trace_once(
             i for i, o in enumerate(meta.output_info) if o.output_type not in (aliases.non_alias, aliases.unsafe_view_alias, aliases.is_input)
         ) | _repeats(graph, meta)
         if views:
-            return None, views  # type: ignore[return-value]
+            return None, views
 
         placeholders: dict[str, tuple[str, Any]] = {}
         for node in graph.graph.find_nodes(op="placeholder"):
@@ -243,24 +255,29 @@ class _SignatureOwner(nn.Module):
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
     """Libraries take their traceable paths, and recurrent layers are traced as plain operators (oneDNN's fused ones have no formula to trace)."""
-    enabled = torch_api._get_mkldnn_enabled()
-    torch_api._set_mkldnn_enabled(False)
+    mkldnn, nnpack = torch_api._get_mkldnn_enabled(), torch.backends.nnpack.set_flags(False)[0]
+    torch_api._set_mkldnn_enabled(False)  # with both off, no convolution asks for the batch size (NNPACK's choice would guard on batch < 16)
     try:
         with torch_api._compiling_state_context():
             yield
     finally:
-        torch_api._set_mkldnn_enabled(enabled)
+        torch_api._set_mkldnn_enabled(mkldnn)
+        torch.backends.nnpack.set_flags(nnpack)
 
 
 _DECOMPOSITIONS: dict[Any, Any] = {}
 
 
 def decompositions() -> dict[Any, Any]:
-    """Inductor's table as it is with ``fallback_random``: without ``native_dropout``, whose masks are then eager's to the bit."""
+    """Inductor's table as it is with ``fallback_random`` (without ``native_dropout``: its masks are then eager's to the bit), and without the
+    matrix products, which it decomposes by size: that would guard a dynamic batch into a corner (``batch <= 16``)."""
     if not _DECOMPOSITIONS:
+        _ = torch_api.partition_fn  # brings in the lowerings, which some decompositions look up
         with torch_api.inductor_config.patch(fallback_random=True):
             _DECOMPOSITIONS.update(torch_api.select_decomp_table())
-        _DECOMPOSITIONS.pop(torch.ops.aten.native_dropout.default, None)
+        aten = torch.ops.aten
+        for operator in (aten.native_dropout.default, aten.mm.default, aten.bmm.default, aten.addmm.default):
+            _DECOMPOSITIONS.pop(operator, None)
     return _DECOMPOSITIONS
 
 

@@ -54,6 +54,7 @@ def split_module(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Te
         pieces.inference = _finish_forward(pieces, _Cut(joint, graph, f"{name}.inference", weights), _Crossing())
         return pieces
     _sum_ties(joint, weights)
+    depends = _dependence(joint)
     with torch.no_grad(), _partition_settings():
         forward, backward = torch_api.partition_fn(
             joint.graph, joint.trace_inputs, num_fwd_outputs=joint.forward_values, static_lifetime_input_indices=[]
@@ -67,7 +68,7 @@ def split_module(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Te
 
     crossing = _crossing(joint, forward, backward)
     pieces.forward = _finish_forward(pieces, _Cut(joint, forward, f"{name}.forward", weights), crossing)
-    pieces.backward = _finish_backward(pieces, _Cut(joint, backward, f"{name}.backward", weights), crossing)
+    pieces.backward = _finish_backward(pieces, _Cut(joint, backward, f"{name}.backward", weights), crossing, depends)
     return pieces
 
 
@@ -197,13 +198,14 @@ def _finish_forward(pieces: Pieces, cut: _Cut, crossing: _Crossing) -> Plan:
     return cut.plan(pieces, outputs=outputs, saved=saved, watched=tuple(w for w in watched if w not in saved))
 
 
-def _finish_backward(pieces: Pieces, cut: _Cut, crossing: _Crossing) -> Plan:
+def _finish_backward(pieces: Pieces, cut: _Cut, crossing: _Crossing, depends: dict[tuple[str, Any], tuple[int, ...]]) -> Plan:
     joint = cut.joint
     cut.saved = {node.name: i for i, node in enumerate(crossing.nodes)}
     gradients = []
     for target, node in zip(joint.gradient_slots, _results(cut.graph), strict=True):
         if target in joint.gradients:
-            gradients.append(Gradient(_target(target), cut.result(node, f"gradient of {_called(joint, target)}") if isinstance(node, Node) else ""))
+            source = cut.result(node, f"gradient of {_called(joint, target)}") if isinstance(node, Node) else ""
+            gradients.append(Gradient(_target(target), source, depends[target]))
     return cut.plan(pieces, gradients=tuple(gradients))
 
 
@@ -219,6 +221,18 @@ def _current_outputs(joint: Joint, cut: _Cut, results: list[Any]) -> tuple[str, 
         else:
             sources.append(cut.result(results[first + i], f"output[{i}]"))
     return tuple(sources)
+
+
+def _dependence(joint: Joint) -> dict[tuple[str, Any], tuple[int, ...]]:
+    """For each gradient the incoming gradients that reach it, by their number among the cotangents."""
+    reach: dict[Node, frozenset[int]] = {}
+    for node in joint.graph.graph.nodes:
+        kind, index = joint.placeholders.get(node.name, ("", None)) if node.op == "placeholder" else ("", None)
+        own = frozenset([joint.cotangents.index(index)]) if kind == "cotangent" else frozenset()
+        reach[node] = own.union(*(reach[a] for a in node.all_input_nodes))
+    results = _results(joint.graph)[joint.forward_values :]
+    nodes = zip(joint.gradient_slots, results, strict=True)
+    return {t: tuple(sorted(reach[n])) if isinstance(n, Node) else () for t, n in nodes if t in joint.gradients}
 
 
 def _sum_ties(joint: Joint, weights: dict[str, tuple[str, torch.Tensor]]) -> None:

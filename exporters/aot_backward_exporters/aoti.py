@@ -14,18 +14,21 @@ What happens to a graph:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
 import json
+import math
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
 from aot_backward import torch_api
 from aot_backward.program import Artifact, Graph, Options
 from aot_backward_runtime.elf import clear_executable_stack, read_elf
@@ -33,8 +36,9 @@ from aot_backward_runtime.errors import ExportError
 
 from . import native_build
 from .compile_cache import Entry, digest, fetch, store
-from .graph_key import canonical_graph
+from .graph_key import Canonical, canonical_graph
 from .native_paths import erase_paths
+from .targets import MARCH, SIMD_BITS
 
 _OPTIONS: Options = {
     "cpp_wrapper": True,
@@ -50,8 +54,8 @@ _OPTIONS: Options = {
     "layout_optimization": False,
     "fallback_random": True,  # the dropout masks are eager's
     "cpp.dynamic_threads": True,  # else the builder's number of cores is in the code
-    "cpp.march": native_build.MARCH,
-    "cpp.simdlen": 256,
+    "cpp.march": MARCH,
+    "cpp.simdlen": SIMD_BITS,
     "cpp.vec_isa_ok": True,  # no compiling and running of probes (10 s)
     "aot_inductor.compile_wrapper_opt_level": "O2",
     "aot_inductor.precompile_headers": False,  # native_build has its own
@@ -77,23 +81,31 @@ def compile_graphs(
     or "cuda". ``progress(stage, done, total)`` is called with the stages "lower" and "compile". Raises :class:`ExportError`.
     """
     report = progress or (lambda stage, done, total: None)
-    keys = {graph.name: _key(graph, fake_mode, target) for graph in graphs}
+    forms = {graph.name: canonical_graph(graph, fake_mode.shape_env) for graph in graphs}
+    keys = {name: _key(form, target) for name, form in forms.items()}
     entries = {key: entry for key in keys.values() if (entry := fetch(key)) is not None}
-    missing = {keys[graph.name]: graph for graph in graphs if keys[graph.name] not in entries}
+    missing = {keys[graph.name]: (graph, forms[graph.name]) for graph in graphs if keys[graph.name] not in entries}
     if missing:
         with tempfile.TemporaryDirectory(prefix="aot-backward-") as work:
             compile_all = _compile_on_cuda if target == "cuda" else _compile_on_cpu
             entries |= compile_all(missing, Path(work), fake_mode, report)
+    for name, form in forms.items():
+        _assume(entries[keys[name]].guards, form, fake_mode.shape_env)
     return {graph.name: _artifact(graph, keys[graph.name], entries[keys[graph.name]], folder) for graph in graphs}
+
+
+_Report = Callable[[str, int, int], None]
+_Missing = dict[str, tuple[Graph, Canonical]]
 
 
 @dataclass(frozen=True)
 class _Lowered:
-    """What Inductor made of a graph. ``guards``: whether it assumed something about sizes that the capture had not."""
+    """What Inductor made of a graph."""
 
     wrapper: str  # the generated C++ around the kernels
     files: tuple[Path, ...]
-    guards: bool
+    guards: list[str]
+    cacheable: bool
 
     def constants(self) -> dict[str, str]:
         """The library's name of each constant -> the attribute it stands for."""
@@ -105,15 +117,16 @@ class _Lowered:
         return next((f for f in self.files if f.name.endswith(suffix)), None)
 
 
-def _compile_on_cpu(graphs: dict[str, Graph], work: Path, fake_mode: Any, report: Callable[[str, int, int], None]) -> dict[str, Entry]:
+def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, report: _Report) -> dict[str, Entry]:
     """Lowers one graph after another while g++ compiles those already lowered."""
     lowered, commands, started = {}, {}, {}
+    known = len(fake_mode.shape_env.guards)
     with native_build.Builder() as builder:
-        for done, (key, graph) in enumerate(graphs.items()):
+        for done, (key, (graph, form)) in enumerate(graphs.items()):
             report("lower", done, len(graphs))
             (work / key).mkdir()
             with native_build.recorded() as commands[key]:
-                lowered[key] = _lower(graph, work / key / "inductor", fake_mode)
+                lowered[key] = _lower(graph, form, work / key / "inductor", fake_mode, known)
             started[key] = builder.compile(commands[key], work / key)
         report("compile", 0, len(graphs))
         for key in graphs:
@@ -127,13 +140,14 @@ def _compile_on_cpu(graphs: dict[str, Graph], work: Path, fake_mode: Any, report
     return {key: _finish(key, lowered[key], libraries[key], work) for key in graphs}
 
 
-def _compile_on_cuda(graphs: dict[str, Graph], work: Path, fake_mode: Any, report: Callable[[str, int, int], None]) -> dict[str, Entry]:
+def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, report: _Report) -> dict[str, Entry]:
     """Inductor builds each library: objects with the kernels' machine code come from other tools than g++."""
     entries = {}
+    known = len(fake_mode.shape_env.guards)
     with native_build.adjusted():
-        for done, (key, graph) in enumerate(graphs.items()):
+        for done, (key, (graph, form)) in enumerate(graphs.items()):
             report("compile", done, len(graphs))
-            lowered = _lower(graph, work / key, fake_mode)
+            lowered = _lower(graph, form, work / key, fake_mode, known)
             library = lowered.file(".so")
             assert library is not None
             entries[key] = _finish(key, lowered, library, work)
@@ -141,11 +155,11 @@ def _compile_on_cuda(graphs: dict[str, Graph], work: Path, fake_mode: Any, repor
     return entries
 
 
-def _lower(graph: Graph, folder: Path, fake_mode: Any) -> _Lowered:
-    config, V, shape_env = torch_api.inductor_config, torch_api.V, fake_mode.shape_env
+def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int) -> _Lowered:
+    """``known``: how many guards the capture left. All later ones count as this graph's: an earlier graph's may have shaped its code."""
+    config, V = torch_api.inductor_config, torch_api.V
     module = _copy(graph.module)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    before = _assumptions(shape_env)
     with (
         torch.no_grad(),
         V.set_aot_compilation(True),
@@ -154,6 +168,7 @@ def _lower(graph: Graph, folder: Path, fake_mode: Any) -> _Lowered:
         V.set_fake_mode(fake_mode),
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
+        _open_sizes(),
     ):
         try:
             compiled = torch_api.compile_fx_inner(module, inputs, static_input_idxs=[], is_inference=True, cpp_wrapper=True)
@@ -161,21 +176,59 @@ def _lower(graph: Graph, folder: Path, fake_mode: Any) -> _Lowered:
             reason = str(error).partition("\n")[0]
             raise ExportError(f"{graph.name}: Inductor cannot compile the graph: {reason}. TORCH_LOGS=+inductor shows where") from error
     files = tuple(Path(f) for f in compiled.filename)
-    lowered = _Lowered(next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text(), files, _assumptions(shape_env) != before)
+    wrapper = next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text()
+    new = [g.expr for g in fake_mode.shape_env.guards[known:] if not g.expr.free_symbols.isdisjoint(form.symbols)]
+    lowered = _Lowered(
+        wrapper=wrapper,
+        files=files,
+        guards=[str(guard.xreplace(form.symbols)) for guard in new],
+        # A guard that ties this graph's sizes to another's can be told only by that other graph.
+        cacheable=all(guard.free_symbols <= form.symbols.keys() for guard in new),
+    )
     _check_constants(graph, lowered.constants())
     return lowered
+
+
+@contextlib.contextmanager
+def _open_sizes() -> Iterator[None]:
+    """Within, Inductor does not narrow a dynamic size to the example's side of 4096 when it chooses how to add up that many floats.
+
+    The accurate way serves any number, so a sum over the batch of every Linear's bias gradient need not refuse batches above 4096.
+    """
+    kernel, V = torch_api.CppKernel, torch_api.V
+    original = kernel.need_use_acc_helper
+
+    def need_use_acc_helper(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
+        if reduction_type == "sum" and dtype == torch.float:
+            return not V.graph.sizevars.statically_known_leq(math.prod(self.call_ranges[self.reduction_depth :]), 4096)
+        return bool(original(self, reduction_type, dtype, use_scalar))
+
+    kernel.need_use_acc_helper = need_use_acc_helper
+    try:
+        yield
+    finally:
+        kernel.need_use_acc_helper = original
+
+
+def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
+    """Adds to ``shape_env`` what the compiler assumed, so that the cache leaves the same guards as compiling."""
+    names = {str(new): str(symbol) for symbol, new in form.symbols.items()}
+    for guard in guards:
+        holds = shape_env.deserialize_symexpr(re.sub(r"\bd\d+\b", lambda match: names[match.group()], guard))
+        if not holds:  # asking is what adds it
+            raise ExportError(f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug")
 
 
 def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
     for name, attribute in constants.items():
         if attribute not in graph.constants:
             raise ExportError(
-                f"{graph.name}: the graph holds a tensor that is neither parameter nor buffer ({name}): register it as a buffer of the module"
+                f"{graph.name}: the graph holds a tensor that is neither parameter nor buffer ({name}): register it as a buffer"
             )
     bound = {graph.constants[attribute][0] for attribute in constants.values()}  # a tie has two attributes and one weight
     for weight, _ in graph.constants.values():
         if weight not in bound:
-            raise ExportError(f"{graph.name}: the compiled code does not read {weight}: its value was folded into the code; report this as a bug")
+            raise ExportError(f"{graph.name}: the compiled code does not read {weight}, its value was folded into it: report this as a bug")
 
 
 def _finish(key: str, lowered: _Lowered, library: Path, work: Path) -> Entry:
@@ -187,8 +240,9 @@ def _finish(key: str, lowered: _Lowered, library: Path, work: Path) -> Entry:
         metadata=metadata.read_bytes(),
         extern=extern.read_bytes() if extern else b"",
         constants=lowered.constants(),
+        guards=lowered.guards,
     )
-    if not lowered.guards:  # else a later capture would not learn of them from the cache
+    if lowered.cacheable:
         store(key, entry)
     return entry
 
@@ -213,13 +267,13 @@ def _artifact(graph: Graph, key: str, entry: Entry, folder: Path) -> Artifact:
     )
 
 
-def _key(graph: Graph, fake_mode: Any, target: str) -> str:
+def _key(form: Canonical, target: str) -> str:
     """What the library depends on: the graph, every setting of Inductor, and the versions of all that takes part."""
     with torch_api.inductor_config.patch(_options()):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
     return digest(
         {
-            "graph": canonical_graph(graph, fake_mode.shape_env),
+            "graph": form.form,
             "settings": {name: repr(value) for name, value in settings.items()},
             "target": target,
             "torch": [torch.__version__, str(torch.version.git_version)],
@@ -231,8 +285,8 @@ def _key(graph: Graph, fake_mode: Any, target: str) -> str:
 
 @functools.cache
 def _exporter() -> str:
-    """A digest of this package's own source: what it does to a library is part of the library."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    """A digest of the code that makes a library."""
+    sources = [Path(__file__), *sorted(Path(__file__).parent.glob("native_*"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
@@ -247,7 +301,3 @@ def _copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         if isinstance(child, torch.fx.GraphModule):
             setattr(copied, name, _copy(child))
     return copied
-
-
-def _assumptions(shape_env: Any) -> tuple[int, dict[Any, Any], dict[Any, Any]]:
-    return len(shape_env.guards), dict(shape_env.replacements), dict(shape_env.var_to_range)

@@ -26,12 +26,14 @@ _ENTRY = "entry.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """One compiled graph. ``constants``: the library's name of each constant -> the graph's attribute. ``extern``: empty where there is none."""
+    """One compiled graph. ``extern``: empty where no operator needs it. ``constants``: the library's name of each -> the graph's attribute.
+    ``guards``: what the compiler assumed about sizes, in the symbols of the graph's canonical form."""
 
     library: bytes
     metadata: bytes
     extern: bytes
     constants: dict[str, str]
+    guards: list[str]
 
 
 def cache_root() -> Path:
@@ -55,7 +57,7 @@ def fetch(key: str) -> Entry | None:
     if any(hashlib.sha256(data).hexdigest() != entry["files"][name] for name, data in files.items()):
         shutil.rmtree(folder, ignore_errors=True)  # another process may be doing the same
         return None
-    return Entry(files["library"], files["metadata"], files["extern"], entry["constants"])
+    return Entry(files["library"], files["metadata"], files["extern"], entry["constants"], entry["guards"])
 
 
 def store(key: str, entry: Entry) -> None:
@@ -65,7 +67,7 @@ def store(key: str, entry: Entry) -> None:
         for name, data in files.items():
             (folder / name).write_bytes(data)
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        (folder / _ENTRY).write_text(json.dumps({"files": digests, "constants": entry.constants}))
+        (folder / _ENTRY).write_text(json.dumps({"files": digests, "constants": entry.constants, "guards": entry.guards}))
 
     store_folder(cache_root() / "compiled" / key, build)
     _prune()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
-from aot_backward.program import Graph
 from torch.fx import GraphModule, Node
+
+from aot_backward.program import Graph
 
 # Where a node came from. ``tensor_meta`` and ``unbacked_bindings`` say again what ``val`` says.
 _NOT_COMPILED = {
@@ -23,11 +25,20 @@ _NOT_COMPILED = {
 }  # fmt: skip
 
 
-def canonical_graph(graph: Graph, shape_env: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Canonical:
+    """``form`` is JSON. ``symbols``: each symbol of the capture that occurs -> its name in ``form``."""
+
+    form: dict[str, Any]
+    symbols: dict[sympy.Symbol, sympy.Symbol]
+
+
+def canonical_graph(graph: Graph, shape_env: Any) -> Canonical:
     """Everything about ``graph`` that its native code may depend on."""
     writer = _Writer(graph.constants)
     nodes = writer.graph(graph.module)
-    return {"nodes": nodes, "symbols": writer.symbols(shape_env) if writer.symbol_names else []}
+    symbols = writer.symbols(shape_env)
+    return Canonical({"nodes": nodes, "symbols": symbols}, writer.symbol_names)
 
 
 class _Writer:
@@ -49,12 +60,15 @@ class _Writer:
 
     def symbols(self, shape_env: Any) -> list[Any]:
         """Of the symbols seen: ranges, values at capture (they steer tiling), and what is known about them."""
+        if not self.symbol_names:
+            return []
         guards = [g.expr for g in shape_env.guards if not g.expr.free_symbols.isdisjoint(self.symbol_names)]
         known = [self._expression(g) for g in guards]
         out: list[Any] = []
         for symbol, new in self.symbol_names.items():
             values = shape_env.var_to_range[symbol]
-            out.append([str(new), str(values.lower), str(values.upper), str(shape_env.replace(symbol).xreplace(shape_env.backed_var_to_val))])
+            hint = shape_env.replace(symbol).xreplace(shape_env.backed_var_to_val)
+            out.append([str(new), str(values.lower), str(values.upper), str(hint)])
         return [out, known]
 
     def value(self, value: Any) -> Any:

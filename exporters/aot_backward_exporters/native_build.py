@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from aot_backward import torch_api
 from aot_backward_runtime.errors import ExportError
 
 from . import native_source
 from .compile_cache import cache_root, digest, store_folder
+from .targets import MARCH
 
-MARCH = "x86-64-v3"
-"""What plain ``cpu`` is compiled for: AVX2 and FMA, as every x86-64 server since 2015 has. Never the builder's own processor."""
-
-_LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
+_LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('native_exports.map')}")
 _LINES_SHOWN = 15  # of what a failing compiler says
 
 

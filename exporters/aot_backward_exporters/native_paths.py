@@ -21,7 +21,7 @@ def erase_paths(library: bytes, folders: Iterable[Path]) -> bytes:
     """``library`` with each occurrence of ``folders``, or of a folder that names this machine, filled up at equal length."""
     named = {*folders, Path(torch.__file__).parent / "include", Path(sys.prefix), Path(sys.base_prefix), Path.cwd(), cache_root()}
     deep = {p for p in named if len(p.parts) > 2} | {Path.home()}  # "/usr" or "/tmp" say nothing about this machine
-    spellings = {os.path.abspath(p) for p in deep} | {os.path.realpath(p) for p in deep}
+    spellings = {str(p.absolute()) for p in deep} | {str(p.resolve()) for p in deep}
     longest_first = sorted((os.fsencode(s) for s in spellings - {"/"}), key=len, reverse=True)
     pattern = re.compile(b"(?:" + b"|".join(map(re.escape, longest_first)) + b")/")
     return pattern.sub(lambda match: _filler(len(match.group())), library)

@@ -21,6 +21,7 @@ _INTERFACE = Path(torch.__file__).parent / "_inductor/codegen/aoti_runtime/inter
 _MODEL_BASE = Path("torch/csrc/inductor/aoti_runtime/model_base.h")
 _PARSE_DEVICE = re.compile(r"inline void parse_device_str\((?P<parameters>.*?)\) \{\n.*?\n\}\n", re.DOTALL)
 _CHECKS_WANTED = "static bool _check_aoti_runtime_check_inputs_env() {"
+_CHECKS_UNWANTED = "static constexpr bool _check_aoti_runtime_check_inputs_env() { return false; }\n"
 
 
 def model_source(wrapper: str) -> str:
@@ -32,9 +33,8 @@ def model_source(wrapper: str) -> str:
     interface = _INTERFACE.read_text().strip()
     before, found, after = wrapper.partition(interface)
     if not found or after.count(_CHECKS_WANTED) != 1:
-        raise ExportError(f"torch {torch.__version__} generates a wrapper that this version of aot-backward does not know: install one that does")
-    never = "static constexpr bool _check_aoti_runtime_check_inputs_env() { return false; }\nstatic inline bool _unused_check_inputs_env() {"
-    return before + _interface_includes() + after.replace(_CHECKS_WANTED, never)
+        raise ExportError(f"the C++ that torch {torch.__version__} generates is unknown to this aot-backward: install one that supports it")
+    return before + _interface_includes() + after.replace(_CHECKS_WANTED, _CHECKS_UNWANTED + _CHECKS_WANTED.replace("_check", "_unused", 1))
 
 
 def wrapper_header() -> str:

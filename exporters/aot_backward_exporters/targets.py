@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from aot_backward_runtime.manifest import Target
 
 MARCH = "x86-64-v3"

@@ -67,14 +67,17 @@ def _place(folder: Path, files: Mapping[str, Member], copy: Callable[[str, Binar
 
 def _matches(path: Path, member: Member) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(path, "rb", buffering=0, opener=_without_links) as file:  # noqa: PTH123: Path.open has no opener
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size != member.size or _open_to_others(status):
+                return False
+            return hashlib.file_digest(file, "sha256").hexdigest() == member.sha256
     except OSError:
-        return False  # missing, a link, not ours to read: it is replaced
-    with os.fdopen(fd, "rb", buffering=0) as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != member.size or _open_to_others(status):
-            return False
-        return hashlib.file_digest(file, "sha256").hexdigest() == member.sha256
+        return False  # missing, a link, not ours to read, damaged on disk: it is replaced
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # nor is a named pipe waited for
 
 
 def _write(folder: Path, name: str, copy: Callable[[BinaryIO], None]) -> None:

@@ -37,7 +37,7 @@ class Entry:
         self.name, self.spec, self.state, self.types = name, spec, state, types
         self.libraries = libraries
         self.variants = [Variant(v, libraries) for v in spec.variants]
-        self._fast: list[tuple[Fast, Admitted]] = []
+        self._fast: list[tuple[Fast, Variant, Mapping[str, int]]] = []
         self._resolved: dict[Any, Variant] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
@@ -51,11 +51,11 @@ class Entry:
 
     def admit(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Admitted:
         """Finds the variant that serves these arguments; :class:`InputError` says why none does."""
-        for fast, known in self._fast:
-            tensors = _leaves(known.variant, args, kwargs)
-            if tensors is not None and known.variant.spec.mode == mode and fast.check(*tensors) and fast.memory(tensors):
-                known.variant.check_ambient()
-                return Admitted(known.variant, tensors, tensors, known.sizes)
+        for fast, variant, sizes in self._fast:
+            tensors = _leaves(variant, args, kwargs) if variant.spec.mode == mode else None
+            if tensors is not None and fast.check(*tensors) and fast.memory(tensors):
+                variant.check_ambient()
+                return Admitted(variant, tensors, tensors, sizes)
         return self._admit_slowly(mode, args, kwargs)
 
     def _admit_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Admitted:
@@ -79,7 +79,7 @@ class Entry:
             if len(self._resolved) < _RESOLVED:
                 self._resolved[key] = variant
             if untouched:
-                self._fast.insert(0, (Fast(admitted.flat), admitted))
+                self._fast.insert(0, (Fast(admitted.flat), variant, admitted.sizes))
                 del self._fast[_REMEMBERED:]
             return admitted
         if len(failures) == 1:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .entry import Admitted, Entry
-from .errors import WeightsError
+from .entry import Entry
 from .guards import Fast
-from .plan import Runnable
+from .plan import Runnable, Variant
 from .tree import unflatten
 
 
@@ -56,12 +56,11 @@ class LoadedGrad:
         self._entry = entry
         self._moved = [True]
         made: dict[str, torch.Tensor] = {}
-        self.parameters: dict[str, torch.Tensor] = {}
         for spec in entry.spec.state:
             if spec.weight not in made:
                 made[spec.weight] = self._bound(tensors[spec.weight], spec.requires_grad)
-            self.parameters[spec.name] = made[spec.weight]
-        self._held = list(self.parameters.values())
+        self._held = [made[spec.weight] for spec in entry.spec.state]
+        self.parameters: Mapping[str, torch.Tensor] = MappingProxyType({s.name: made[s.weight] for s in entry.spec.state})
         self._weak = [weakref.ref(t) for t in self._held]
         entry.index_plans({name: i for i, name in enumerate(entry.state.names)})
         self.training = entry.spec.training
@@ -72,7 +71,7 @@ class LoadedGrad:
         last = self._last
         if last is None or kwargs or self._moved[0] or not last.fits(args):
             return self._look_closely(args, kwargs)
-        return last.finish(last.run(args if last.order is None else [args[i] for i in last.order]))
+        return last.finish(last.native(args if last.order is None else [args[i] for i in last.order]), args)
 
     def train(self, mode: bool = True) -> LoadedGrad:
         """Serves calls from the variants exported in training mode (of a module; a plain function has no mode)."""
@@ -101,67 +100,59 @@ class LoadedGrad:
 
     def _look_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         entry = self._entry
-        if self._held != list(self.parameters.values()) if len(self._held) != len(self.parameters) else False:
-            raise WeightsError("entries of .parameters were added or removed; write into the tensors instead, or use load_state_dict()")
         mode = "" if self._functional else "train" if self.training else "eval"
         admitted = entry.admit(mode, args, kwargs)
-        binding = entry.state.refresh([t.as_subclass(torch.Tensor) for t in self._held])
+        binding = entry.state.refresh([t.detach() for t in self._held])
         runnable = admitted.variant.plans["gradient"]
         with torch.no_grad():
             results = runnable.call(binding, admitted.flat, admitted.sizes)
         self._moved[0] = False
-        ready = _Ready(entry, admitted, runnable, self._held)
-        if admitted.flat is admitted.given and admitted.variant.flat_arguments and not kwargs:
+        ready = _Ready(entry, admitted.variant, runnable, admitted.sizes, self._held)
+        if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
             ready.remember(args)
             self._last = ready
-        elif self._last is not None and self._last.runnable.library is runnable.library:
-            pass  # another shape of the same graph: the constants are bound, the last fast signature still holds
-        return ready.finish(results)
+        return ready.finish(results, admitted.given)
 
 
 class _Ready:
     """What is left to do when the same kind of call comes again."""
 
-    def __init__(self, entry: Entry, admitted: Admitted, runnable: Runnable, held: list[torch.Tensor]):
-        self.entry, self.admitted, self.runnable, self.held = entry, admitted, runnable, held
-        self.variant = admitted.variant
+    def __init__(self, entry: Entry, variant: Variant, runnable: Runnable, sizes: Mapping[str, int], held: list[torch.Tensor]):
+        self.variant, self.runnable, self.sizes, self.held, self.types = variant, runnable, sizes, held, entry.types
         spec = entry.spec
+        self.index = {name: i for i, name in enumerate(entry.state.names)}
+        self.names, self.single = spec.names, spec.single
         self.gradients = [runnable.gradients.get(t) for t in spec.wrt]
-        self.names = spec.names
-        tree = self.variant.spec.out_tree
-        self.plain = tree.kind == "tensor" and runnable.outputs == [("result", 0)]
-        where = [i for kind, i in runnable.operands if kind == "input"]
-        self.only_inputs = len(where) == len(runnable.operands)
-        self.order = None if where == list(range(len(self.variant.spec.inputs))) else where
-        self.fast: Fast | None = None
+        self.plain = variant.spec.out_tree.kind == "tensor" and runnable.outputs == [("result", 0)]
+        where = [i for _, i in runnable.operands]
+        self.only_inputs = all(kind == "input" for kind, _ in runnable.operands)
+        self.order = None if where == list(range(len(variant.spec.inputs))) else where
         self.writes = [held[i] for i in runnable.writes]
-        self.ambient = self.variant.check_ambient
+        self.count = len(variant.spec.inputs)
+        self.ready = False
 
-    def remember(self, args: tuple[Any, ...]) -> None:
+    def remember(self, args: Sequence[torch.Tensor]) -> None:
+        """From now on calls like ``args`` need only the check in C. The library is bound already."""
         if self.only_inputs and self.runnable.library is not None:
-            self.fast = Fast(args)
-            self.check, self.memory, self.native = self.fast.check, self.fast.memory, self.runnable.library.raw_run
+            fast = Fast(args)
+            self.check, self.memory, self.native = fast.check, fast.memory, self.runnable.library.raw_run
+            self.ready = True
 
-    def fits(self, args: tuple[Any, ...]) -> bool:
-        if self.fast is None or len(args) != len(self.variant.spec.inputs) or not self.check(*args) or not self.memory(args):
+    def fits(self, args: Sequence[torch.Tensor]) -> bool:
+        if not self.ready or len(args) != self.count or not self.check(*args) or not self.memory(args):
             return False
-        self.ambient()
+        self.variant.check_ambient()
         return True
 
-    def run(self, inputs: Any) -> list[torch.Tensor]:
-        results = self.native(inputs)
-        return results
-
-    def finish(self, results: list[torch.Tensor]) -> tuple[Any, Any]:
+    def finish(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         if self.writes:
             torch.autograd.graph.increment_version(self.writes)
         if self.plain:
             value: Any = results[0]
         else:
-            given, held, index = self.admitted.given, self.held, self.entry.state.names.index
-            flat = [results[w] if k == "result" else given[w] if k == "input" else held[index(w)] for k, w in self.runnable.outputs]
-            value = unflatten(self.variant.spec.out_tree, flat, self.admitted.sizes, self.entry.types)
-        if self.entry.spec.single:
+            flat = [results[w] if k == "result" else given[w] if k == "input" else self.held[self.index[w]] for k, w in self.runnable.outputs]
+            value = unflatten(self.variant.spec.out_tree, flat, self.sizes, self.types)
+        if self.single:
             i = self.gradients[0]
             return value, None if i is None else results[i]
         return value, {n: None if i is None else results[i] for n, i in zip(self.names, self.gradients, strict=True)}

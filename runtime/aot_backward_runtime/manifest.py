@@ -90,10 +90,12 @@ class Call:
 class Gradient:
     """Where one gradient comes from: ``result:I`` of the call, or "" where the true gradient is None (the tensor is unused).
 
-    ``of`` is ``parameter:NAME`` or ``input:I``."""
+    ``of`` is ``parameter:NAME`` or ``input:I``. ``cotangents``: the incoming gradients that it depends on; where none of them is defined,
+    it is None, as in eager."""
 
     of: str
     source: str
+    cotangents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _Run, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
         runnable, flat, current = run.runnable, run.admitted.flat, run.current
+        ctx.set_materialize_grads(False)
         results = runnable.call(run.binding, flat, run.admitted.sizes)
         _note_writes(runnable, current)
 
@@ -130,16 +131,17 @@ class _Native(torch.autograd.Function):
         return tuple(results[i] for i in runnable.results)
 
     @staticmethod
-    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         run, saved = ctx.run, ctx.saved_tensors
         for i, address, shape in ctx.memory:
             if saved[i].data_ptr() != address or saved[i].shape != shape:
                 raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
         variant, sizes = run.admitted.variant, run.admitted.sizes
         with torch.no_grad():
-            cotangents = variant.admit_cotangents([incoming[i] for i in variant.incoming], sizes)
+            given = [incoming[i] for i in variant.incoming]
+            cotangents = variant.admit_cotangents(given, sizes)
             results = run.backward.call(run.binding, run.admitted.flat, sizes, saved, cotangents)
-            made = run.backward.gradients
+            made = run.backward.gradients if None not in given else run.backward.reached(given)
             gradients = [
                 results[made[t]] if needed and t in made else None for t, needed in zip(run.targets, ctx.needs_input_grad[1:], strict=True)
             ]

@@ -164,8 +164,13 @@ class Variant:
             flatten(tree, kwargs[str(name)], out, str(name))
         return out
 
-    def admit_cotangents(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
-        """The incoming gradients as native code may have them: copied where they lie otherwise (``y.sum().backward()`` gives stride 0)."""
+    def admit_cotangents(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+        """The incoming gradients as native code may have them: copied where they lie otherwise (``y.sum().backward()`` gives stride 0),
+        zeros where there is none."""
+        tensors = [
+            torch.zeros([evaluate(s, sizes) for s in spec.shape], dtype=dtype, device=self.device) if t is None else t
+            for t, spec, dtype in zip(given, self.cotangents.specs, self.cotangents.dtypes, strict=True)
+        ]
         for fast, known in self._fast:
             if known is sizes and fast.check(*tensors) and fast.memory(tensors):
                 return tensors
@@ -193,6 +198,11 @@ class Runnable:
         self.watched: list[tuple[str, Any]] = []
         self.reads: list[int] = []
         self.writes: list[int] = []
+
+    def reached(self, given: Sequence[torch.Tensor | None]) -> dict[str, int]:
+        """:attr:`gradients` without those that no defined incoming gradient reaches: they are None in eager."""
+        defined = {i for i, t in enumerate(given) if t is not None}
+        return {g.of: self.gradients[g.of] for g in self.plan.gradients if g.source and not defined.isdisjoint(g.cotangents)}
 
     def index_state(self, index: Mapping[str, int]) -> None:
         """Turns names of parameters and buffers into places in the entry's state."""

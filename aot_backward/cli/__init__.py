@@ -1,0 +1,26 @@
+"""``aot-backward``: the command line. One command per file; torch is imported when a command runs, not for ``--help``."""
+
+from __future__ import annotations
+
+import click
+
+from ..program import VERSION
+from .doctor import doctor
+from .export import export
+from .failures import EXIT_CODES, Commands, debug_option
+from .inspect import inspect
+from .run import run
+from .verify import verify
+
+__all__ = ["main"]
+
+
+@click.group(cls=Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="aot-backward")
+@debug_option
+def main() -> None:
+    """PyTorch gradients, compiled ahead of time into one file that runs without tracing or a compiler."""
+
+
+for command in (export, inspect, verify, run, doctor):
+    main.add_command(command)

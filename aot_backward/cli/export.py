@@ -1,0 +1,92 @@
+"""``aot-backward export FILE.py:NAME -o OUT.pt2``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .failures import EXIT_CODES, debug_option
+from .progress import shown
+
+if TYPE_CHECKING:
+    from ..export import Entries
+
+
+class Program(click.ParamType):
+    """``FILE.py:NAME`` as a path and a name."""
+
+    name = "FILE.py:NAME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, str]:
+        file, colon, name = str(value).rpartition(":")
+        if not colon or not file.endswith(".py") or not name.isidentifier():
+            self.fail(f"{value!r} is not of the form FILE.py:NAME, such as model.py:entries", param, ctx)
+        path = Path(file)
+        if not path.is_file():
+            self.fail(f"{file} does not exist", param, ctx)
+        return path, name
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("program", type=Program(), metavar="FILE.py:NAME")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write, whole or not at all.")
+@click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
+@click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
+@debug_option
+def export(program: tuple[Path, str], output: Path, target: str, weights: bool) -> None:
+    """Compile what the function NAME of FILE.py returns into the package OUT.pt2.
+
+    NAME takes no arguments and returns an aot_backward.Module or Grad, or several as a dict by the name each gets in the package. Every
+    gradient is compared with eager before anything is written.
+    """
+    path, name = program
+    from .. import export as export_package
+
+    entries = _entries(path, name)
+    with shown() as progress:
+        export_package(output, entries, target=target, weights=weights, progress=progress)
+    click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB): {', '.join(entries)}")
+
+
+def _entries(path: Path, name: str) -> Entries:
+    from ..export import Grad, Module
+
+    made = _called(_function(path, name), f"{path}:{name}")
+    if isinstance(made, (Module, Grad)):
+        return {"module" if isinstance(made, Module) else "grad": made}
+    if not isinstance(made, dict) or not made or not all(isinstance(k, str) and isinstance(v, (Module, Grad)) for k, v in made.items()):
+        what = f"a dict of {sorted({type(v).__name__ for v in made.values()})}" if isinstance(made, dict) and made else repr(made)[:60]
+        raise click.ClickException(f"{path}:{name} returned {what}; return a Module, a Grad, or a dict of such by name")
+    return made
+
+
+def _function(path: Path, name: str) -> Callable[[], Any]:
+    """``FILE.py`` as a module of its own name, so that what it defines can be found again, with its folder on the path as for a script."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    _called(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
+    if not callable(vars(module).get(name)):
+        raise click.UsageError(f"{path} has no function {name!r}; it has: {', '.join(_offered(module)) or 'none'}")
+    return vars(module)[name]
+
+
+def _offered(module: Any) -> list[str]:
+    return [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and getattr(v, "__module__", "") == module.__name__]
+
+
+def _called(function: Callable[[], Any], what: str) -> Any:
+    """The caller's own code: its errors are told from ours."""
+    from aot_backward_runtime.errors import ExportError
+
+    try:
+        return function()
+    except Exception as error:
+        raise ExportError(f"{what} raised {type(error).__name__}: {error}; --debug shows where") from error

@@ -1,0 +1,74 @@
+"""How the command line fails: one line on standard error that names the next step, and an exit code that scripts can tell apart."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+FAILED, USAGE, INCOMPATIBLE, INTERRUPTED = 1, 2, 3, 130
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 it failed, or a check found something wrong; 2 bad usage; 3 the package was built for another machine or torch; 130 interrupted."
+)
+_DEBUG = "aot_backward.debug"
+
+
+def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--debug``, before or after the name of the command."""
+
+    def note(context: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            context.find_root().meta[_DEBUG] = True
+
+    return click.option("--debug", is_flag=True, expose_value=False, callback=note, is_eager=True, help="On an error, show the traceback.")(command)
+
+
+class Commands(click.Group):
+    """A group whose errors come out as this module says, also when it is called from a test."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["standalone_mode"] = False
+        try:
+            code = super().main(*args, **kwargs)
+            sys.stdout.flush()
+        except click.ClickException as error:
+            where = getattr(error, "ctx", None)  # only usage errors know their command
+            hint = f" ({where.command_path} --help shows how)" if where is not None else ""
+            code = _report(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
+        except click.Abort:
+            code = _report("interrupted", INTERRUPTED)
+        except BrokenPipeError:  # whoever read the output has gone, `aot-backward inspect … | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = FAILED
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt, BrokenPipeError):
+            raise
+        except Exception as error:
+            if _DEBUG in ctx.meta:
+                traceback.print_exc()
+            ctx.exit(_failure(error, _DEBUG in ctx.meta))
+
+
+def _failure(error: Exception, debug: bool) -> int:
+    from aot_backward_runtime.errors import AotBackwardError, IncompatibleError  # brings torch in, which the failed command had already
+
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    more = "" if debug or len(lines) == 1 else " (--debug shows the rest)"
+    if isinstance(error, IncompatibleError):
+        return _report(lines[0] + more, INCOMPATIBLE)
+    if isinstance(error, (AotBackwardError, OSError)):
+        return _report(lines[0] + more, FAILED)
+    return _report(f"{type(error).__name__}: {lines[0]}; this is a fault of aot-backward itself: --debug shows where, please report it", FAILED)
+
+
+def _report(message: str, code: int) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
