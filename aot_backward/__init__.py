@@ -16,14 +16,23 @@ from typing import TYPE_CHECKING, Any
 from .program import VERSION as __version__
 
 if TYPE_CHECKING:
-    from aot_backward_runtime import AotBackwardError, ExportError, GradientError, IncompatibleError, InputError, PackageError, WeightsError, load
+    from aot_backward_runtime import (
+        AotBackwardError,
+        ExportError,
+        GradientError,
+        IncompatibleError,
+        InputError,
+        PackageError,
+        WeightsError,
+        load,
+    )
 
     from .export import Grad, Module, Variant, export, export_grad, export_module
 
-_HOME = {name: "aot_backward.export" for name in ("Grad", "Module", "Variant", "export", "export_grad", "export_module")} | {
-    name: "aot_backward_runtime"
-    for name in ("AotBackwardError", "ExportError", "GradientError", "IncompatibleError", "InputError", "PackageError", "WeightsError", "load")
-}
+_HOME = dict.fromkeys(("Grad", "Module", "Variant", "export", "export_grad", "export_module"), "aot_backward.export") | dict.fromkeys(
+    ("AotBackwardError", "ExportError", "GradientError", "IncompatibleError", "InputError", "PackageError", "WeightsError", "load"),
+    "aot_backward_runtime",
+)
 
 __all__ = [
     "AotBackwardError",

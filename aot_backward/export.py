@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
 from aot_backward_exporters import aoti, targets
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, StateSpec, VariantSpec, Verdict, WeightSpec
-from torch import nn
-from torch.utils import _pytree as pytree
 
 from . import selfcheck
 from .capture import joint as joints
@@ -172,7 +173,10 @@ class _Build:
                 else:
                     asked = tuple(_asked(wanted, joint, weights))
                     pieces = split.split_grad(joint, prefix, weights, asked)
+                known = dict(joint.sizes.shape_env.replacements)
                 self._compile(pieces.graphs, joint)
+                if joint.sizes.shape_env.replacements != known:
+                    raise ExportError(f"{prefix}: the compiler fixed a size that was declared dynamic; make it static, or report the model")
                 variants.append(_variant_spec(mode, joint, pieces))
                 examples.append(selfcheck.Example(args, kwargs, mode, asked if wanted is not None else None))
             self.say(f"capture {name}", i + 1, len(entry.variants))

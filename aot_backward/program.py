@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # the command line reads VERSION from here, and must not wait
     from pathlib import Path
 
     import torch
+
     from aot_backward_runtime.manifest import TensorSpec
 
 VERSION = "0.1.0"

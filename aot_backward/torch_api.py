@@ -31,6 +31,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "OutputType": ("torch._functorch._aot_autograd.schemas", _ALL),
     "ConstraintViolationError": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "GuardOnDataDependentSymNode": ("torch.fx.experimental.symbolic_shapes", _ALL),
+    "sympy_functions": ("torch.utils._sympy.functions", _ALL),  # the module itself
     "symbolic_shapes_config": ("torch.fx.experimental._config", _ALL),  # the module itself
     "_compiling_state_context": ("torch._export.utils", _ALL),
     "_combine_args": ("torch.export.dynamic_shapes", _ALL),
@@ -47,12 +48,13 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "get_cpp_wrapper_config": ("torch._inductor.compile_fx", _ALL),
     "V": ("torch._inductor.virtualized", _ALL),
     "CppBuilder": ("torch._inductor.cpp_builder", _ALL),
+    "cpu_vec_isa": ("torch._inductor.cpu_vec_isa", _ALL),  # the module itself
     "CppKernel": ("torch._inductor.codegen.cpp", _ALL),
     "get_cpp_compiler": ("torch._inductor.cpp_builder", _ALL),
     "InvalidCxxCompiler": ("torch._inductor.exc", _ALL),
     "InductorError": ("torch._inductor.exc", _ALL),
 }
-_MODULES = {"symbolic_shapes_config", "inductor_config", "functorch_config"}
+_MODULES = {"sympy_functions", "symbolic_shapes_config", "inductor_config", "functorch_config", "cpu_vec_isa"}
 
 _MISSING_OPTIONS: dict[str, frozenset[str]] = {
     "2.11": frozenset({"cpp.march", "aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer"}),

@@ -164,7 +164,7 @@ def write_raw(
     for member in members:
         out += member.gap
         name = member.name if isinstance(member.name, bytes) else member.name.encode()
-        fields = {
+        fields: dict[str, Any] = {
             "name": name,
             "flags": 0,
             "method": 0,

@@ -153,14 +153,16 @@ def compiled(new_cache: Callable[[], Path], tmp_path_factory: pytest.TempPathFac
     out = []
     with pytest.MonkeyPatch.context() as patch:
         for fill, skip in ((torch.ones, 0), (torch.zeros, 3)):
-            root, work = new_cache(), tmp_path_factory.mktemp("work")
+            root, work, inductor = new_cache(), tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("inductor")
             patch.setenv("AOT_BACKWARD_CACHE", str(root))
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor))
             patch.setattr("tempfile.tempdir", str(work))
             patch.chdir(work)
             graph, mode = captured_layer(fill, skip=skip)
             key = aoti._key(canonical_graph(graph, mode.shape_env), "cpu")
             artifact = aoti.compile_graphs([graph], folder=tmp_path_factory.mktemp("out"), fake_mode=mode)[graph.name]
             assert list(work.iterdir()) == []
+            assert {p.suffix for p in inductor.rglob("*") if p.is_file()} <= {".lock"}  # no probes of the processor
             out.append(Compiled(graph, artifact, key, root))
     yield out
 
@@ -202,6 +204,7 @@ def test_library_is_lean_and_anonymous(compiled: list[Compiled]) -> None:
         assert trace not in artifact.metadata.read_bytes()
     assert b"torch/csrc/inductor/" in data  # which header, an error message may say
     assert len(data) < 350_000
+    assert b"unmatched dtype" not in data  # checks that our runtime makes before
     elf = read_elf(artifact.library)
     assert not elf.executable_stack
     assert (artifact.needed, artifact.glibc, artifact.glibcxx) == (elf.needed, elf.versions["GLIBC"], elf.versions["GLIBCXX"])
@@ -240,17 +243,25 @@ def test_a_hit_runs_no_compiler(compiled: list[Compiled], monkeypatch: pytest.Mo
     assert again.constants == compiled[0].artifact.constants
 
 
-def test_a_spoilt_cache_entry_is_none(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", ["library", "metadata", "entry"])
+def test_a_spoilt_cache_entry_is_none(file: str, compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
     root, key = compiled[1].cache, compiled[1].key
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(root))
     entry = compile_cache.fetch(key)
     assert entry is not None
-    library = root / "compiled" / key / "library"
-    library.write_bytes(library.read_bytes()[:-1] + b"x")
+    spoilt = root / "compiled" / key / file
+    spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"\xff")
     assert compile_cache.fetch(key) is None
-    assert not library.exists()
+    assert not spoilt.exists()
     compile_cache.store(key, entry)
     assert compile_cache.fetch(key) == entry
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ExportError, match=r"compile cache cannot be written: .*file/compiled.*; set AOT_BACKWARD_CACHE"):
+        compile_cache.store("a", compile_cache.Entry(b"", b"", b"", {}, []))
 
 
 def test_the_cache_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +429,8 @@ def test_a_failing_compiler_is_quoted(compiler: Path, cache: Path, tmp_path: Pat
     monkeypatch.setattr("tempfile.tempdir", str(work))
     with inductor_config.patch({"cpp.cxx": (None, str(compiler))}):
         message = refused(capture(_scaled(2.0), [ROWS], PAIR), tmp_path)
-    assert message == "the C++ compiler failed (exit status 3):\nwrapper.cpp:1: error: out of luck"
+    assert f"{compiler} failed with exit status 3; another compiler can be named in CXX" in message
+    assert message.endswith("\nwrapper.cpp:1: error: out of luck")
     assert list(work.iterdir()) == []
     assert not [p for p in (cache / "shared").iterdir() if p.name.startswith(".new-")]
 

@@ -39,6 +39,8 @@ from .packages import (
     write_tiny,
 )
 
+STATE = {"name": "w", "weight": "gone", "parameter": True, "requires_grad": True}
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -364,7 +366,7 @@ def test_row_26_manifests_that_are_none(tmp_path: Path, manifest: bytes, message
         (f"libraries/{GRAPH}/glibc", "2.x", f"library {GRAPH}: '2.x' .* are not both versions"),
         (f"libraries/{GRAPH}/constants", [{"name": "weight", "weight": "gone"}], "constant weight refers to 'gone'"),
         ("libraries/..", {}, "manifest.libraries.*the field 'member' is missing"),
-        ("entries/net", {"kind": "module", "state": [{"name": "w", "weight": "gone", "parameter": True, "requires_grad": True}], "variants": []},
+        ("entries/net", {"kind": "module", "state": [STATE], "variants": []},
          "entry net: w refers to 'gone'"),
     ],
 )  # fmt: skip
@@ -404,7 +406,7 @@ def test_sizes_beyond_4_gib(tmp_path: Path) -> None:
         info.file_size = size
         with archive.open(info, "w", force_zip64=True) as member:
             # What a write of that many zeros does to zipfile's books, without the minute that their CRC takes.
-            member._file_size = member._compress_size = size
+            member._file_size = member._compress_size = size  # type: ignore[attr-defined]
             file.seek(size, os.SEEK_CUR)
         archive.writestr("package/after", b"after")
     fd = os.open(path, os.O_RDONLY)
@@ -412,9 +414,9 @@ def test_sizes_beyond_4_gib(tmp_path: Path) -> None:
         places = read_directory(fd, path.stat().st_size, path)
         assert [(n, p.size) for n, p in places.items()] == [(name, size), ("package/after", 5)]
         assert os.pread(fd, 5, places["package/after"].offset) == b"after"
-        with path.open("r+b") as file:
+        with path.open("r+b") as again:
             for cut in (path.stat().st_size - 1, 4 << 30):
-                file.truncate(cut)
+                again.truncate(cut)
                 with pytest.raises(PackageError, match="cut short in member package/large" if cut == 4 << 30 else "cut short or over"):
                     read_directory(fd, cut, path)
     finally:

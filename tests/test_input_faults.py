@@ -34,7 +34,7 @@ class Pair(nn.Module):
 
 class Grouped(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(x.shape[0] // 4, 4, -1).softmax(1).sum(1)
+        return x.reshape(x.shape[0] // 4, 4, -1).softmax(1).square().sum(1)
 
 
 def pair() -> Pair:
@@ -266,7 +266,7 @@ def test_ambient_state_is_part_of_the_contract(model: nn.Module) -> None:
 def grouped() -> Path:
     def make(path: Path) -> None:
         variants = [
-            ab.Variant((torch.randn(8, 6, requires_grad=True),), dynamic_shapes={"x": {0: Dim("group", min=1, max=16) * 4}}),
+            ab.Variant((torch.randn(8, 6, requires_grad=True),), dynamic_shapes={"x": {0: Dim("quads", min=1, max=16) * 4}}),
             ab.Variant((torch.randn(8, 5, requires_grad=True),)),
             ab.Variant((torch.randn(12, 5, requires_grad=True),)),
         ]

@@ -386,7 +386,8 @@ def test_row_31_the_chosen_cache_must_do(package: Path, cache: Path, monkeypatch
 
 def test_row_31_without_a_usable_home_a_temporary_folder_serves(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, temporary = tmp_path / "home", tmp_path / "tmp"
-    home.mkdir(), temporary.mkdir()
+    home.mkdir()
+    temporary.mkdir()
     monkeypatch.delenv("AOT_BACKWARD_CACHE")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -550,10 +551,12 @@ def test_row_37_a_thousand_loads_and_drops(package: Path, cache: Path) -> None:
         return process.num_fds(), len(process.memory_maps(grouped=False)), files_below(cache)
 
     for _ in range(50):
-        once(), rejected()
+        once()
+        rejected()
     before, memory = state(), process.memory_info().rss
     for _ in range(1000):
-        once(), rejected()
+        once()
+        rejected()
     after = state()
     assert after[0] == before[0] and after[2] == before[2] and after[1] - before[1] < 5
     assert process.memory_info().rss - memory < 4 << 20

@@ -55,7 +55,6 @@ class Joint:
     out_tree: Tree
     ambient: Ambient
     trace_inputs: Any
-    check_constraints: Callable[[], None]
 
     @property
     def has_backward(self) -> bool:
@@ -132,8 +131,6 @@ def trace(
             with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
                 joint, views = _trace_once(program, args, kwargs, dynamic_shapes, signature, copied)
                 if joint is not None:
-                    joint.check_constraints()
-                    joint.fake_mode.shape_env.frozen = False  # the compiler's guards are still to come
                     return joint
         except (torch_api.ConstraintViolationError, torch_api.GuardOnDataDependentSymNode):
             if not oblivious:
@@ -174,6 +171,10 @@ def _trace_once(
         ) | _repeats(graph, meta)
         if views:
             return None, views
+
+        # raises where the trace narrowed a declared size; may also put one symbol for another, so sizes are read off afterwards
+        torch_api.produce_guards_and_solve_constraints(fake_mode, graph, shapes, equalities, original)
+        fake_mode.shape_env.frozen = False  # the partitioner's and the compiler's guards are still to come
 
         placeholders: dict[str, tuple[str, Any]] = {}
         for node in graph.graph.find_nodes(op="placeholder"):
@@ -224,7 +225,6 @@ def _trace_once(
             out_tree=_out_tree(described.out_spec, results[first : first + meta.num_outputs], outputs, sizes),
             ambient=ambient,
             trace_inputs=captured.updated_flat_args,
-            check_constraints=lambda: torch_api.produce_guards_and_solve_constraints(fake_mode, graph, shapes, equalities, original),
         )
     return joint, frozenset()
 

@@ -34,7 +34,9 @@ class Program(click.ParamType):
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("program", type=Program(), metavar="FILE.py:NAME")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write, whole or not at all.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write, whole or not at all."
+)
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
 @debug_option
@@ -66,12 +68,13 @@ def _entries(path: Path, name: str) -> Entries:
 
 
 def _function(path: Path, name: str) -> Callable[[], Any]:
-    """``FILE.py`` as a module of its own name, so that what it defines can be found again, with its folder on the path as for a script."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """Runs ``FILE.py`` as a module, with its folder on the path as for a script."""
+    module_name = path.stem if path.stem not in sys.modules else f"{path.stem}_program"  # a file called json.py must not replace json
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
+    sys.modules[module_name] = module
     _called(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
     if not callable(vars(module).get(name)):
         raise click.UsageError(f"{path} has no function {name!r}; it has: {', '.join(_offered(module)) or 'none'}")

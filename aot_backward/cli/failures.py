@@ -12,7 +12,8 @@ import click
 
 FAILED, USAGE, INCOMPATIBLE, INTERRUPTED = 1, 2, 3, 130
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 it failed, or a check found something wrong; 2 bad usage; 3 the package was built for another machine or torch; 130 interrupted."
+    "Exit codes: 0 done; 1 it failed, or a check found something wrong; 2 bad usage; "
+    "3 the package was built for another machine or torch; 130 interrupted."
 )
 _DEBUG = "aot_backward.debug"
 
@@ -24,7 +25,9 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
         if value:
             context.find_root().meta[_DEBUG] = True
 
-    return click.option("--debug", is_flag=True, expose_value=False, callback=note, is_eager=True, help="On an error, show the traceback.")(command)
+    return click.option("--debug", is_flag=True, expose_value=False, callback=note, is_eager=True, help="On an error, show the traceback.")(
+        command
+    )
 
 
 class Commands(click.Group):
@@ -35,6 +38,9 @@ class Commands(click.Group):
         try:
             code = super().main(*args, **kwargs)
             sys.stdout.flush()
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            code = USAGE
         except click.ClickException as error:
             where = getattr(error, "ctx", None)  # only usage errors know their command
             hint = f" ({where.command_path} --help shows how)" if where is not None else ""
@@ -66,7 +72,7 @@ def _failure(error: Exception, debug: bool) -> int:
         return _report(lines[0] + more, INCOMPATIBLE)
     if isinstance(error, (AotBackwardError, OSError)):
         return _report(lines[0] + more, FAILED)
-    return _report(f"{type(error).__name__}: {lines[0]}; this is a fault of aot-backward itself: --debug shows where, please report it", FAILED)
+    return _report(f"unexpected {type(error).__name__}: {lines[0]}; --debug shows where", FAILED)
 
 
 def _report(message: str, code: int) -> int:

@@ -10,9 +10,10 @@ open in both. ``aot-backward export examples/digits/export.py:entries -o digits.
 
 import sys
 
-import aot_backward as ab
 import torch
 from torch import nn
+
+import aot_backward as ab
 
 SEED = 3
 

@@ -9,9 +9,10 @@ number of atoms is left open. ``aot-backward export examples/forces/export.py:en
 
 import sys
 
-import aot_backward as ab
 import torch
 from torch import nn
+
+import aot_backward as ab
 
 CUTOFF = 3.0
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 
 from aot_backward import torch_api
@@ -46,7 +47,7 @@ _OPTIONS: Options = {
     "aot_inductor.package_constants_in_so": False,
     # Else a tensor of at most 8 elements (a bias) is baked into the code, and new weights give wrong numbers in silence.
     "always_keep_tensor_constants": True,
-    # Else so is a tensor whose elements are equal: a LayerNorm's weight of ones.
+    # Likewise a tensor whose elements are equal, a LayerNorm's weight of ones; torch 2.13 runs that pass only where it partitions.
     "joint_graph_constant_folding": False,
     "cpp.weight_prepack": False,
     "freezing": False,
@@ -56,7 +57,7 @@ _OPTIONS: Options = {
     "cpp.dynamic_threads": True,  # else the builder's number of cores is in the code
     "cpp.march": MARCH,
     "cpp.simdlen": SIMD_BITS,
-    "cpp.vec_isa_ok": True,  # no compiling and running of probes (10 s)
+    "cpp.vec_isa_ok": True,  # without a probe
     "aot_inductor.compile_wrapper_opt_level": "O2",
     "aot_inductor.precompile_headers": False,  # native_build has its own
     "aot_inductor.enable_line_tables": False,
@@ -125,15 +126,15 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, report: _Repor
         for done, (key, (graph, form)) in enumerate(graphs.items()):
             report("lower", done, len(graphs))
             (work / key).mkdir()
-            with native_build.recorded() as commands[key]:
+            with native_build.recorded(work / key) as commands[key]:
                 lowered[key] = _lower(graph, form, work / key / "inductor", fake_mode, known)
-            started[key] = builder.compile(commands[key], work / key)
+            started[key] = builder.compile(graph.name, commands[key], work / key)
         report("compile", 0, len(graphs))
         for key in graphs:
             for compiling in started[key]:
                 compiling.result()
         libraries = {key: work / key / "library.so" for key in graphs}
-        linking = [builder.link(commands[key], work / key, library) for key, library in libraries.items()]
+        linking = [builder.link(graph.name, commands[key], work / key, libraries[key]) for key, (graph, _) in graphs.items()]
         for done, link in enumerate(linking, 1):
             link.result()
             report("compile", done, len(graphs))
@@ -169,6 +170,7 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
         _open_sizes(),
+        _target_processor(),
     ):
         try:
             compiled = torch_api.compile_fx_inner(module, inputs, static_input_idxs=[], is_inference=True, cpp_wrapper=True)
@@ -210,12 +212,23 @@ def _open_sizes() -> Iterator[None]:
         kernel.need_use_acc_helper = original
 
 
+@contextlib.contextmanager
+def _target_processor() -> Iterator[None]:
+    """Within, Inductor generates code for AVX2 whatever processor builds it, and compiles no probes to find out (10 s in a fresh cache)."""
+    isa = torch_api.cpu_vec_isa
+    original, isa.valid_vec_isa_list = isa.valid_vec_isa_list, lambda: [isa.VecAVX2()]
+    try:
+        yield
+    finally:
+        isa.valid_vec_isa_list = original
+
+
 def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
     """Adds to ``shape_env`` what the compiler assumed, so that the cache leaves the same guards as compiling."""
-    names = {str(new): str(symbol) for symbol, new in form.symbols.items()}
+    known = {str(new): symbol for symbol, new in form.symbols.items()}
     for guard in guards:
-        holds = shape_env.deserialize_symexpr(re.sub(r"\bd\d+\b", lambda match: names[match.group()], guard))
-        if not holds:  # asking is what adds it
+        expression = sympy.sympify(guard, locals={**vars(torch_api.sympy_functions), **known})
+        if not shape_env.evaluate_expr(expression):  # asking is what adds it
             raise ExportError(f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug")
 
 

@@ -13,15 +13,20 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aot_backward_runtime.errors import ExportError
+
 LARGEST = 2 << 30  # bytes below compiled/; the least recently used go first
 MOST_SHARED = 12  # folders below shared/, up to 150 MB each; a torch, a compiler and a set of flags need three
 
-_ENTRY = "entry.json"
+_ABANDONED = 24 * 3600  # seconds
+_ENTRY = "entry"  # a line of checksum, then JSON
+_FILES = ("library", "metadata", "extern")
 
 
 @dataclass(frozen=True)
@@ -49,15 +54,15 @@ def fetch(key: str) -> Entry | None:
     """What was stored under ``key``; None where there is nothing, or where it is not what was stored."""
     folder = cache_root() / "compiled" / key
     try:
-        entry = json.loads((folder / _ENTRY).read_bytes())
-        files = {name: (folder / name).read_bytes() for name in entry["files"]}
+        expected, _, text = (folder / _ENTRY).read_bytes().partition(b"\n")
+        files = {name: (folder / name).read_bytes() for name in _FILES}
         os.utime(folder)
     except FileNotFoundError:
         return None  # never stored, or pruned while it was read
-    if any(hashlib.sha256(data).hexdigest() != entry["files"][name] for name, data in files.items()):
+    if expected.decode(errors="replace") != _checksum(text, files):
         shutil.rmtree(folder, ignore_errors=True)  # another process may be doing the same
         return None
-    return Entry(files["library"], files["metadata"], files["extern"], entry["constants"], entry["guards"])
+    return Entry(files["library"], files["metadata"], files["extern"], **json.loads(text))
 
 
 def store(key: str, entry: Entry) -> None:
@@ -66,17 +71,25 @@ def store(key: str, entry: Entry) -> None:
     def build(folder: Path) -> None:
         for name, data in files.items():
             (folder / name).write_bytes(data)
-        digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        (folder / _ENTRY).write_text(json.dumps({"files": digests, "constants": entry.constants, "guards": entry.guards}))
+        text = json.dumps({"constants": entry.constants, "guards": entry.guards}).encode()
+        (folder / _ENTRY).write_bytes(_checksum(text, files).encode() + b"\n" + text)
 
     store_folder(cache_root() / "compiled" / key, build)
     _prune()
 
 
+def _checksum(text: bytes, files: Mapping[str, bytes]) -> str:
+    return digest([hashlib.sha256(data).hexdigest() for data in (text, *files.values())])
+
+
 def store_folder(folder: Path, build: Callable[[Path], None]) -> Path:
     """``folder``, made by ``build`` in a temporary place and renamed, unless it is there. One process builds, the others wait."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name[:16]}.lock").open("w") as lock:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = (folder.parent / f".{folder.name[:16]}.lock").open("w")
+    except OSError as error:
+        raise ExportError(f"the compile cache cannot be written: {error}; set AOT_BACKWARD_CACHE to a folder of yours") from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel when its holder dies
         if folder.exists():
             os.utime(folder)
@@ -99,3 +112,6 @@ def _prune() -> None:
                 count += 1
                 if enough(size, count):
                     shutil.rmtree(folder, ignore_errors=True)
+            for killed in (cache_root() / name).glob(".new-*"):  # by a signal, while it was written
+                if time.time() - killed.stat().st_mtime > _ABANDONED:
+                    shutil.rmtree(killed, ignore_errors=True)

@@ -40,16 +40,21 @@ class Command:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Command]]:
-    """Within, Inductor's builds are recorded instead of run; their targets are empty files, which Inductor then removes."""
+def recorded(folder: Path) -> Iterator[list[Command]]:
+    """Within, what Inductor would build below ``folder`` is recorded instead; targets are empty files, which Inductor then removes."""
     builder = torch_api.CppBuilder
+    original = builder.build
     commands: list[Command] = []
 
     def build(self: object) -> None:
+        target = Path(builder.get_target_file_path(self))
+        if not target.is_relative_to(folder):
+            original(self)
+            return
         commands.append(_parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={MARCH}")))
-        Path(builder.get_target_file_path(self)).touch()
+        target.touch()
 
-    original, builder.build = builder.build, build
+    builder.build = build
     try:
         yield commands
     finally:
@@ -61,7 +66,8 @@ def _parse(line: str) -> Command:
     first_flag = next(i for i, a in enumerate(argv) if a.startswith("-"))
     files = [a for a in argv[:first_flag] if a.endswith((".cpp", ".S", ".o"))]
     output = argv.index("-o")
-    flags = [a for a in (*argv[first_flag:output], *argv[output + 2 :], "-fsigned-zeros") if a != "-c"]  # Inductor's -fno-… is not eager's
+    flags = [a for a in (*argv[first_flag:output], *argv[output + 2 :]) if a != "-c"]
+    flags.append("-fsigned-zeros")  # eager knows -0.0; Inductor passes -fno-signed-zeros
     sources = {_short(f): Path(f).read_text() for f in files if not f.endswith(".o")}
     return Command(tuple(argv[: first_flag - len(files)]), tuple(flags), sources)
 
@@ -114,35 +120,35 @@ class Builder:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def compile(self, commands: Sequence[Command], folder: Path) -> list[Future[None]]:
-        """Starts compiling one graph's files in ``folder``; parts that are not in the cache come first in the queue."""
-        compiles, _ = commands[:-1], commands[-1]
+    def compile(self, name: str, commands: Sequence[Command], folder: Path) -> list[Future[None]]:
+        """Starts compiling the files of the graph ``name`` in ``folder``; parts that are not in the cache come first in the queue."""
+        compiles = commands[:-1]  # the last is the link
         for command in compiles:
-            for name, text in command.sources.items():
-                (folder / name).write_text(native_source.model_source(text) if name == "wrapper.cpp" else text)
-                self._start_parts(name, command)
-        return [self._pool.submit(self._compile, command, folder) for command in compiles]
+            for file, text in command.sources.items():
+                (folder / file).write_text(native_source.model_source(text) if file == "wrapper.cpp" else text)
+                self._start_parts(file, command)
+        return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
 
-    def link(self, commands: Sequence[Command], folder: Path, library: Path) -> Future[None]:
+    def link(self, name: str, commands: Sequence[Command], folder: Path, library: Path) -> Future[None]:
         """Links what :meth:`compile` has made. No build id, no symbol table, no executable stack: the same graph gives the same bytes."""
         command = commands[-1]
-        objects = [f"{name.rpartition('.')[0]}.o" for c in commands for name in c.sources]
+        objects = [_object(file) for c in commands for file in c.sources]
         interface = str(self._parts["interface"].result() / "interface.o")
-        flags = [*command.flags, *_LINK_FLAGS]
-        return self._pool.submit(_run, [*command.compiler, *objects, interface, "-o", str(library), *flags], folder)
+        argv = [*command.compiler, *objects, interface, "-o", str(library), *command.flags, *_LINK_FLAGS]
+        return self._pool.submit(_run, name, argv, folder)
 
-    def _compile(self, command: Command, folder: Path) -> None:
-        (name,) = command.sources
+    def _compile(self, name: str, command: Command, folder: Path) -> None:
+        (file,) = command.sources
         shared: list[str] = []
-        if name == "wrapper.cpp":
+        if file == "wrapper.cpp":
             part = self._parts["wrapper.h"].result()
             shared = ["-include", str(part / "wrapper.h"), f"-I{part / 'include'}"]
-        elif name == "kernel.cpp":
+        elif file == "kernel.cpp":
             shared = ["-include", str(self._parts["kernel.h"].result() / "kernel.h")]
-        _run([*command.compiler, *shared, *command.flags, "-w", "-c", name, "-o", f"{name.rpartition('.')[0]}.o"], folder)
+        _run(name, [*command.compiler, *shared, *command.flags, "-w", "-c", file, "-o", _object(file)], folder)
 
-    def _start_parts(self, name: str, command: Command) -> None:
-        for part in {"wrapper.cpp": ("wrapper.h", "interface"), "kernel.cpp": ("kernel.h",)}.get(name, ()):
+    def _start_parts(self, file: str, command: Command) -> None:
+        for part in {"wrapper.cpp": ("wrapper.h", "interface"), "kernel.cpp": ("kernel.h",)}.get(file, ()):
             if part not in self._parts:
                 self._parts[part] = self._pool.submit(_shared_part, part, command)
 
@@ -154,25 +160,26 @@ def _shared_part(part: str, command: Command) -> Path:
         "kernel.h": lambda: native_source.KERNEL_HEADER,
         "interface": native_source.interface_source,
     }[part]()
-    version = f"{torch.__version__} {torch.version.git_version} {native_source.TORCH_INCLUDE}"
-    key = digest([part, text, version, compiler_version(command.compiler), *command.flags])
+    version = [torch.__version__, str(torch.version.git_version), str(native_source.TORCH_INCLUDE), compiler_version(command.compiler)]
+    key = digest([part, text, Path(native_source.__file__).read_text(), version, *command.flags])
 
     def build(folder: Path) -> None:
-        argv = [*command.compiler, *command.flags, "-w"]
-        if part == "interface":
-            (folder / "interface.cpp").write_text(text)
-            _run([*argv, "-c", "interface.cpp", "-o", "interface.o"], folder)
-            return
-        (folder / part).write_text(text)
+        source, output = (["-c", "interface.cpp"], "interface.o") if part == "interface" else (["-x", "c++-header", part], f"{part}.gch")
+        (folder / source[-1]).write_text(text)
         if part == "wrapper.h":
             native_source.write_patched_headers(folder / "include")
-        _run([argv[0], "-Iinclude", *argv[1:], "-x", "c++-header", part, "-o", f"{part}.gch"], folder)
+        argv = [*command.compiler, "-Iinclude", *command.flags, "-w", *source, "-o", output]
+        _run(f"what all libraries share ({part})", argv, folder)
 
     return store_folder(cache_root() / "shared" / key, build)
 
 
-def _run(argv: Sequence[str], folder: Path) -> None:
+def _object(file: str) -> str:
+    return f"{file.rpartition('.')[0]}.o"
+
+
+def _run(what: str, argv: Sequence[str], folder: Path) -> None:
     done = subprocess.run(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         last = "\n".join(done.stdout.splitlines()[-_LINES_SHOWN:])
-        raise ExportError(f"the C++ compiler failed (exit status {done.returncode}):\n{last}")
+        raise ExportError(f"{what}: {argv[0]} failed with exit status {done.returncode}; another compiler can be named in CXX\n{last}")

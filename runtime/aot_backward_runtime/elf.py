@@ -87,11 +87,11 @@ class _File:
         segments = self.segments()
         self.check_sections()
         tags = list(self.dynamic(segments))
-        first = dict(reversed(tags))
-        strings = self.at_address(segments, first.get(_DT_STRTAB, 0), first.get(_DT_STRSZ, 0), "string table")
+        last = dict(tags)  # of two entries with one tag, the linker takes the later
+        strings = self.at_address(segments, last.get(_DT_STRTAB, 0), last.get(_DT_STRSZ, 0), "string table")
         needed = tuple(self.string(strings, v) for tag, v in tags if tag in (_DT_NEEDED, _DT_AUXILIARY, _DT_FILTER))
-        asked = self.records(segments, first, _DT_VERNEED, _DT_VERNEEDNUM, _VERNEED, count=1, down=3, auxiliary=_VERNAUX, name=3)
-        offered = self.records(segments, first, _DT_VERDEF, _DT_VERDEFNUM, _VERDEF, count=3, down=5, auxiliary=_VERDAUX, name=0)
+        asked = self.records(segments, last, _DT_VERNEED, _DT_VERNEEDNUM, _VERNEED, count=1, down=3, auxiliary=_VERNAUX, name=3)
+        offered = self.records(segments, last, _DT_VERDEF, _DT_VERDEFNUM, _VERDEF, count=3, down=5, auxiliary=_VERDAUX, name=0)
         stack = [s for s in segments if s.kind == _PT_GNU_STACK]
         return Elf(
             machine=EM_X86_64,

@@ -43,6 +43,7 @@ class LoadedModule(nn.Module):
         entry.index_plans(self._aot_index)
         self.train(entry.spec.training)
 
+    @torch_api.opaque_to_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         entry = self._aot_entry
         admitted = entry.admit("train" if self.training else "eval", args, kwargs)
@@ -72,9 +73,6 @@ class LoadedModule(nn.Module):
         for kind, where in runnable.outputs:
             flat.append(next(made) if kind == "result" else admitted.given[where] if kind == "input" else current[self._aot_index[where]])
         return unflatten(admitted.variant.spec.out_tree, flat, admitted.sizes, self._aot_entry.types)
-
-    # Dynamo must not look inside: the call is opaque to it, like any extension's. (The attribute is what torch.compiler.disable sets.)
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
         raise TypeError("a loaded module cannot be pickled: pickle its state_dict(), and load the package again")

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from torch._C import _functorch, _functions
 from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function of five times the cost
 from torch._C import _get_float32_matmul_precision as matmul_precision
 from torch._C._aoti import AOTIModelContainerRunnerCpu
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+    set_eval_frame,
+)
 from torch._C._dynamo.guards import TensorGuards
 
 SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.11 on the GPU machine, 2.12 was read
@@ -13,7 +24,36 @@ SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.11 on the GPU machine, 
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
 DelayedError = _functions.DelayedError
 
-__all__ = ["AOTIModelContainerRunnerCpu", "DelayedError", "TensorGuards", "deterministic", "is_functorch_wrapped", "matmul_precision", "runner"]
+__all__ = [
+    "AOTIModelContainerRunnerCpu",
+    "DelayedError",
+    "TensorGuards",
+    "deterministic",
+    "is_functorch_wrapped",
+    "matmul_precision",
+    "opaque_to_dynamo",
+    "runner",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def opaque_to_dynamo(function: Function) -> Function:
+    """Like ``torch.compiler.disable``, which would import Dynamo: inside a compiled caller the call is a graph break, and runs as it is."""
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if get_eval_frame_callback() is None:  # no Dynamo in this thread
+            return function(*args, **kwargs)
+        callback = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(callback)
+
+    set_code_exec_strategy(outside.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return outside  # type: ignore[return-value]
 
 
 def runner(library: str, device: str) -> AOTIModelContainerRunnerCpu:

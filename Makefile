@@ -1,0 +1,44 @@
+# Every target sets up what it needs, once, in $(VENV): `make demo` and `make test` work on a fresh clone.
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The newest of these that is there; the packages ask for 3.11 or newer and pip refuses an older one.
+PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
+JOBS ?= $(shell nproc)
+
+.PHONY: demo test bench lint venv clean
+
+demo: $(STAMP)
+	@$(BIN)/aot-backward doctor
+	@mkdir -p build
+	@echo; echo "== Export: a convolutional network and its gradients become one file"
+	@$(BIN)/aot-backward export examples/digits/export.py:entries -o build/digits.pt2
+	@$(BIN)/aot-backward inspect build/digits.pt2
+	@echo; echo "== Verify: digests, then outputs and gradients against eager's"
+	@$(BIN)/aot-backward verify build/digits.pt2
+	@echo; echo "== Train on handwritten digits: no tracing, no compiler, only that file"
+	@$(BIN)/python examples/digits/load.py build/digits.pt2
+
+# Whole files go to one worker, so that what a file compiles is compiled once.
+test: $(STAMP)
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+bench: $(STAMP)
+	@$(BIN)/python -m tests.benchmarks
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml runtime/pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer with venv: apt-get install python3 python3-venv, or make PYTHON=…" >&2; exit 1; }
+	@command -v g++ >/dev/null || { echo "error: no C++ compiler: apt-get install g++" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./runtime -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf build dist $(VENV)

@@ -1,0 +1,44 @@
+"""``aot-backward run OUT.pt2 --inputs in.safetensors --outputs out.safetensors``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .failures import EXIT_CODES, debug_option
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
+@click.option(
+    "--inputs",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="IN.safetensors",
+    help="The arguments, by the names that inspect lists.",
+)
+@click.option(
+    "--outputs",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="OUT.safetensors",
+    help="Where the results go, whole or not at all.",
+)
+@click.option("--entry", metavar="NAME", help="Which entry to call; a sole one needs no name.")
+@click.option("--mode", type=click.Choice(["train", "eval"]), help="By default the one in which it was exported.")
+@debug_option
+def run(package: Path, inputs: Path, outputs: Path, entry: str | None, mode: str | None) -> None:
+    """Call one entry of OUT.pt2 once.
+
+    A module gives output[0], output[1] …; where IN.safetensors also holds "gradient of output[0]", it gives "gradient of NAME" for every
+    parameter and input that gets one. A gradient function gives "value" and "gradient of NAME".
+    """
+    from aot_backward_runtime import load
+
+    from ..once import call_entry
+    from ..tensor_file import read_tensors, write_tensors
+
+    results = call_entry(load(package), entry, mode, read_tensors(inputs))
+    write_tensors(outputs, results)
+    click.echo(f"wrote {outputs}: {', '.join(results)}")

@@ -1,0 +1,61 @@
+"""``aot-backward verify OUT.pt2``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .failures import EXIT_CODES, FAILED, debug_option
+from .progress import shown
+from .tables import size
+
+if TYPE_CHECKING:
+    from ..verify import Report
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
+@click.option("--run/--no-run", default=True, help="Compare digests only, and open no native code.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output, also when something is wrong.")
+@debug_option
+@click.pass_context
+def verify(context: click.Context, package: Path, run: bool, as_json: bool) -> None:
+    """Compare OUT.pt2 with its digests, then its outputs and gradients with eager's, which were stored when it was built.
+
+    Digests find damage, not intent. Comparing numbers runs the package's native code: use --no-run on one that you do not trust.
+    """
+    from aot_backward_runtime.errors import AotBackwardError
+
+    from ..verify import verify_package
+
+    try:
+        with shown() as progress:
+            report = verify_package(package, run=run, progress=progress)
+    except AotBackwardError as error:
+        if as_json:
+            click.echo(json.dumps({"path": str(package), "ok": False, "error": str(error)}))
+        raise
+    if as_json:
+        click.echo(json.dumps({"path": str(package), "ok": report.ok, **dataclasses.asdict(report)}, indent=2))
+    else:
+        _show(package, report)
+    if not report.ok:
+        first = next(v for v in report.variants if v.wrong)
+        click.echo(f"error: {package}: entry {first.entry!r}: {first.wrong[0]}; export it again", err=True)
+        context.exit(FAILED)
+
+
+def _show(package: Path, report: Report) -> None:
+    click.echo(f"{package}: {report.members} members, {size(report.bytes)}: digests are right")
+    for v in report.variants:
+        if v.wrong:
+            click.echo(f"entry {v.entry!r} variant {v.variant}: WRONG: {'; '.join(v.wrong)}")
+        else:
+            worst = f"{v.worst} is worst, at {v.ratio:.2g} of what is allowed"
+            click.echo(f"entry {v.entry!r} variant {v.variant}: {v.tensors} tensors as eager's; {worst}")
+    if report.not_run:
+        click.echo(f"numbers were not compared: {report.not_run}")

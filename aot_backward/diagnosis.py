@@ -1,0 +1,165 @@
+"""What this machine has of what an export needs: what ``aot-backward doctor`` shows."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from aot_backward_exporters import targets
+from aot_backward_exporters.compile_cache import cache_root
+from aot_backward_exporters.native_build import compiler, compiler_version
+from aot_backward_runtime import host
+from aot_backward_runtime.errors import AotBackwardError
+
+from . import torch_api
+
+_LEAST_ROOM = 1 << 30  # bytes; two precompiled headers of up to 150 MB, and room to compile in
+_PROBE = "#include <omp.h>\n#include <vector>\nextern int f() { return omp_get_max_threads(); }\n"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``status``: "ok"; "warning" (most will work); "failed" (an export for ``cpu`` cannot work). ``next``: what to do about it."""
+
+    what: str
+    status: str
+    found: str
+    next: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order in which it would fail."""
+    return [check() for check in (_system, _python, _torch, _processor, _c_library, _compiler, _cache, _temporary, _gpu)]
+
+
+def _system() -> Finding:
+    found = f"{sys.platform} {platform.machine()}"
+    if found != "linux x86_64":
+        return Finding("system", "failed", found, "native code is made for linux x86_64 only: use such a machine")
+    return Finding("system", "ok", found)
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")  # an older one cannot have installed us
+
+
+def _torch() -> Finding:
+    if torch_api.minor() not in torch_api.VERSIONS:
+        known = ", ".join(torch_api.VERSIONS)
+        return Finding(
+            "torch", "failed", torch.__version__, f"aot-backward supports torch {known}: pip install 'torch=={torch_api.VERSIONS[-1]}.*'"
+        )
+    return Finding("torch", "ok", torch.__version__)
+
+
+def _processor() -> Finding:
+    flags = targets.target_spec("cpu").cpu_flags
+    missing = [f for f in flags if f not in host.cpu_flags()]
+    if missing:
+        return Finding(
+            "processor",
+            "failed",
+            f"lacks {' '.join(missing)} of {targets.MARCH}",
+            "packages could be neither checked nor run: use a newer processor",
+        )
+    return Finding("processor", "ok", f"has all of {targets.MARCH}; {len(os.sched_getaffinity(0))} usable cores")
+
+
+def _c_library() -> Finding:
+    return _asked(
+        "C library", lambda: f"glibc {host.glibc()}, GLIBCXX {host.glibcxx()}", "use a system with glibc and libstdc++, such as Debian"
+    )
+
+
+def _compiler() -> Finding:
+    """Not only that there is one: headers and OpenMP come in packages of their own on some systems."""
+    try:
+        command = compiler()
+        version = compiler_version(command)
+        with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
+            argv = [*command, "-x", "c++", "-", "-fopenmp", "-shared", "-fPIC", "-o", f"{folder}/probe.so"]
+            done = subprocess.run(argv, input=_PROBE, capture_output=True, text=True)
+    except AotBackwardError as error:
+        return Finding("compiler", "failed", "none", str(error))
+    except (OSError, subprocess.CalledProcessError) as error:
+        return Finding("compiler", "failed", str(error), "apt-get install g++ (or set CXX)")
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
+        return Finding(
+            "compiler", "failed", f"{version} does not compile a C++ file with OpenMP: {said}", "apt-get install g++ (or set CXX)"
+        )
+    return Finding("compiler", "ok", version)
+
+
+def _cache() -> Finding:
+    folder = cache_root()
+    advice = "set AOT_BACKWARD_CACHE to a folder that only you can write to, on a file system that allows execution"
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding("cache folder", "failed", f"{folder}: {there} cannot be written to", advice)
+    if os.statvfs(there).f_flag & os.ST_NOEXEC:
+        return Finding("cache folder", "failed", f"{folder} is on a file system mounted noexec", advice)
+    status = there.stat()
+    if there == folder and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        return Finding(
+            "cache folder",
+            "warning",
+            f"{folder} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})",
+            f"loading refuses it: chmod go-w {folder}",
+        )
+    room = shutil.disk_usage(there).free
+    found = (
+        f"{folder}, {_held(folder) / 1e6:.0f} MB in it, {room / 1e9:.1f} GB free"
+        if there == folder
+        else f"{folder}, not made yet, {room / 1e9:.1f} GB free"
+    )
+    if room < _LEAST_ROOM:
+        return Finding(
+            "cache folder", "warning", found, "an export may run out of room: free some, or set AOT_BACKWARD_CACHE to another disk"
+        )
+    return Finding("cache folder", "ok", found)
+
+
+def _temporary() -> Finding:
+    def found() -> str:
+        with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
+            if os.statvfs(folder).f_flag & os.ST_NOEXEC:  # the self-check opens what was just compiled there
+                raise AotBackwardError(f"{tempfile.gettempdir()} is on a file system mounted noexec")
+        return f"{tempfile.gettempdir()}, {shutil.disk_usage(tempfile.gettempdir()).free / 1e9:.1f} GB free"
+
+    return _asked("temporary folder", found, "set TMPDIR to a folder that can be written to and allows execution")
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        why = (
+            f"torch {torch.__version__} is built without CUDA"
+            if torch.version.cuda is None
+            else f"CUDA {torch.version.cuda}, and no usable GPU"
+        )
+        return Finding("GPU", "ok", f"none ({why}): --target cuda would fail, cpu does not need one")
+    major, minor = torch.cuda.get_device_capability()
+    return Finding("GPU", "ok", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")
+
+
+def _asked(what: str, question: Callable[[], str], advice: str) -> Finding:
+    try:
+        return Finding(what, "ok", question())
+    except (AotBackwardError, OSError) as error:
+        return Finding(what, "failed", str(error), advice)
+
+
+def _held(folder: Path) -> int:
+    return sum(f.lstat().st_size for f in folder.rglob("*") if f.is_file() and not f.is_symlink())

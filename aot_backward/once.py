@@ -1,0 +1,99 @@
+"""``call_entry``: one call of a package's entry on named tensors, results by name. What ``aot-backward run`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime import Package
+from aot_backward_runtime.errors import AotBackwardError, InputError
+from aot_backward_runtime.manifest import VariantSpec
+from aot_backward_runtime.module import LoadedModule
+from aot_backward_runtime.tree import flatten, unflatten
+
+GRADIENT = "gradient of "
+
+
+def call_entry(package: Package, name: str | None, mode: str | None, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Calls an entry (the sole one where ``name`` is None) on ``tensors``, named as the manifest names inputs: ``x``, ``batch['ids']``.
+
+    Of a module: ``output[0]`` …, and where ``tensors`` holds the incoming gradient of an output, ``gradient of output[0]``, also
+    ``gradient of NAME`` for each parameter and input that gets one. Of a gradient function: ``value`` and ``gradient of NAME``.
+    A gradient that is None is left out. ``mode``: "train" or "eval", by default what the entry was exported in.
+    """
+    name = name if name is not None else _sole(package)
+    if name not in package.entries:
+        raise AotBackwardError(f"there is no entry {name!r}; the package has: {', '.join(package.entries)}")
+    spec = package.manifest.entries[name]
+    modes = {v.mode for v in spec.variants}
+    mode = "" if modes == {""} else mode or ("train" if spec.training and "train" in modes else sorted(modes)[0])
+    incoming = {n.removeprefix(GRADIENT): t for n, t in tensors.items() if n.startswith(GRADIENT)}
+    inputs = {n: t for n, t in tensors.items() if not n.startswith(GRADIENT)}
+    variants = [v for v in spec.variants if v.mode == mode]
+    if not variants:
+        raise InputError(f"entry {name!r} was not exported in mode {mode!r}; it has {', '.join(sorted(modes))}")
+    fitting = [v for v in variants if {s.name for s in v.inputs} == inputs.keys()]
+    if not fitting:
+        raise InputError(f"entry {name!r} takes the tensors {[s.name for s in variants[0].inputs]}; the file holds {sorted(inputs)}")
+    if spec.kind == "grad" and incoming:
+        raise InputError(
+            f"entry {name!r} computes a loss and its gradients, and takes no incoming ones; the file holds {GRADIENT}{sorted(incoming)[0]}"
+        )
+    refused = []
+    for variant in fitting:  # several take the same tensors where other arguments are constants
+        given = [inputs[s.name].requires_grad_(s.requires_grad and bool(incoming)) for s in variant.inputs]
+        args, kwargs = unflatten(variant.in_tree, given, {}, {})
+        try:
+            if spec.kind == "grad":
+                return _gradient(package, name, mode, args, kwargs)
+            return _module(package.module(name).train(mode == "train"), variant, args, kwargs, incoming)
+        except InputError as error:
+            refused.append(error)
+    raise refused[0]
+
+
+def _gradient(package: Package, name: str, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    spec = package.manifest.entries[name]
+    grad = package.grad(name)
+    if mode:
+        grad.train(mode == "train")
+    value, grads = grad(*args, **kwargs)
+    loss, *aux = _leaves(value)
+    named = {spec.names[0]: grads} if spec.single else grads
+    return {"value": loss, **{f"aux[{i}]": t for i, t in enumerate(aux)}, **{GRADIENT + n: g for n, g in named.items() if g is not None}}
+
+
+def _module(
+    module: LoadedModule, variant: VariantSpec, args: tuple[Any, ...], kwargs: dict[str, Any], incoming: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    with torch.set_grad_enabled(bool(incoming)):
+        outputs = {f"output[{i}]": t for i, t in enumerate(_leaves(module(*args, **kwargs)))}
+    for name in incoming:
+        if name not in outputs or not outputs[name].requires_grad:
+            able = [n for n, t in outputs.items() if t.requires_grad]
+            raise AotBackwardError(
+                f"{GRADIENT}{name} was given, but no output of that name gets a gradient; those that do: {', '.join(able) or 'none'}"
+            )
+    results = {n: t.detach() for n, t in outputs.items()}
+    if incoming:
+        inputs: list[torch.Tensor] = []
+        flatten(variant.in_tree, (args, kwargs), inputs, "arguments")
+        sources: dict[str, torch.Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        sources |= {s.name: t for s, t in zip(variant.inputs, inputs, strict=True) if t.requires_grad}
+        gradients = torch.autograd.grad([outputs[n] for n in incoming], list(sources.values()), list(incoming.values()), allow_unused=True)
+        results |= {GRADIENT + n: g for n, g in zip(sources, gradients, strict=True) if g is not None}
+    return results
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    """The tensors of a result, in the order in which the manifest numbers them."""
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+
+
+def _sole(package: Package) -> str:
+    if len(package.entries) != 1:
+        raise AotBackwardError(f"the package has {len(package.entries)} entries: choose one with --entry: {', '.join(package.entries)}")
+    return next(iter(package.entries))

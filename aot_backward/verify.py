@@ -1,0 +1,151 @@
+"""``verify_package``: a package against its own digests, then its numbers against those that were stored when it was built."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from aot_backward_runtime import load
+from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.manifest import Ambient, VariantSpec
+from aot_backward_runtime.package import Package
+from aot_backward_runtime.tree import unflatten
+from aot_backward_runtime.weights import load_examples
+
+from . import selfcheck
+from .selfcheck import Named
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class VariantReport:
+    """One variant at its stored inputs. ``wrong``: what differs, in words; ``worst``, ``ratio``: the tensor nearest to what is allowed."""
+
+    entry: str
+    variant: int
+    tensors: int
+    worst: str
+    ratio: float
+    wrong: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """``not_run``: why numbers were not compared, or ""."""
+
+    members: int
+    bytes: int
+    variants: tuple[VariantReport, ...]
+    not_run: str
+
+    @property
+    def ok(self) -> bool:
+        return not any(v.wrong for v in self.variants)
+
+
+def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: Progress | None = None) -> Report:
+    """Compares every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's at export.
+
+    With ``run=False`` no native code is opened. Raises :class:`PackageError` naming the first member that differs, and
+    :class:`IncompatibleError` where the native code cannot run here.
+    """
+    say = progress or (lambda *_: None)
+    say("digests", 0, 1)
+    archive = open_package(path)
+    archive.verify_digests()
+    say("digests", 1, 1)
+    members = archive.members()
+    total = sum(m.size for m in members.values())
+    not_run = "" if run else "not asked for"
+    examples: dict[str, torch.Tensor] = {}
+    if run:
+        examples = load_examples(archive)
+        if not archive.manifest.has_weights:
+            not_run = "the package has no weights"
+        elif not examples:
+            not_run = "the package stores no example inputs"
+    reports = []
+    if not not_run:
+        with warnings.catch_warnings():  # load tells whoever loads an unproved package to run this here
+            warnings.filterwarnings("ignore", message=".*was not compared with eager")
+            package = load(path)
+        todo = [(name, i) for name, entry in package.manifest.entries.items() for i in range(len(entry.variants))]
+        for done, (name, i) in enumerate(todo):
+            say("numbers", done, len(todo))
+            reports.append(_verify_variant(package, name, i, examples))
+        say("numbers", len(todo), len(todo))
+    return Report(len(members), total, tuple(reports), not_run)
+
+
+def _verify_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> VariantReport:
+    spec = package.manifest.entries[entry].variants[number]
+    kept = {name.removeprefix(f"{entry}/{number}/"): t for name, t in examples.items() if name.startswith(f"{entry}/{number}/")}
+    inputs = [_as(s.dtype, kept[f"input/{i}"]).requires_grad_(s.requires_grad) for i, s in enumerate(spec.inputs)]
+    cotangents = [_as(s.dtype, kept[f"cotangent/{i}"]) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in kept]
+    args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
+    with _under(spec.ambient, spec), torch.random.fork_rng():
+        actual = selfcheck.artifact(package, entry, spec, spec.mode, args, kwargs, cotangents)
+    return _compared(entry, number, actual, kept)
+
+
+def _compared(entry: str, number: int, actual: Named, kept: Mapping[str, torch.Tensor]) -> VariantReport:
+    expected = {name.removeprefix("expected/"): t for name, t in kept.items() if name.startswith("expected/")}
+    wrong, worst, worst_ratio = [], "", 0.0
+    for name in expected.keys() - {n for n, a in actual.items() if a is not None}:
+        wrong.append(f"{name} is missing")
+    for name, a in actual.items():
+        if a is None:
+            continue
+        if name not in expected:
+            wrong.append(f"{name} was None when the package was built")
+            continue
+        e = _as(str(a.dtype).removeprefix("torch."), expected[name])
+        if a.shape != e.shape or a.dtype != e.dtype:
+            wrong.append(f"{name} is {a.dtype} {tuple(a.shape)}, stored was {e.dtype} {tuple(e.shape)}")
+            continue
+        allowed = float(kept[f"allowed/{name}"])
+        error = _difference(a, e)
+        ratio = error / allowed if allowed else (0.0 if error == 0 else float("inf"))
+        if not ratio <= 1:
+            wrong.append(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed")
+        if not ratio <= worst_ratio or not worst:
+            worst, worst_ratio = name, ratio
+    return VariantReport(entry, number, len(expected), worst, worst_ratio, tuple(wrong))
+
+
+def _difference(a: torch.Tensor, e: torch.Tensor) -> float:
+    """‖a − e‖, NaN and Inf being equal to themselves; of integers and booleans, how many differ."""
+    if not (e.is_floating_point() or e.is_complex()):
+        return float((a != e).sum())
+    finite = torch.isfinite(e)
+    if not torch.equal(finite, torch.isfinite(a)):
+        return float("inf")
+    wide = torch.complex128 if e.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(torch.where(finite, a.to(wide) - e.to(wide), 0)))
+
+
+def _as(dtype: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A stored tensor as what it was: complex128 is stored as pairs, and packages are mapped, so that a write must go to a copy."""
+    return torch.view_as_complex(tensor).clone() if dtype == "complex128" and not tensor.is_complex() else tensor.clone()
+
+
+@contextlib.contextmanager
+def _under(ambient: Ambient, spec: VariantSpec) -> Iterator[None]:
+    """The global state that the variant was captured under."""
+    device = next((s.device for s in (*spec.inputs, *spec.outputs)), "cpu")
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    dtype = getattr(torch, ambient.autocast) if ambient.autocast else None
+    try:
+        torch.set_float32_matmul_precision(ambient.matmul_precision)
+        torch.use_deterministic_algorithms(ambient.deterministic)
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic)

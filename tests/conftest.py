@@ -1,0 +1,50 @@
+"""What all tests share: a cache of compiled code that is not the user's own, and one small package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+CACHE = "AOT_BACKWARD_CACHE"
+PROGRAM = Path(__file__).with_name("cli_program.py")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores; OpenMP's threads wait for each other by spinning, and a step that takes 3 ms alone takes 100 then.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run starts with an empty cache, unless one is given (``AOT_BACKWARD_CACHE=… make test``); parallel workers inherit it."""
+    if CACHE not in os.environ:
+        config.stash[_MADE] = os.environ[CACHE] = tempfile.mkdtemp(prefix="aot-backward-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    made = config.stash.get(_MADE, "")
+    if made:
+        del os.environ[CACHE]
+        shutil.rmtree(made, ignore_errors=True)
+
+
+_MADE = pytest.StashKey[str]()
+
+
+def aot_backward(*arguments: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The command line, as a script would call it."""
+    argv = [sys.executable, "-m", "aot_backward.cli", *map(str, arguments)]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="session")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``cli_program.py:entries``, exported by the command line. Do not write to it."""
+    path = tmp_path_factory.mktemp("package") / "small.pt2"
+    done = aot_backward("export", f"{PROGRAM}:entries", "-o", path)
+    assert done.returncode == 0, done.stderr
+    return path

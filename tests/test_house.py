@@ -1,0 +1,139 @@
+"""Who may import whom, and where private names of torch may stand. DESIGN: cli -> export -> capture, exporters, package -> program -> runtime."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {
+    "aot_backward": ROOT / "aot_backward",
+    "aot_backward_exporters": ROOT / "exporters" / "aot_backward_exporters",
+    "aot_backward_runtime": ROOT / "runtime" / "aot_backward_runtime",
+}
+LIBRARY = "aot_backward_runtime", "aot_backward.program", "aot_backward.torch_api"
+ALLOWED = {
+    # the longest prefix that fits a module says what it may import, besides its own
+    "aot_backward_runtime": (),
+    "aot_backward_exporters": LIBRARY,
+    "aot_backward": (),  # the façade: see _HOME, which is not an import
+    "aot_backward.program": ("aot_backward_runtime",),
+    "aot_backward.torch_api": (),
+    "aot_backward.package": LIBRARY,
+    "aot_backward.tensor_file": (*LIBRARY, "aot_backward.package"),
+    "aot_backward.capture": LIBRARY,
+    "aot_backward.selfcheck": LIBRARY,
+    "aot_backward.verify": (*LIBRARY, "aot_backward.selfcheck"),
+    "aot_backward.once": LIBRARY,
+    "aot_backward.diagnosis": (*LIBRARY, "aot_backward_exporters"),
+    "aot_backward.export": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
+    "aot_backward.cli": (
+        *("aot_backward_runtime", "aot_backward.program", "aot_backward.export", "aot_backward.verify"),
+        *("aot_backward.once", "aot_backward.tensor_file", "aot_backward.diagnosis"),
+    ),
+}
+OUTSIDE = {
+    # what may be imported that is neither the standard library's nor torch
+    "aot_backward_runtime": set(),
+    "aot_backward_exporters": {"sympy"},
+    "aot_backward": {"click", "rich", "safetensors", "sympy"},
+}
+PRIVATE_ALLOWED = {"torch.utils._pytree"}  # torch has no public name for it, and never has had
+
+
+def modules() -> list[tuple[str, Path]]:
+    out = []
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            out.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return out
+
+
+def imports(name: str, path: Path, source: str) -> Iterator[str]:
+    """Every module that ``source`` imports, wherever in it; ``from a import b`` is a.b where that is a module of ours, else a."""
+    known = {n for n, _ in modules()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                base = ".".join([*parents[: len(parents) - node.level + 1], *([node.module] if node.module else [])])
+            # `from . import export` in aot_backward is the function's façade, and also the module it lives in
+            yield from (f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names)
+
+
+def private(source: str) -> Iterator[str]:
+    """Dotted names of torch with a component that begins with one underscore."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "torch" and any(p.startswith("_") and not p.startswith("__") for p in parts[1:]):
+                yield name
+
+
+def rule(name: str) -> str:
+    return max((r for r in ALLOWED if name == r or name.startswith(f"{r}.")), key=len)
+
+
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == p or name.startswith(f"{p}.") for p in prefixes)
+
+
+def wrong_imports(name: str, path: Path, source: str) -> list[str]:
+    own = rule(name)
+    ours = [i for i in imports(name, path, source) if i.split(".")[0] in FOLDERS]
+    if name == "aot_backward":  # its TYPE_CHECKING block repeats what it offers
+        return []
+    return [i for i in ours if i != "aot_backward" and not within(i, (*ALLOWED[own], own if own != "aot_backward" else "-"))]
+
+
+@pytest.mark.parametrize(("name", "path"), modules(), ids=[n for n, _ in modules()])
+def test_imports_run_one_way(name: str, path: Path) -> None:
+    source = path.read_text()
+    assert wrong_imports(name, path, source) == []
+    outside = {i.split(".")[0] for i in imports(name, path, source)} - set(FOLDERS) - {"torch", "__future__"}
+    import sys
+
+    assert outside - sys.stdlib_module_names <= OUTSIDE[name.split(".")[0]]
+
+
+@pytest.mark.parametrize(("name", "path"), modules(), ids=[n for n, _ in modules()])
+def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> None:
+    found = {n for n in private(path.read_text()) if not within(n, tuple(PRIVATE_ALLOWED))}
+    assert name.endswith(".torch_api") or found == set()
+
+
+def test_these_checks_can_fail() -> None:
+    path = FOLDERS["aot_backward_runtime"] / "plan.py"
+    assert wrong_imports("aot_backward_runtime.plan", path, "def f():\n    from aot_backward.export import export") == [
+        "aot_backward.export"
+    ]
+    path = FOLDERS["aot_backward"] / "cli" / "run.py"
+    assert wrong_imports("aot_backward.cli.run", path, "from ..capture import joint") == ["aot_backward.capture.joint"]
+    assert list(private("import torch._inductor\nx = torch._C._aoti\nfrom torch._dynamo import y")) != []
+
+
+def test_the_runtime_needs_torch_alone() -> None:
+    import tomllib
+
+    runtime = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
+    assert [d.split(">")[0] for d in runtime["dependencies"]] == ["torch"]
+    library = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    from aot_backward.program import VERSION
+    from aot_backward_runtime import __version__
+
+    assert runtime["version"] == library["version"] == VERSION == __version__
+    assert f"aot-backward-runtime=={VERSION}" in library["dependencies"]
