@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aot_backward_runtime.tree import describe
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -166,7 +167,9 @@ class _Build:
             mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
             wanted = None if is_module else _wrt(entry.wrt, program, isinstance(fn, nn.Module), signature, args, kwargs)  # type: ignore[union-attr]
             with _mode(program, mode), _requiring(program, wanted, args, kwargs) as (args, kwargs):
-                joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature)
+                joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=wanted is not None)
+                if wanted is not None and not entry.has_aux and joint.out_tree.kind != "tensor":  # type: ignore[union-attr]
+                    raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
                 prefix = f"{name}.{i}"
                 if wanted is None:
                     pieces = split.split_module(joint, prefix, weights, forward_only=mode == "eval")

@@ -43,6 +43,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "select_decomp_table": ("torch._inductor.decomposition", _ALL),
     "inductor_config": ("torch._inductor.config", _ALL),  # the module itself
     # compilation (aot_backward_exporters)
+    "OperatorBase": ("torch._ops", _ALL),
     "functorch_config": ("torch._functorch.config", _ALL),  # the module itself
     "compile_fx_inner": ("torch._inductor.compile_fx", _ALL),
     "get_cpp_wrapper_config": ("torch._inductor.compile_fx", _ALL),

@@ -93,6 +93,7 @@ def test_zipfile_and_pytorch_read_it_too(package: Path) -> None:
     with zipfile.ZipFile(package) as archive:
         assert archive.testzip() is None
         names = [name.removeprefix("package/") for name in archive.namelist()]
+        assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}  # or equal content would differ by the clock
     assert PT2ArchiveReader(str(package)).get_file_names() == names
     assert PT2ArchiveReader(str(package)).archive_version() == 0
 

@@ -176,14 +176,9 @@ def test_inspect_as_json(package: Path) -> None:
         *("entries", "libraries", "weights", "members", "manifest_sha256"),
     }
     variant = described["entries"]["net"]["variants"][0]
-    assert (
-        variant["sizes"] == {"rows": {"minimum": 2, "maximum": 64}} or len(variant["sizes"]) == 2
-    )  # one Dim may be two symbols and a guard
+    assert variant["sizes"] == {"rows": {"minimum": 2, "maximum": 64}} and variant["guards"] == []
     assert variant["verdict"]["status"] == "verified" and len(variant["verdict"]["sizes"]) == 3
-    assert (
-        described["libraries"].keys() == {"net.0.forward", "net.0.backward", "net.0.inference", "distance.0.gradient"}
-        or described["libraries"]
-    )
+    assert described["libraries"].keys() == {"net.0.forward", "net.0.backward", "distance.0.gradient"}
     assert described["bytes"] == package.stat().st_size > sum(lib["bytes"] for lib in described["libraries"].values())
     assert described["weights"]["tensors"]["layer.weight"]["shape"] == [3, 4]
 

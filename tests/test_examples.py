@@ -1,4 +1,4 @@
-"""Each example is run as its docstring says: exported by one process, loaded by another."""
+"""Each example is run as its docstring says: exported by one process, loaded by another; by the command line too: digits here, forces by test_docs.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from .conftest import aot_backward
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 def script(*argv: object) -> str:
@@ -19,11 +16,16 @@ def script(*argv: object) -> str:
     return done.stdout
 
 
-def test_digits_is_trained_by_native_code(tmp_path: Path) -> None:
-    package = tmp_path / "digits.pt2"
-    assert script(EXAMPLES / "digits" / "export.py", package).endswith(f"wrote {package}\n")
-    said = script(EXAMPLES / "digits" / "load.py", package)  # asserts its accuracy, and that nothing is traced, itself
-    assert "test accuracy 9" in said and "largest difference of the two loss curves" in said
+def test_digits_by_make_demo(tmp_path: Path) -> None:
+    """In the environment that the tests run in, taken as set up."""
+    venv = Path(sys.executable).parent.parent
+    for name in ("Makefile", "examples", "pyproject.toml", "constraints.txt", "runtime"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    argv = ["make", "demo", f"VENV={venv}", "-o", f"{venv}/.installed"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test accuracy 9" in done.stdout and "largest difference of the two loss curves" in done.stdout  # load.py asserts both itself
+    assert script(tmp_path / "examples" / "digits" / "export.py", tmp_path / "digits.pt2").endswith("digits.pt2\n")
 
 
 def test_forces_equal_eagers(tmp_path: Path) -> None:
@@ -31,10 +33,3 @@ def test_forces_equal_eagers(tmp_path: Path) -> None:
     assert script(EXAMPLES / "forces" / "export.py", package).endswith(f"wrote {package}\n")
     said = script(EXAMPLES / "forces" / "load.py", package)
     assert "  125 " in said and "the sum drifted by" in said
-
-
-@pytest.mark.parametrize("name", sorted(p.parent.name for p in EXAMPLES.glob("*/export.py")))
-def test_each_is_exported_by_the_command_line_too(name: str, tmp_path: Path) -> None:
-    out = tmp_path / f"{name}.pt2"
-    done = aot_backward("export", EXAMPLES / name / "export.py:entries", "-o", out)
-    assert done.returncode == 0 and out.is_file(), done.stderr

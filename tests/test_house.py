@@ -1,12 +1,17 @@
-"""Who may import whom, and where private names of torch may stand. DESIGN: cli -> export -> capture, exporters, package -> program -> runtime."""
+"""Who may import whom (cli -> export -> capture, exporters, package -> program -> runtime), and where private names of torch may stand."""
 
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from aot_backward.program import VERSION
+from aot_backward_runtime import __version__
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {
@@ -105,8 +110,6 @@ def test_imports_run_one_way(name: str, path: Path) -> None:
     source = path.read_text()
     assert wrong_imports(name, path, source) == []
     outside = {i.split(".")[0] for i in imports(name, path, source)} - set(FOLDERS) - {"torch", "__future__"}
-    import sys
-
     assert outside - sys.stdlib_module_names <= OUTSIDE[name.split(".")[0]]
 
 
@@ -127,13 +130,8 @@ def test_these_checks_can_fail() -> None:
 
 
 def test_the_runtime_needs_torch_alone() -> None:
-    import tomllib
-
     runtime = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
     assert [d.split(">")[0] for d in runtime["dependencies"]] == ["torch"]
     library = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    from aot_backward.program import VERSION
-    from aot_backward_runtime import __version__
-
     assert runtime["version"] == library["version"] == VERSION == __version__
     assert f"aot-backward-runtime=={VERSION}" in library["dependencies"]

@@ -71,14 +71,19 @@ class _Wrapper(nn.Module):
     """Runs the program, and gives outputs that share memory with an input or with each other memory of their own: a graph
     compiled to native code cannot hand autograd a view of something outside it."""
 
-    def __init__(self, program: nn.Module, copied: frozenset[int]):
+    def __init__(self, program: nn.Module, copied: frozenset[int], first_only: bool):
         super().__init__()
-        self.program = program
-        self.copied = copied
+        self.program, self.copied, self.first_only = program, copied, first_only
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         flat, spec = pytree.tree_flatten(self.program(*args, **kwargs))
-        return pytree.tree_unflatten([v.clone() if i in self.copied else v for i, v in enumerate(flat)], spec)
+        for i, value in enumerate(flat):
+            if i in self.copied:
+                value = value.clone()
+            if self.first_only and i and isinstance(value, torch.Tensor) and value.requires_grad:
+                value = value.detach()
+            flat[i] = value
+        return pytree.tree_unflatten(flat, spec)
 
 
 class FunctionModule(nn.Module):
@@ -116,10 +121,11 @@ def trace(
     dynamic_shapes: Any,
     *,
     signature: Callable[..., Any],
+    first_only: bool = False,
 ) -> Joint:
     """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them).
 
-    A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it.
+    ``first_only``: only the first output is differentiated; the others are carried along. A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it.
     Raises :class:`ExportError` where the gradients could not be had rightly, naming what stands in the way.
     """
     _refuse_parameter_hooks(program)
@@ -129,7 +135,7 @@ def trace(
     while True:
         try:
             with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
-                joint, views = _trace_once(program, args, kwargs, dynamic_shapes, signature, copied)
+                joint, views = _trace_once(program, args, kwargs, dynamic_shapes, signature, copied, first_only)
                 if joint is not None:
                     return joint
         except (torch_api.ConstraintViolationError, torch_api.GuardOnDataDependentSymNode):
@@ -143,9 +149,15 @@ def trace(
 
 
 def _trace_once(
-    program: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, signature: Callable[..., Any], copied: frozenset[int]
+    program: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    signature: Callable[..., Any],
+    copied: frozenset[int],
+    first_only: bool,
 ) -> tuple[Joint | None, frozenset[int]]:
-    wrapper = _Wrapper(program, copied)
+    wrapper = _Wrapper(program, copied, first_only)
     names, argument_names = trees.input_names(signature, args, kwargs)
     owner = _SignatureOwner(signature)
     labels = _labels(owner, args, kwargs, dynamic_shapes)

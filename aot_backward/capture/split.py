@@ -84,16 +84,14 @@ def split_grad(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Tens
         raise ExportError(f"{name}: a gradient needs a scalar loss, got shape {tuple(loss.meta['val'].shape)}; reduce it with .sum() or .mean()")
     _sum_ties(joint, weights)
     for node in graph.graph.find_nodes(op="placeholder"):
-        kind, index = joint.placeholders[node.name]
-        if kind != "cotangent":
+        if joint.placeholders[node.name][0] != "cotangent":  # the loss's; nothing else is differentiated
             continue
         value = node.meta["val"]
         with graph.graph.inserting_after(node), joint.fake_mode:
-            fill = 1.0 if index == 0 else 0.0  # only the loss is differentiated; other outputs are carried along (has_aux)
-            sizes = [_size_node(graph, s) for s in value.shape]
-            seed = graph.graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype, "device": value.device, "pin_memory": False})
-            seed.meta["val"] = aten.full.default(list(value.shape), fill, dtype=value.dtype, device=value.device, pin_memory=False)
-        node.replace_all_uses_with(seed)
+            settings = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            one = graph.graph.call_function(aten.full.default, ([], 1.0), settings)
+            one.meta["val"] = aten.full.default([], 1.0, **settings)
+        node.replace_all_uses_with(one)
         graph.graph.erase_node(node)
     asked = [(target, joint.gradients.get(target)) for target in wrt]
     _truncate(graph, [*_results(graph)[: joint.forward_values], *(n for _, n in asked)])
@@ -381,19 +379,6 @@ def _lift_other_constants(graph: GraphModule, constants: dict[str, tuple[str, to
             if not isinstance(value, torch.Tensor):
                 continue  # a subgraph of a control-flow operator
             constants[node.target] = (f"{entry}.{node.target}", value.detach())
-
-
-def _size_node(graph: GraphModule, size: int | torch.SymInt) -> Any:
-    if isinstance(size, int):
-        return size
-    for node in graph.graph.find_nodes(op="placeholder"):
-        value = node.meta["val"]
-        for d, other in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if expression_of(other) == expression_of(size):
-                made = graph.graph.call_function(aten.sym_size.int, (node, d))
-                made.meta["val"] = size
-                return made
-    raise ExportError(f"the size {size} of an output is no dimension of an input")
 
 
 def _joint_passes(graph: GraphModule, joint: Joint) -> GraphModule:

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from aot_backward import torch_api
 from aot_backward.program import Graph
 
 # Where a node came from. ``tensor_meta`` and ``unbacked_bindings`` say again what ``val`` says.
@@ -87,7 +88,7 @@ class _Writer:
                 return [type(value).__name__, self._expression(value.node.expr)]
             case sympy.Basic():
                 return ["sympy", self._expression(value)]
-            case torch._ops.OperatorBase():
+            case torch_api.OperatorBase():
                 return ["operator", str(value)]
             case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
                 return [type(value).__name__, str(value)]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import torch_api
 from .entry import Entry
 from .guards import Fast
 from .plan import Runnable, Variant
@@ -94,7 +95,7 @@ class LoadedGrad:
         return f"LoadedGrad(entry={self._entry.name!r}, wrt={list(self._entry.spec.names)})"
 
     def _bound(self, tensor: torch.Tensor, requires_grad: bool) -> BoundParameter:
-        made = torch.Tensor._make_subclass(BoundParameter, tensor, requires_grad)
+        made = torch_api.make_subclass(BoundParameter, tensor, requires_grad)
         made._moved = self._moved
         return made
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import Tensor
 from torch._C import _functorch, _functions
 from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function of five times the cost
 from torch._C import _get_float32_matmul_precision as matmul_precision
@@ -23,6 +24,7 @@ SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.11 on the GPU machine, 
 
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
 DelayedError = _functions.DelayedError
+make_subclass = Tensor._make_subclass
 
 __all__ = [
     "AOTIModelContainerRunnerCpu",
@@ -30,6 +32,7 @@ __all__ = [
     "TensorGuards",
     "deterministic",
     "is_functorch_wrapped",
+    "make_subclass",
     "matmul_precision",
     "opaque_to_dynamo",
     "runner",

@@ -1,0 +1,62 @@
+"""Timing of calls within a process, and what is said about the samples."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+DISCARDED = 10  # calls before the first that counts
+_BATCH = 2e-3  # seconds; a batch of short calls lasts about this long
+
+
+def batch_size(call: Callable[[], Any]) -> int:
+    """How many calls make a batch; 1 for calls of more than 2 ms. Discards the first calls."""
+    for _ in range(DISCARDED):
+        call()
+    count = 1
+    while True:
+        seconds = batch(call, count) * count
+        if seconds >= _BATCH / 2:
+            return max(1, round(count * _BATCH / seconds))
+        count *= 4
+
+
+def batch(call: Callable[[], Any], count: int) -> float:
+    """Seconds per call of ``count`` calls on end, the collector off."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        turns = itertools.repeat(None, count)
+        start = time.perf_counter()
+        for _ in turns:
+            call()
+        return (time.perf_counter() - start) / count
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def samples(call: Callable[[], Any], count: int, seconds: float) -> list[float]:
+    """Batches of ``count`` calls for about ``seconds``, three at least: seconds per call of each."""
+    out: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(out) < 3 or time.perf_counter() < end:
+        out.append(batch(call, count))
+    return out
+
+
+def interleaved(peers: Mapping[str, Callable[[], Iterable[float]]], rounds: int) -> dict[str, list[float]]:
+    """A B C C B A, ``rounds`` times: what drifts on the machine falls on every peer alike. Each peer returns samples in seconds."""
+    out: dict[str, list[float]] = {name: [] for name in peers}
+    for _ in range(rounds):
+        for name in (*peers, *reversed(peers)):
+            out[name] += peers[name]()
+    return out
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    return {"median_s": statistics.median(seconds), "min_s": min(seconds), "samples": len(seconds)}

@@ -1,0 +1,165 @@
+"""From the start of a process to the first gradient in hand, ``import torch`` included.
+
+Every peer is a script of its own, run once discarded (pages, bytecode and caches are then warm) and then in turn with the others. Eager
+builds its module from its seed and reads no file of weights: the least that it can do. ``aoti``: a graph that returns value and gradients,
+traced with ``make_fx`` and packaged by torch's own ``aoti_compile_and_package``, opened by ``aoti_load_package``. Floor: ``import torch``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from . import clock, processes, programs
+from .report import Result, Target
+
+TITLE = "fresh process to first gradient, milliseconds from its start (median; least)"
+ROWS = {"mlp": programs.SMALL, "wide": 16}
+
+_END = """
+import time
+end = time.clock_gettime(time.CLOCK_MONOTONIC)
+import json, sys
+norm = float(torch.stack([g.double().norm() for g in gradients]).norm()) if gradients else 0.0
+heavy = sorted(m for m in ("torch._dynamo", "torch._inductor", "sympy") if m in sys.modules)
+print(json.dumps({"end": end, "norm": norm, "heavy": heavy, **globals().get("more", {})}))
+"""
+
+_BUILD = {
+    "mlp": "nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))",
+    "wide": "nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 832))",
+}
+_INPUT = {"mlp": "torch.randn(3, 8)", "wide": "torch.randn(16, 256)"}
+
+_SCRIPTS = {
+    "import": "import torch\ngradients = []\n",
+    "eager": """
+import torch
+from torch import nn
+torch.manual_seed(7)
+model = {build}
+torch.manual_seed(1)
+x = {input}
+model(x).square().mean().backward()
+gradients = [p.grad for p in model.parameters()]
+""",
+    "module": """
+import sys, torch
+import aot_backward_runtime
+model = aot_backward_runtime.load(sys.argv[1]).module()
+torch.manual_seed(1)
+x = {input}
+model(x).square().mean().backward()
+gradients = [p.grad for p in model.parameters()]
+""",
+    "grad": """
+import sys, torch
+import aot_backward_runtime
+f = aot_backward_runtime.load(sys.argv[1]).grad()
+torch.manual_seed(1)
+value, gradients = f({input})
+gradients = list(gradients.values())
+""",
+    "compile": """
+import torch
+from torch import nn
+torch.manual_seed(7)
+model = {build}
+compiled = torch.compile(lambda x: model(x).square().mean(), dynamic=False)
+torch.manual_seed(1)
+x = {input}
+compiled(x).backward()
+gradients = [p.grad for p in model.parameters()]
+from torch._dynamo.utils import counters
+more = {{"hits": counters["aot_autograd"]["autograd_cache_hit"], "misses": counters["aot_autograd"]["autograd_cache_miss"]}}
+""",
+    "aoti": """
+import sys, torch
+f = torch._inductor.aoti_load_package(sys.argv[2])
+torch.manual_seed(1)
+value, *gradients = f({input})
+""",
+}
+
+_AOTI = """
+import json, sys, torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from tests.benchmarks import programs
+name, path, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model = programs.make(name)
+inputs = programs.inputs(name, rows)
+names = [n for n, _ in model.named_parameters()]
+def both(parameters, x):
+    loss = torch.func.functional_call(model, dict(zip(names, parameters)), (x,)).square().mean()
+    return loss, *torch.autograd.grad(loss, parameters)
+traced = make_fx(both)(list(model.parameters()), *inputs)
+class Gradients(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model.requires_grad_(False)
+    def forward(self, x):
+        return traced(list(self.model.parameters()), x)
+with torch.no_grad():
+    torch._inductor.aoti_compile_and_package(torch.export.export(Gradients(), inputs), package_path=path)
+print(json.dumps({}))
+"""
+
+
+def measure(quick: bool, threads: list[int]) -> Result:
+    result = Result("cold", TITLE, ["model", "package MB", "threads", "peer", "median", "least", "over eager", "times eager", "times module"])
+    for name in ("mlp",) if quick else ("mlp", "wide"):
+        package, _ = programs.export(name, [ROWS[name]])
+        stock = processes.WORK / "packages" / f"{name}-torch.pt2"
+        if not quick and not stock.exists():
+            processes.run(_AOTI, name, stock, ROWS[name], threads=1)
+        for count in threads:
+            _measure_model(result, name, package, stock, count, quick)
+    result.notes.append("compile: caches warm (autograd_cache_hit in every process); aoti: torch's own package of a traced gradient graph")
+    _conclude(result)
+    return result
+
+
+def _measure_model(result: Result, name: str, package: Path, stock: Path, threads: int, quick: bool) -> None:
+    peers = ("eager", "module") if quick else tuple(_SCRIPTS)
+    answers: dict[str, dict[str, Any]] = {}
+
+    def once(peer: str) -> list[float]:
+        script = _SCRIPTS[peer].format(build=_BUILD[name], input=_INPUT[name]) + _END
+        start, answers[peer] = processes.run(script, package, stock, threads=threads)
+        return [answers[peer]["end"] - start]
+
+    for peer in peers:
+        once(peer)
+        once(peer)
+    if not quick and answers["compile"]["hits"] < 1:
+        raise RuntimeError(f"torch.compile's cache was not hit: {answers['compile']}")
+    for peer in peers:
+        if peer != "import" and abs(answers[peer]["norm"] / answers["eager"]["norm"] - 1) > 1e-4:
+            raise RuntimeError(f"{name}: the gradients of {peer} have norm {answers[peer]['norm']}, eager's {answers['eager']['norm']}")
+    times = clock.interleaved({p: lambda p=p: once(p) for p in peers}, 1 if quick else 5)
+    found = {p: clock.summary(s) for p, s in times.items()}
+    eager, ours = found["eager"]["median_s"], found["module"]["median_s"]
+    size = package.stat().st_size
+    for peer in peers:
+        median, least = found[peer]["median_s"], found[peer]["min_s"]
+        shown = [f"{1e3 * median:.0f}", f"{1e3 * least:.0f}", f"{1e3 * (median - eager):+.0f}", f"{median / eager:.2f}", f"{median / ours:.2f}"]
+        result.rows.append([name, f"{size / 1e6:.1f}", str(threads), peer, *shown])
+    data = {"model": name, "threads": threads, "package_bytes": size, "times": found, "imported": {p: answers[p]["heavy"] for p in peers}}
+    result.data.append(data)
+
+
+def _conclude(result: Result) -> None:
+    for data in result.data:
+        times = {p: t["median_s"] for p, t in data["times"].items()}
+        where = f"{data['model']} of {data['package_bytes'] / 1e6:.1f} MB, {data['threads']} threads"
+        for peer in ("module", "grad"):
+            if peer in times:
+                over = times[peer] - times["eager"]
+                off = "" if over <= 0.05 else f"{1e3 * over - 50:.0f} ms"
+                result.targets.append(Target(f"first gradient within 50 ms of eager: {peer}, {where}", f"{1e3 * over:+.0f} ms", over <= 0.05, off))
+        if "compile" in times:
+            ratio = times["compile"] / statistics.mean([times["module"], times["grad"]])
+            off = "" if ratio >= 3 else f"{3 - ratio:.2f}x"
+            result.targets.append(Target(f"3x sooner than warm torch.compile: {where}", f"{ratio:.2f}x", ratio >= 3, off))
