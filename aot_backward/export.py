@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -287,9 +288,10 @@ def _prepared(variant: Variant, signature: Callable[..., Any]) -> tuple[tuple[An
         raise ExportError(f"args is a {type(variant.args).__name__}; expected a tuple of the positional arguments, args=(x,)")
     kwargs = dict(variant.kwargs or {})
     try:
-        names, _ = trees.input_names(signature, variant.args, kwargs)
+        inspect.signature(signature).bind(*variant.args, **kwargs)
     except TypeError as error:
-        raise ExportError(f"the example arguments do not fit {signature}: {error}") from error
+        raise ExportError(f"the example arguments do not fit {inspect.signature(signature)}: {error}") from error
+    names, _ = trees.input_names(signature, variant.args, kwargs)
     flat, spec = pytree.tree_flatten((variant.args, kwargs))
     if variant.requires_grad is not None:
         for name in variant.requires_grad:

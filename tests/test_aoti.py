@@ -53,8 +53,9 @@ def capture(
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
         return mode.from_tensor(tensor, symbolic_context=context)
 
-    for _ in range(skip):
-        fake(torch.empty(7), True)
+    alive = [torch.empty(7) for _ in range(skip)]  # symbols are named by how many tensors are known
+    for tensor in alive:
+        fake(tensor, True)
     fakes = [fake(t, False) for t in weights.values()]
     traced = make_fx(
         lambda *args: tuple(compute(dict(zip(weights, args[: len(weights)], strict=True)), *args[len(weights) :])),

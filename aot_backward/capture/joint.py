@@ -74,9 +74,11 @@ class _Wrapper(nn.Module):
     def __init__(self, program: nn.Module, copied: frozenset[int], first_only: bool):
         super().__init__()
         self.program, self.copied, self.first_only = program, copied, first_only
+        self.constants: dict[int, Any] = {}  # flat outputs that are no tensors, as they were (the traced graph makes True a 1)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         flat, spec = pytree.tree_flatten(self.program(*args, **kwargs))
+        self.constants = {i: v for i, v in enumerate(flat) if not isinstance(v, torch.Tensor)}
         for i, value in enumerate(flat):
             if i in self.copied:
                 value = value.clone()
@@ -130,19 +132,34 @@ def trace(
     """
     _refuse_parameter_hooks(program)
     _check_inputs(args, kwargs)
+    try:
+        return _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
+    except ExportError:
+        raise
+    except torch_api.ConstraintViolationError as error:
+        reasons = [line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- ")]
+        raise ExportError(f"the program does not allow the sizes declared in dynamic_shapes: {' '.join(reasons) or error}") from error
+    except Exception as error:  # the person's own program ran in there, and may raise anything
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(f"the program could not be traced: {type(error).__name__}: {first}") from error
+
+
+def _trace_until_settled(
+    program: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, signature: Callable[..., Any], first_only: bool
+) -> Joint:
     copied: frozenset[int] = frozenset()
     oblivious = dynamic_shapes is not None
     while True:
         try:
             with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
                 joint, views = _trace_once(program, args, kwargs, dynamic_shapes, signature, copied, first_only)
-                if joint is not None:
-                    return joint
         except (torch_api.ConstraintViolationError, torch_api.GuardOnDataDependentSymNode):
             if not oblivious:
                 raise
             oblivious = False  # the program treats a size of 1 otherwise: serve 2 and more
             continue
+        if joint is not None:
+            return joint
         if copied >= views:
             raise ExportError(f"outputs {sorted(views)} still share memory with an input after being copied")
         copied |= views  # again, with copies of the outputs that turned out to be views
@@ -234,7 +251,7 @@ def _trace_once(
             input_names=tensor_names,
             argument_names=argument_names,
             in_tree=_in_tree(args, kwargs),
-            out_tree=_out_tree(described.out_spec, results[first : first + meta.num_outputs], outputs, sizes),
+            out_tree=_out_tree(described.out_spec, results[first : first + meta.num_outputs], outputs, wrapper.constants, sizes),
             ambient=ambient,
             trace_inputs=captured.updated_flat_args,
         )
@@ -379,7 +396,7 @@ def _in_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
     return trees.describe((args, kwargs), leaf)
 
 
-def _out_tree(spec: Any, results: list[Any], outputs: list[Any], sizes: Sizes) -> Tree:
+def _out_tree(spec: Any, results: list[Any], outputs: list[Any], constants: dict[int, Any], sizes: Sizes) -> Tree:
     """``outputs`` lists every flat result; those that are tensors are numbered, the others written into the tree."""
     position = iter(range(1 << 30))
 
@@ -391,7 +408,7 @@ def _out_tree(spec: Any, results: list[Any], outputs: list[Any], sizes: Sizes) -
             value = value.meta["val"]
         if isinstance(value, torch.SymInt):
             return Tree("size", expression=write(expression_of(value), sizes.names))
-        return trees.constant(value, f"output{path}")
+        return trees.constant(constants[i], f"output{path}")
 
     return trees.describe(pytree.tree_unflatten(list(range(len(results))), spec), leaf)
 

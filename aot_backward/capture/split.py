@@ -333,6 +333,9 @@ def _rebuild(source: Node, placeholder: Node, backward: GraphModule) -> None:
 
 def _replace_sizes(graph: GraphModule, joint: Joint) -> None:
     """Size placeholders become sizes of tensor placeholders; where no tensor shows the size, an empty one of shape (size, 0) carries it."""
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if "val" not in node.meta:  # an argument that is no tensor: its value is in the graph already
+            graph.graph.erase_node(node)
     placeholders = list(graph.graph.find_nodes(op="placeholder"))
     shown: dict[Any, tuple[Node, int]] = {}
     for node in placeholders:

@@ -16,12 +16,16 @@ SUBJECTS = ("overhead", "steps", "cold", "memory", "size")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Measures; asserts nothing about times.")
     parser.add_argument("--only", default=",".join(SUBJECTS), help=f"subjects, by default all: {','.join(SUBJECTS)}")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, by default 1,2")
-    parser.add_argument("--quick", action="store_true", help="few rounds, one small model, no compiler where there is a choice: to try the benchmarks out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there; each subject's own is build/benchmarks/SUBJECT.json")
+    parser.add_argument("--quick", action="store_true", help="few rounds, one small model, no torch.compile: to try them out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there (each subject has a file in --work)")
+    parser.add_argument(
+        "--work", type=Path, default=processes.WORK, metavar="FOLDER", help="packages and caches; by default build/benchmarks"
+    )
     options = parser.parse_args()
+    processes.WORK = options.work.absolute()
     chosen = options.only.split(",")
     unknown = sorted(set(chosen) - set(SUBJECTS))
     if unknown:

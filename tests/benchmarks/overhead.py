@@ -133,11 +133,11 @@ def _conclude(result: Result) -> None:
         worst = max(some, key=lambda d: d["over_s"] / d["asked_s"])
         over, asked = 1e6 * worst["over_s"], 1e6 * worst["asked_s"]
         reached = f"{over:.2f} of {asked:.1f} µs at N={worst['number']}, {worst['threads']} threads"
-        off = "" if over <= asked else f"{over - asked:.2f} µs"
-        result.targets.append(Target(f"grad 5 µs + 0.3 µs a tensor over the raw runner: N {kind}", reached, over <= asked, off))
+        title = f"grad 5 µs + 0.3 µs a tensor over the raw runner: N {kind}"
+        result.targets.append(Target(title, reached, over <= asked, f"{over - asked:.2f} µs"))
     bound = [d for d in result.data if d["kind"] == "bound"]
     first, last = min(d["number"] for d in bound), max(d["number"] for d in bound)
     mean = {n: sum(d["over_s"] for d in bound if d["number"] == n) / sum(d["number"] == n for d in bound) for n in (first, last)}
     each = 1e9 * (mean[last] - mean[first]) / (last - first)
-    off = "" if each < 1 else f"{each:.1f} ns each"
-    result.targets.append(Target("nothing for bound parameters (less than 1 ns each)", f"{each:+.2f} ns each, {first} to {last}", each < 1, off))
+    reached = f"{each:+.2f} ns each, {first} to {last}"
+    result.targets.append(Target("nothing for bound parameters (less than 1 ns each)", reached, each < 1, f"{each:.1f} ns each"))

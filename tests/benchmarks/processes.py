@@ -53,7 +53,8 @@ class Peer:
     def __init__(self, module: str, spec: Mapping[str, Any], *, threads: int, **more: str):
         self.spec = dict(spec)
         argv = [sys.executable, "-m", __name__, module, json.dumps({**spec, "threads": threads})]
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(threads, **more))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(argv, **pipes, text=True, cwd=ROOT, env=environment(threads, **more))
         self._read()
 
     def ask(self, **request: Any) -> Any:

@@ -88,8 +88,8 @@ print(json.dumps({"seconds": time.perf_counter() - start}))
 
 
 def export(name: str, rows: Sequence[int], kinds: str = "module,grad", **more: str) -> tuple[Path, float]:
-    """The package of a model, exported by a fresh process: entries ``net`` and ``loss``, a static variant per batch; and the seconds it took
-    after torch and the library had been imported (Inductor is imported within)."""
+    """The package of a model, exported by a fresh process: entries ``net`` and ``loss``, a static variant per batch; and the seconds
+    that took after torch and the library had been imported (Inductor is imported within)."""
     folder = processes.WORK / "packages"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{kinds.replace(',', '-')}.pt2"

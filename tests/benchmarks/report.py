@@ -14,12 +14,16 @@ from typing import Any
 
 @dataclass
 class Target:
-    """A figure that issue 2 asks for. ``met`` is None where it could not be measured."""
+    """A figure that issue 2 asks for. ``off_by`` says how much is missing; it is dropped where the target is met."""
 
     asked: str
     reached: str
-    met: bool | None
-    off_by: str = ""
+    met: bool
+    off_by: str
+
+    def __post_init__(self) -> None:
+        if self.met:
+            self.off_by = ""
 
 
 @dataclass
@@ -80,6 +84,5 @@ def header(described: dict[str, Any]) -> str:
 
 
 def targets(results: Sequence[Result]) -> str:
-    word = {True: "met", False: "MISSED", None: "not measured"}
-    rows = [[t.asked, t.reached, word[t.met], t.off_by] for r in results for t in r.targets]
+    rows = [[t.asked, t.reached, "met" if t.met else "MISSED", t.off_by] for r in results for t in r.targets]
     return "== targets\n" + table(["asked", "reached", "", "off by"], rows) if rows else ""
