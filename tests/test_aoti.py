@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from elftools.elf.elffile import ELFFile
+from torch._dynamo.source import ConstantSource
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,21 +43,19 @@ def capture(
     dynamic: bool = True,
     ties: Mapping[str, str] | None = None,
     name: str = "net.0.forward",
-    skip: int = 0,
+    source: str = "input",
 ) -> Captured:
     """``compute(weights, *inputs)`` as a graph: dimension 0 of every input is a symbol where ``dynamic``.
 
-    ``ties``: attribute -> weight key. ``skip``: how many symbols the shape environment has made before."""
+    ``ties``: attribute -> weight key. ``source``: what symbols are named after."""
+    count = itertools.count()
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor, symbolic: bool) -> torch.Tensor:
         sizes = [DimDynamic.DYNAMIC if symbolic and d == 0 else DimDynamic.STATIC for d in range(tensor.dim())]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
-        return mode.from_tensor(tensor, symbolic_context=context)
+        return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"{source}{next(count)}"))
 
-    alive = [torch.empty(7) for _ in range(skip)]  # symbols are named by how many tensors are known
-    for tensor in alive:
-        fake(tensor, True)
     fakes = [fake(t, False) for t in weights.values()]
     traced = make_fx(
         lambda *args: tuple(compute(dict(zip(weights, args[: len(weights)], strict=True)), *args[len(weights) :])),
@@ -153,13 +153,13 @@ def compiled(new_cache: Callable[[], Path], tmp_path_factory: pytest.TempPathFac
     """The layer, captured with all weights at one, and at zero with other symbols; each compiled, in folders of its own."""
     out = []
     with pytest.MonkeyPatch.context() as patch:
-        for fill, skip in ((torch.ones, 0), (torch.zeros, 3)):
+        for fill, source in ((torch.ones, "a"), (torch.zeros, "b")):
             root, work, inductor = new_cache(), tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("inductor")
             patch.setenv("AOT_BACKWARD_CACHE", str(root))
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor))
             patch.setattr("tempfile.tempdir", str(work))
             patch.chdir(work)
-            graph, mode = captured_layer(fill, skip=skip)
+            graph, mode = captured_layer(fill, source=source)
             key = aoti._key(canonical_graph(graph, mode.shape_env), "cpu")
             artifact = aoti.compile_graphs([graph], folder=tmp_path_factory.mktemp("out"), fake_mode=mode)[graph.name]
             assert list(work.iterdir()) == []
@@ -238,7 +238,7 @@ def test_a_hit_runs_no_compiler(compiled: list[Compiled], monkeypatch: pytest.Mo
     monkeypatch.setattr("subprocess.Popen", never)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", never)
     monkeypatch.setitem(vars(aoti.torch_api), "compile_fx_inner", never)
-    graph, mode = captured_layer(torch.ones, skip=1, name="other")
+    graph, mode = captured_layer(torch.ones, source="c", name="other")
     again = aoti.compile_graphs([graph], folder=tmp_path, fake_mode=mode)["other"]
     assert again.library.read_bytes() == compiled[0].artifact.library.read_bytes()
     assert again.constants == compiled[0].artifact.constants
@@ -319,7 +319,7 @@ CHANGES: dict[str, Callable[[], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_difference_changes_the_key(change: str) -> None:
     base = _key(capture(_scaled(2.0), [ROWS], PAIR))
-    assert base == _key(capture(_scaled(2.0), [ROWS], PAIR, skip=2))
+    assert base == _key(capture(_scaled(2.0), [ROWS], PAIR, source="other"))
     assert base != CHANGES[change]()
 
 
@@ -345,10 +345,10 @@ def test_every_version_and_setting_changes_the_key(place: Any, name: str, value:
 def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Path) -> None:
     """Sorting compiles for sizes below 32767, which is a guard; adding up does not narrow the size."""
     seen = []
-    for skip in (0, 2):
-        graph, mode = capture(lambda w, x: [x.sort(0)[0] + x.sum(0)], [ROWS], {}, skip=skip)
+    for source in ("a", "b"):
+        graph, mode = capture(lambda w, x: [x.sort(0)[0] + x.sum(0)], [ROWS], {}, source=source)
         before = len(mode.shape_env.guards)
-        folder = tmp_path / str(skip)
+        folder = tmp_path / source
         folder.mkdir()
         artifact = aoti.compile_graphs([graph], folder=folder, fake_mode=mode)[graph.name]
         new = [guard.expr for guard in mode.shape_env.guards[before:]]

@@ -68,15 +68,19 @@ class Joint:
 
 
 class _Wrapper(nn.Module):
-    """Runs the program, and gives outputs that share memory with an input or with each other memory of their own: a graph
+    """Runs the program on its flat tensors; other arguments are fixed (the tracer would make symbols of integers). Gives outputs that share memory with an input or with each other memory of their own: a graph
     compiled to native code cannot hand autograd a view of something outside it."""
 
-    def __init__(self, program: nn.Module, copied: frozenset[int], first_only: bool):
+    def __init__(self, program: nn.Module, arguments: tuple[Any, ...], copied: frozenset[int], first_only: bool):
+        """``arguments``: the fake ``(args, kwargs)``."""
         super().__init__()
         self.program, self.copied, self.first_only = program, copied, first_only
+        self.flat, self.spec = pytree.tree_flatten(arguments)
         self.constants: dict[int, Any] = {}  # flat outputs that are no tensors, as they were (the traced graph makes True a 1)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.flat], self.spec)
         flat, spec = pytree.tree_flatten(self.program(*args, **kwargs))
         self.constants = {i: v for i, v in enumerate(flat) if not isinstance(v, torch.Tensor)}
         for i, value in enumerate(flat):
@@ -174,25 +178,23 @@ def _trace_once(
     copied: frozenset[int],
     first_only: bool,
 ) -> tuple[Joint | None, frozenset[int]]:
-    wrapper = _Wrapper(program, copied, first_only)
     names, argument_names = trees.input_names(signature, args, kwargs)
     owner = _SignatureOwner(signature)
     labels = _labels(owner, args, kwargs, dynamic_shapes)
     fake_mode, fake_args, fake_kwargs, equalities, original, shapes = torch_api.make_fake_inputs(owner, args, kwargs, dynamic_shapes)
+    wrapper = _Wrapper(program, (fake_args, fake_kwargs), copied, first_only)
+    inputs = tuple(v for v in wrapper.flat if isinstance(v, torch.Tensor))
+    tensor_names = tuple(n for n, v in zip(names, wrapper.flat, strict=True) if isinstance(v, torch.Tensor))
     ambient = current_ambient(_device(args, kwargs, program))
     with contextlib.ExitStack() as stack, torch.enable_grad(), _tracing():
         described = torch_api.aot_export_joint_with_descriptors(
-            stack, wrapper, fake_args, fake_kwargs, decompositions=decompositions(), keep_inference_input_mutations=True
+            stack, wrapper, inputs, decompositions=decompositions(), keep_inference_input_mutations=True
         )
         captured, state = described._aot_graph_capture, described._aot_state
         graph, meta = captured.graph_module, state.fw_metadata
-        flat, _ = pytree.tree_flatten((fake_args, fake_kwargs))
-        inputs = tuple(v for v in flat if isinstance(v, torch.Tensor))
-        tensor_index = {i: n for n, i in enumerate(i for i, v in enumerate(flat) if isinstance(v, torch.Tensor))}
-        tensor_names = tuple(n for n, v in zip(names, flat, strict=True) if isinstance(v, torch.Tensor))
         parameters = [_strip(n) for n in described.params_spec]
         buffers = [_strip(n) for n in described.buffers_spec]
-        _refuse_mutations(meta, parameters, buffers, names)
+        _refuse_mutations(meta, parameters, buffers, tensor_names)
 
         aliases = torch_api.OutputType
         views = frozenset(
@@ -207,13 +209,13 @@ def _trace_once(
 
         placeholders: dict[str, tuple[str, Any]] = {}
         for node in graph.graph.find_nodes(op="placeholder"):
-            placeholders[node.name] = _placeholder(node.meta["desc"], tensor_index)
+            placeholders[node.name] = _placeholder(node.meta["desc"])
         output_node = next(iter(graph.graph.find_nodes(op="output")))
         results = list(pytree.tree_leaves(output_node.args[0]))
         described_results = list(output_node.meta["desc"])
         if len(results) != len(described_results):  # None leaves would shift one against the other
             results = list(pytree.tree_flatten(output_node.args[0], is_leaf=lambda v: v is None)[0])
-        sizes = Sizes.of_inputs(fake_mode.shape_env, inputs, {(tensor_index[i], d): label for (i, d), label in labels.items() if i in tensor_index})
+        sizes = Sizes.of_inputs(fake_mode.shape_env, inputs, labels)
 
         count = len(meta.mutated_inp_runtime_indices) + meta.num_outputs + meta.num_intermediate_bases + meta.num_outputs_rng_offset
         first = len(meta.mutated_inp_runtime_indices)
@@ -221,13 +223,13 @@ def _trace_once(
         for i, info in enumerate(meta.output_info):
             value = results[first + i]
             if info.output_type is aliases.is_input:
-                outputs.append(_returned_input(info.base_idx, parameters, buffers, tensor_index))
+                outputs.append(_returned_input(info.base_idx, parameters, buffers))
             else:
                 outputs.append(value if isinstance(value, torch.fx.Node) and isinstance(value.meta["val"], torch.Tensor) else None)
         gradients: dict[tuple[str, Any], Any] = {}
         slots: list[tuple[str, Any] | None] = []
         for value, descriptor in zip(results[count:], described_results[count:], strict=True):
-            target = _placeholder(descriptor.grad_of, tensor_index) if isinstance(descriptor, torch_api.GradAOTOutput) else None
+            target = _placeholder(descriptor.grad_of) if isinstance(descriptor, torch_api.GradAOTOutput) else None
             slots.append(target)
             if target is not None:
                 gradients[target] = value if isinstance(value, torch.fx.Node) else None
@@ -336,24 +338,24 @@ def _strip(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
-def _placeholder(descriptor: Any, tensor_index: dict[int, int]) -> tuple[str, Any]:
+def _placeholder(descriptor: Any) -> tuple[str, Any]:
     if isinstance(descriptor, torch_api.ParamAOTInput):
         return "parameter", _strip(descriptor.target)
     if isinstance(descriptor, torch_api.BufferAOTInput):
         return "buffer", _strip(descriptor.target)
     if isinstance(descriptor, torch_api.PlainAOTInput):
-        return "input", tensor_index.get(descriptor.idx, -1)
+        return "input", descriptor.idx
     if isinstance(descriptor, torch_api.TangentAOTInput) and isinstance(descriptor.output, torch_api.PlainAOTOutput):
         return "cotangent", descriptor.output.idx
     raise ExportError(f"the trace needs an input of a kind that a package does not know: {descriptor}")
 
 
-def _returned_input(base: int, parameters: list[str], buffers: list[str], tensor_index: dict[int, int]) -> tuple[str, Any]:
+def _returned_input(base: int, parameters: list[str], buffers: list[str]) -> tuple[str, Any]:
     state = [*parameters, *buffers]
-    return ("state", state[base]) if base < len(state) else ("input", tensor_index[base - len(state)])
+    return ("state", state[base]) if base < len(state) else ("input", base - len(state))
 
 
-def _refuse_mutations(meta: Any, parameters: list[str], buffers: list[str], names: list[str]) -> None:
+def _refuse_mutations(meta: Any, parameters: list[str], buffers: list[str], names: tuple[str, ...]) -> None:
     state = [*parameters, *buffers]
     for i, info in enumerate(meta.input_info):
         if not (info.mutates_data or info.mutates_metadata):
@@ -414,11 +416,10 @@ def _out_tree(spec: Any, results: list[Any], outputs: list[Any], constants: dict
 
 
 def _labels(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> dict[tuple[int, int], str]:
-    """(flat leaf, dimension) -> the name of the ``torch.export.Dim`` that was given for it."""
+    """(flat tensor, dimension) -> the name of the ``torch.export.Dim`` that was given for it."""
     if dynamic_shapes is None:
         return {}
     combined = torch_api._combine_args(owner, args, kwargs)
-    flat = pytree.tree_leaves((args, kwargs))
-    where = {id(v): i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)}
+    where = {id(v): i for i, v in enumerate(trees.tensors(pytree.tree_leaves((args, kwargs))))}
     constraints = torch_api._process_dynamic_shapes(combined, dynamic_shapes)
     return {(where[c.t_id], c.dim): c.name for c in constraints if c.t_id in where and c.name is not None and c.name.isidentifier()}
