@@ -2,8 +2,8 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The newest of these that is there; the packages ask for 3.11 or newer and pip refuses an older one.
-PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
+# The first of these that is there and new enough; the packages ask for 3.11 or newer and pip refuses an older one.
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
 .PHONY: demo test bench lint venv clean

@@ -56,9 +56,7 @@ def _python() -> Finding:
 def _torch() -> Finding:
     if torch_api.minor() not in torch_api.VERSIONS:
         known = ", ".join(torch_api.VERSIONS)
-        return Finding(
-            "torch", "failed", torch.__version__, f"aot-backward supports torch {known}: pip install 'torch=={torch_api.VERSIONS[-1]}.*'"
-        )
+        return Finding("torch", "failed", torch.__version__, f"aot-backward supports torch {known}: pip install 'torch=={torch_api.VERSIONS[-1]}.*'")
     return Finding("torch", "ok", torch.__version__)
 
 
@@ -76,9 +74,7 @@ def _processor() -> Finding:
 
 
 def _c_library() -> Finding:
-    return _asked(
-        "C library", lambda: f"glibc {host.glibc()}, GLIBCXX {host.glibcxx()}", "use a system with glibc and libstdc++, such as Debian"
-    )
+    return _asked("C library", lambda: f"glibc {host.glibc()}, GLIBCXX {host.glibcxx()}", "use a system with glibc and libstdc++, such as Debian")
 
 
 def _compiler() -> Finding:
@@ -95,9 +91,7 @@ def _compiler() -> Finding:
         return Finding("compiler", "failed", str(error), "apt-get install g++ (or set CXX)")
     if done.returncode:
         said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
-        return Finding(
-            "compiler", "failed", f"{version} does not compile a C++ file with OpenMP: {said}", "apt-get install g++ (or set CXX)"
-        )
+        return Finding("compiler", "failed", f"{version} does not compile a C++ file with OpenMP: {said}", "apt-get install g++ (or set CXX)")
     return Finding("compiler", "ok", version)
 
 
@@ -126,9 +120,7 @@ def _cache() -> Finding:
         else f"{folder}, not made yet, {room / 1e9:.1f} GB free"
     )
     if room < _LEAST_ROOM:
-        return Finding(
-            "cache folder", "warning", found, "an export may run out of room: free some, or set AOT_BACKWARD_CACHE to another disk"
-        )
+        return Finding("cache folder", "warning", found, "an export may run out of room: free some, or set AOT_BACKWARD_CACHE to another disk")
     return Finding("cache folder", "ok", found)
 
 
@@ -144,11 +136,7 @@ def _temporary() -> Finding:
 
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
-        why = (
-            f"torch {torch.__version__} is built without CUDA"
-            if torch.version.cuda is None
-            else f"CUDA {torch.version.cuda}, and no usable GPU"
-        )
+        why = f"torch {torch.__version__} is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, and no usable GPU"
         return Finding("GPU", "ok", f"none ({why}): --target cuda would fail, cpu does not need one")
     major, minor = torch.cuda.get_device_capability()
     return Finding("GPU", "ok", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from aot_backward_runtime.tree import describe
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from aot_backward_exporters import aoti, targets
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, StateSpec, VariantSpec, Verdict, WeightSpec
+from aot_backward_runtime.tree import describe
 
 from . import selfcheck
 from .capture import joint as joints
@@ -76,9 +76,7 @@ class Grad:
 Entries = Mapping[str, Module | Grad]
 
 
-def export(
-    path: str | os.PathLike[str], entries: Entries, *, target: str = "cpu", weights: bool = True, progress: Progress | None = None
-) -> Path:
+def export(path: str | os.PathLike[str], entries: Entries, *, target: str = "cpu", weights: bool = True, progress: Progress | None = None) -> Path:
     """Compiles ``entries`` ahead of time, compares each with eager, and writes one package to ``path``.
 
     ``target``: "cpu" (any x86-64-v3 processor) or "cuda" (this machine's GPU). ``weights=False`` leaves the weights out; they are bound when
@@ -188,9 +186,7 @@ class _Build:
         names = [t[1] if t[0] == "parameter" else variants[0].inputs[t[1]].name for t in asked]
         self.entries[name] = EntrySpec(
             kind="module" if is_module else "grad",
-            state=tuple(
-                StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in state.items()
-            ),
+            state=tuple(StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in state.items()),
             variants=tuple(variants),
             modules=tuple(n for n, _ in program.named_modules(remove_duplicate=False) if n),
             training=program.training,

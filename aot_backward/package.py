@@ -27,8 +27,8 @@ from aot_backward_runtime.manifest import (
     Manifest,
     Member,
     WeightSpec,
-    to_json,
 )
+from aot_backward_runtime.manifest_json import to_json
 from aot_backward_runtime.safetensors_header import ALIGNMENT, size_of, stored_as, write_header
 from aot_backward_runtime.weights import layout_problem
 from aot_backward_runtime.zip_directory import PADDING

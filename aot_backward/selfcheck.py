@@ -79,7 +79,7 @@ def check(package: Package, entry: str, number: int, program: nn.Module, example
     goes to ``stored`` under ``entry/number/…``.
     """
     spec = package.manifest.entries[entry].variants[number]
-    worst, sizes = Difference("", 0.0, 0.0, 0.0), []
+    worst, sizes = Difference("", 0.0, 0.0, 0.0), list[str]()
     for values, args, kwargs in _sizes(spec, example):
         at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
         cotangents = _cotangents(spec, values)
@@ -164,7 +164,9 @@ def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotange
                 gradients: Sequence[Any] = torch.autograd.grad(flat[0], list(targets.values()), allow_unused=True)
             elif targets and spec.differentiable:
                 outputs = [flat[i] for i in spec.differentiable]
-                gradients = torch.autograd.grad(outputs, list(targets.values()), [c.to(o.dtype) for c, o in zip(cotangents, outputs, strict=True)], allow_unused=True)
+                gradients = torch.autograd.grad(
+                    outputs, list(targets.values()), [c.to(o.dtype) for c, o in zip(cotangents, outputs, strict=True)], allow_unused=True
+                )
             else:
                 targets, gradients = {}, []
             out.update({f"gradient of {n}": g for n, g in zip(targets, gradients, strict=True)})
@@ -184,13 +186,13 @@ def _truth(
     """Eager in float64 and how far it moves with the rounding of what goes in; or ``eager`` itself, where float64 computes something else."""
     if any(t.is_complex() for t in [*program.parameters(), *eager.values()] if t is not None):
         return eager, {}
-    wide, cotangents = _doubled(args, kwargs), [c.double() for c in cotangents]
+    (args, kwargs), cotangents = _doubled(args, kwargs), [c.double() for c in cotangents]
     try:
         with torch.autocast(_device(eager), enabled=False):
             with _in_float64(program):
-                truth = _eager(program, example, *wide, cotangents, spec)
+                truth = _eager(program, example, args, kwargs, cotangents, spec)
             with _in_float64(program, rounded=True):
-                near = _eager(program, example, *_rounded(wide), cotangents, spec)
+                near = _eager(program, example, _rounded(args), _rounded(kwargs), cotangents, spec)
     except Exception:  # whatever stands against float64, eager is the next best
         return eager, {}
     if not _computes_the_same(eager, truth):
@@ -411,14 +413,22 @@ def _undone(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-def _store(stored: dict[str, torch.Tensor], prefix: str, args: Any, kwargs: Any, cotangents: Sequence[torch.Tensor], expected: Named, allowed: dict[str, float]) -> None:
+def _store(
+    stored: dict[str, torch.Tensor],
+    prefix: str,
+    args: Any,
+    kwargs: Any,
+    cotangents: Sequence[torch.Tensor],
+    expected: Named,
+    allowed: dict[str, float],
+) -> None:
     for i, value in enumerate(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)):
         stored[f"{prefix}/input/{i}"] = value.detach().contiguous()
     for i, value in enumerate(cotangents):
         stored[f"{prefix}/cotangent/{i}"] = value.contiguous()
-    for name, value in expected.items():
-        if value is not None:
-            stored[f"{prefix}/expected/{name}"] = value.contiguous()
+    for name, result in expected.items():
+        if result is not None:
+            stored[f"{prefix}/expected/{name}"] = result.contiguous()
             stored[f"{prefix}/allowed/{name}"] = torch.tensor(allowed.get(name, 0.0), dtype=torch.float64)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 CACHE = "AOT_BACKWARD_CACHE"
+SHARED = "AOT_BACKWARD_TEST_FOLDER"  # packages that tests share (exports.py), for all workers of a run
 PROGRAM = Path(__file__).with_name("cli_program.py")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -21,14 +22,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A run starts with an empty cache, unless one is given (``AOT_BACKWARD_CACHE=… make test``); parallel workers inherit it."""
-    if CACHE not in os.environ:
-        config.stash[_MADE] = os.environ[CACHE] = tempfile.mkdtemp(prefix="aot-backward-tests-")
+    if SHARED not in os.environ:
+        config.stash[_MADE] = os.environ[SHARED] = tempfile.mkdtemp(prefix="aot-backward-tests-")
+    os.environ.setdefault(CACHE, os.path.join(os.environ[SHARED], "cache"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     made = config.stash.get(_MADE, "")
     if made:
-        del os.environ[CACHE]
         shutil.rmtree(made, ignore_errors=True)
 
 

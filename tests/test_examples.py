@@ -1,4 +1,4 @@
-"""Each example is run as its docstring says, exported by one process and loaded by another: digits by the command line, forces by its scripts."""
+"""Each example is run as its docstring says, exported by one process and loaded by another: digits by `make demo`, forces by its scripts."""
 
 from __future__ import annotations
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Ambient, Tree
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Ambient, Tree
+
 from .. import torch_api
 from . import trees
-from .shapes import Sizes, write, expression_of
+from .shapes import Sizes, expression_of, write
 
 INNER = "program"  # the attribute of _Wrapper below which the person's module hangs
 _PREFIX = INNER + "."
@@ -68,8 +69,11 @@ class Joint:
 
 
 class _Wrapper(nn.Module):
-    """Runs the program on its flat tensors; other arguments are fixed (the tracer would make symbols of integers). Gives outputs that share memory with an input or with each other memory of their own: a graph
-    compiled to native code cannot hand autograd a view of something outside it."""
+    """The program as a function of its flat tensors; other arguments are fixed (the tracer would make symbols of integers).
+
+    Outputs that share memory with an input or with each other get memory of their own: a graph compiled to native code cannot hand autograd
+    a view of something outside it.
+    """
 
     def __init__(self, program: nn.Module, arguments: tuple[Any, ...], copied: frozenset[int], first_only: bool):
         """``arguments``: the fake ``(args, kwargs)``."""
@@ -131,7 +135,8 @@ def trace(
 ) -> Joint:
     """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them).
 
-    ``first_only``: only the first output is differentiated; the others are carried along. A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it.
+    ``first_only``: only the first output is differentiated; the others are carried along.
+    A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it.
     Raises :class:`ExportError` where the gradients could not be had rightly, naming what stands in the way.
     """
     _refuse_parameter_hooks(program)
@@ -245,9 +250,7 @@ def _trace_once(
             gradients=gradients,
             gradient_slots=tuple(slots),
             cotangents=tuple(index for kind, index in placeholders.values() if kind == "cotangent"),
-            cotangent_values=tuple(
-                n.meta["val"] for n in graph.graph.find_nodes(op="placeholder") if placeholders[n.name][0] == "cotangent"
-            ),
+            cotangent_values=tuple(n.meta["val"] for n in graph.graph.find_nodes(op="placeholder") if placeholders[n.name][0] == "cotangent"),
             inputs=inputs,
             state=state_of(program),
             input_names=tensor_names,
@@ -373,7 +376,7 @@ def _refuse_parameter_hooks(program: nn.Module) -> None:
     for name, parameter in program.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ExportError(
-                f"the parameter {name!r} has a gradient hook, which a trace does not see; remove it, export, and register it on the loaded module's parameter"
+                f"the parameter {name!r} has a gradient hook, which a trace does not see; export without it, and register it on the loaded module"
             )
 
 

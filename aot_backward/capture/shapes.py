@@ -12,6 +12,7 @@ from typing import Any
 
 import sympy
 import torch
+
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Size, SymbolSpec, TensorSpec
 
@@ -127,7 +128,7 @@ class Sizes:
         out: list[str] = []
         for guard in self.shape_env.guards:
             expression = self.shape_env.simplify(guard.expr)
-            if expression is sympy.true or expression == True or self._in_range(expression):  # noqa: E712: a sympy relation, not a bool
+            if expression is sympy.true or expression == True or self._in_range(expression):  # noqa: E712 (a sympy relation, not a bool)
                 continue
             if expression is sympy.false:
                 raise ExportError(f"the guard {guard.expr} contradicts the declared sizes")

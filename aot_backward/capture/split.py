@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.fx import GraphModule, Node
+
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Call, Gradient, Plan, TensorSpec
-from torch.fx import GraphModule, Node
 
 from .. import torch_api
 from ..program import Graph
@@ -324,7 +325,7 @@ def _rebuild(source: Node, placeholder: Node, backward: GraphModule) -> None:
             return  # depends on a symbolic size: leave it in the cut
     for step in reversed(chain):
         with backward.graph.inserting_after(anchor):
-            made = backward.graph.call_function(step.target, (base, *step.args[1:]), dict(step.kwargs))
+            made = backward.graph.create_node("call_function", step.target, (base, *step.args[1:]), dict(step.kwargs))
         made.meta = dict(step.meta)
         base = anchor = made
     if chain:
@@ -356,9 +357,9 @@ def _replace_sizes(graph: GraphModule, joint: Joint) -> None:
                 shown[expression] = (carrier, 0)
             tensor, d = shown[expression]
             with graph.graph.inserting_after(list(graph.graph.find_nodes(op="placeholder"))[-1]):
-                size = graph.graph.call_function(aten.sym_size.int, (tensor, d))
-            size.meta["val"] = value
-            node.replace_all_uses_with(size)
+                made = graph.graph.call_function(aten.sym_size.int, (tensor, d))
+            made.meta["val"] = value
+            node.replace_all_uses_with(made)
         graph.graph.erase_node(node)
 
 

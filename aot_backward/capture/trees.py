@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Tree
-from torch.utils import _pytree as pytree
 
 
 def describe(value: Any, leaf: Callable[[Any, str], Tree], path: str = "") -> Tree:

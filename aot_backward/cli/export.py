@@ -34,9 +34,7 @@ class Program(click.ParamType):
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("program", type=Program(), metavar="FILE.py:NAME")
-@click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write, whole or not at all."
-)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write, whole or not at all.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
 @debug_option

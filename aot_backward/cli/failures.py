@@ -25,9 +25,7 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
         if value:
             context.find_root().meta[_DEBUG] = True
 
-    return click.option("--debug", is_flag=True, expose_value=False, callback=note, is_eager=True, help="On an error, show the traceback.")(
-        command
-    )
+    return click.option("--debug", is_flag=True, expose_value=False, callback=note, is_eager=True, help="On an error, show the traceback.")(command)
 
 
 class Commands(click.Group):

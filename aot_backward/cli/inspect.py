@@ -125,10 +125,7 @@ def _show(d: dict[str, Any]) -> None:
     table(
         "native libraries",
         ("graph", "size", "nodes", "GLIBC", "GLIBCXX", "needs", "SHA-256"),
-        [
-            (n, size(x["bytes"]), x["nodes"], x["glibc"], x["glibcxx"], " ".join(x["needed"]), x["sha256"][:16])
-            for n, x in d["libraries"].items()
-        ],
+        [(n, size(x["bytes"]), x["nodes"], x["glibc"], x["glibcxx"], " ".join(x["needed"]), x["sha256"][:16]) for n, x in d["libraries"].items()],
     )
 
 

@@ -235,9 +235,7 @@ def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
 def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
     for name, attribute in constants.items():
         if attribute not in graph.constants:
-            raise ExportError(
-                f"{graph.name}: the graph holds a tensor that is neither parameter nor buffer ({name}): register it as a buffer"
-            )
+            raise ExportError(f"{graph.name}: the graph holds a tensor that is neither parameter nor buffer ({name}): register it as a buffer")
     bound = {graph.constants[attribute][0] for attribute in constants.values()}  # a tie has two attributes and one weight
     for weight, _ in graph.constants.values():
         if weight not in bound:

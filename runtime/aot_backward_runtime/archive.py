@@ -18,7 +18,8 @@ from typing import BinaryIO
 from . import cache
 from .elf import numeric, read_elf
 from .errors import PackageError
-from .manifest import LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, EntrySpec, LibrarySpec, Manifest, Member, from_json
+from .manifest import LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, EntrySpec, LibrarySpec, Manifest, Member
+from .manifest_json import from_json
 from .zip_directory import Place, read_at, read_directory
 
 LIBRARY_FOLDER = "data/aotinductor"

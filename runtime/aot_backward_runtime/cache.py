@@ -67,7 +67,7 @@ def _place(folder: Path, files: Mapping[str, Member], copy: Callable[[str, Binar
 
 def _matches(path: Path, member: Member) -> bool:
     try:
-        with open(path, "rb", buffering=0, opener=_without_links) as file:  # noqa: PTH123: Path.open has no opener
+        with open(path, "rb", buffering=0, opener=_without_links) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size != member.size or _open_to_others(status):
                 return False

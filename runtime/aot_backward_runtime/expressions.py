@@ -56,4 +56,4 @@ def evaluate(expression: str | int, values: Mapping[str, int]) -> int:
     missing = symbols - values.keys()
     if missing:
         raise PackageError(f"expression {expression!r} needs the unknown symbol {min(missing)!r}")
-    return eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(values))  # noqa: S307: only the nodes listed above
+    return eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(values))  # noqa: S307 (only the nodes listed above)

@@ -28,11 +28,11 @@ class BoundParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        return nn.Parameter.data.__get__(self)
+        return nn.Parameter.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        nn.Parameter.data.__set__(self, value)
+        nn.Parameter.data.__set__(self, value)  # type: ignore[attr-defined]
         self._moved[0] = True
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,8 @@ class LoadedGrad:
         last = self._last
         if last is None or kwargs or self._moved[0] or not last.fits(args):
             return self._look_closely(args, kwargs)
-        return last.finish(last.native(args if last.order is None else [args[i] for i in last.order]), args)
+        inputs: Any = args if last.order is None else [args[i] for i in last.order]
+        return last.finish(last.native(inputs), args)
 
     def train(self, mode: bool = True) -> LoadedGrad:
         """Serves calls from the variants exported in training mode (of a module; a plain function has no mode)."""
@@ -145,7 +146,7 @@ class _Ready:
         self.variant.check_ambient()
         return True
 
-    def finish(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    def finish(self, results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         if self.writes:
             torch.autograd.graph.increment_version(self.writes)
         if self.plain:

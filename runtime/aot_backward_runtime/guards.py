@@ -99,7 +99,8 @@ class Fast:
     def __init__(self, tensors: Sequence[torch.Tensor]):
         shapes = [list(t.shape) for t in tensors]
         strides = [list(t.stride()) for t in tensors]
-        self.check = torch_api.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+        guards = torch_api.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+        self.check = guards.check
         self._needed = [_extent(t) for t in tensors]
         self._aligned = [_alignment(t) for t in tensors]
         self._pointers: list[int] = []
@@ -121,7 +122,7 @@ def check_ambient(ambient: Ambient, device: str) -> None:
     autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
     if autocast != ambient.autocast:
         raise InputError(
-            f"called under autocast {autocast or 'off'}; captured under autocast {ambient.autocast or 'off'}: call it so, or export it under the other"
+            f"called under autocast {autocast or 'off'}; captured under autocast {ambient.autocast or 'off'}: call it so, or export it so"
         )
     if torch_api.deterministic() and not ambient.deterministic:
         raise InputError("torch.use_deterministic_algorithms is on; the package was captured without it: export it under that setting")
@@ -157,7 +158,7 @@ def _check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> N
     if type(tensor) not in _PLAIN:
         raise InputError(f"{spec.name} is a {type(tensor).__module__}.{type(tensor).__qualname__}; expected a plain torch.Tensor")
     if torch_api.is_functorch_wrapped(tensor):
-        raise InputError(f"{spec.name} is wrapped by a torch.func transform (vmap, grad, jvp); a compiled program cannot be transformed: export the transformed function")
+        raise InputError(f"{spec.name} is wrapped by a torch.func transform (vmap, grad, jvp); export the transformed function")
     if tensor.layout is not torch.strided:
         raise InputError(f"{spec.name} has layout {tensor.layout}; expected torch.strided: pass {spec.name}.to_dense()")
     if tensor.device.type != spec.device:
@@ -168,7 +169,9 @@ def _check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> N
         raise InputError(f"{spec.name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; expected {len(spec.shape)}, {_shape(spec)}")
     held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
     if held < _extent(tensor):
-        raise InputError(f"{spec.name} of shape {tuple(tensor.shape)} needs {_extent(tensor)} bytes, its storage holds {max(0, held)}: it was freed or shrunk")
+        raise InputError(
+            f"{spec.name} of shape {tuple(tensor.shape)} needs {_extent(tensor)} bytes, its storage holds {max(0, held)}: it was freed or shrunk"
+        )
 
 
 def _laid_out(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int]) -> torch.Tensor:

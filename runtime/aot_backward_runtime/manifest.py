@@ -1,4 +1,4 @@
-"""The schema of a package's ``manifest.json``, as frozen dataclasses, and their strict translation from and to JSON.
+"""The schema of a package's ``manifest.json``, as frozen dataclasses. ``manifest_json.py`` reads and writes them.
 
 ``docs/format.md`` states the format in prose. Rules: a field without a default must be there and have its type; a field this reader
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
@@ -9,14 +9,7 @@ Changes (newest first):
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-from .errors import PackageError
 
 FORMAT_VERSION = (1, 0)
 KNOWN_FEATURES: frozenset[str] = frozenset()
@@ -54,7 +47,7 @@ class Tree:
 
     kind: str
     index: int = -1
-    value: None | bool | int | float | str = None
+    value: bool | int | float | str | None = None
     expression: str = ""
     type_name: str = ""
     keys: tuple[str | int, ...] = ()
@@ -254,135 +247,3 @@ class Manifest:
     has_weights: bool = True
     created: str = ""  # date, ISO 8601, UTC
     notes: dict[str, str] = field(default_factory=dict)  # what is worth telling a person, never read by the runtime
-
-
-T = TypeVar("T")
-
-
-def to_json(manifest: Manifest) -> bytes:
-    """The manifest as UTF-8 JSON, fields in their order, the same bytes for the same manifest."""
-    return json.dumps(_plain(manifest), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-
-
-def from_json(data: bytes) -> Manifest:
-    """Reads a manifest; :class:`PackageError` names the field where it is not one."""
-    if len(data) > LARGEST_MANIFEST:
-        raise PackageError(f"manifest.json has {len(data)} bytes; at most {LARGEST_MANIFEST} are read")
-    try:
-        raw = json.loads(data.decode(), object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise PackageError(f"manifest.json is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise PackageError(f"manifest.json holds a {type(raw).__name__}, not an object")
-    version = raw.get("format_version")
-    if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int for v in version)):
-        raise PackageError(f"manifest.json: format_version is {version!r}, expected [major, minor]")
-    if version[0] != FORMAT_VERSION[0]:
-        raise PackageError(
-            f"package format {version[0]}.{version[1]}; this runtime reads {FORMAT_VERSION[0]}.x: install the aot-backward-runtime that wrote it"
-        )
-    features = raw.get("required_features")
-    if not (isinstance(features, list) and all(isinstance(f, str) for f in features)):
-        raise PackageError(f"manifest.json: required_features is {features!r}, expected a list of names")
-    unknown = sorted(set(features) - KNOWN_FEATURES)
-    if unknown:
-        raise PackageError(f"package needs the feature {unknown[0]!r}, which this runtime does not know: install a newer aot-backward-runtime")
-    return _decode(Manifest, raw, "manifest", 0)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        out = {}
-        for f in dataclasses.fields(value):
-            v = getattr(value, f.name)
-            if f.default is not dataclasses.MISSING and v == f.default and type(v) is type(f.default):
-                continue
-            out[f.name] = _plain(v)
-        return out
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in out:
-            raise ValueError(f"the key {key!r} occurs twice")
-        out[key] = value
-    return out
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or abs(int(text)) >= 1 << 63:
-        raise ValueError(f"the integer {text[:24]} does not fit 64 bits")
-    return int(text)
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _decode(kind: Any, value: Any, where: str, depth: int) -> Any:
-    if depth > DEEPEST:
-        raise PackageError(f"{where}: nested more than {DEEPEST} deep")
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        for option in arguments:
-            if _plausible(option, value):
-                return _decode(option, value, where, depth)
-        raise _mismatch(where, kind, value)
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise _mismatch(where, kind, value)
-        hints = _hints(kind)
-        out = {}
-        for f in dataclasses.fields(kind):
-            if f.name in value:
-                out[f.name] = _decode(hints[f.name], value[f.name], f"{where}.{f.name}", depth + 1)
-            elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                raise PackageError(f"{where}: the field {f.name!r} is missing")
-        return kind(**out)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise _mismatch(where, kind, value)
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_decode(arguments[0], v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value))
-        if len(value) != len(arguments):
-            raise _mismatch(where, kind, value)
-        return tuple(_decode(a, v, f"{where}[{i}]", depth + 1) for i, (a, v) in enumerate(zip(arguments, value, strict=True)))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise _mismatch(where, kind, value)
-        return {k: _decode(arguments[1], v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
-    if not _plausible(kind, value):
-        raise _mismatch(where, kind, value)
-    return float(value) if kind is float else value
-
-
-def _plausible(kind: Any, value: Any) -> bool:
-    if kind is types.NoneType:
-        return value is None
-    if kind is float:
-        return type(value) in (float, int)
-    if kind in (int, str, bool):
-        return type(value) is kind
-    if typing.get_origin(kind) in (tuple, list):
-        return isinstance(value, list)
-    return isinstance(value, dict)
-
-
-_HINTS: dict[type, dict[str, Any]] = {}
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    if kind not in _HINTS:
-        _HINTS[kind] = typing.get_type_hints(kind)
-    return _HINTS[kind]
-
-
-def _mismatch(where: str, kind: Any, value: Any) -> PackageError:
-    expected = getattr(kind, "__name__", str(kind)).replace("NoneType", "null")
-    return PackageError(f"{where}: expected {expected}, got {str(value)[:60]!r}")

@@ -140,9 +140,7 @@ class _Native(torch.autograd.Function):
             cotangents = variant.admit_cotangents(given, sizes)
             results = run.backward.call(run.binding, run.admitted.flat, sizes, saved, cotangents)
             made = run.backward.gradients if None not in given else run.backward.reached(given)
-            gradients = [
-                results[made[t]] if needed and t in made else None for t, needed in zip(run.targets, ctx.needs_input_grad[1:], strict=True)
-            ]
+            gradients = [results[made[t]] if needed and t in made else None for t, needed in zip(run.targets, ctx.needs_input_grad[1:], strict=True)]
         if torch.is_grad_enabled():  # create_graph=True
             gradients = _refusing(gradients)
         return (None, *gradients)
@@ -165,7 +163,7 @@ def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], adm
             target = f"parameter:{name}"
             if target not in known:
                 raise GradientError(
-                    f"{name} requires a gradient, and was frozen when the package was exported: call {name}.requires_grad_(False), or export it unfrozen"
+                    f"{name} requires a gradient, and was frozen when the package was exported: freeze it again, or export it unfrozen"
                 )
             targets.append(target)
             sources.append(tensor)
@@ -215,4 +213,3 @@ def _place(root: nn.Module, spec: StateSpec, made: dict[str, torch.Tensor], tens
         owner.register_parameter(last, made[spec.weight])  # type: ignore[arg-type]
     else:
         owner.register_buffer(last, made[spec.weight], persistent=spec.persistent)
-

@@ -88,8 +88,8 @@ class State:
         """``fixed``: tensors by weight key that are constants of the program, not state of the entry."""
         self.names = tuple(s.name for s in entry.state)
         self._weights = [(s.name, s.weight, weights[s.weight]) for s in entry.state]
-        seen: set[str] = set()
-        self.owned = [not (s.weight in seen or seen.add(s.weight)) for s in entry.state]  # False for the later names of a tie
+        keys = [s.weight for s in entry.state]
+        self.owned = [key not in keys[:i] for i, key in enumerate(keys)]  # False for the later names of a tie
         self._fixed = dict(fixed)
         self.binding: Binding = (self._fixed, ())
 
@@ -160,8 +160,8 @@ class Variant:
         positional, keywords = spec.in_tree.children
         for tree, name, value in zip(positional.children, self._names, args, strict=True):
             flatten(tree, value, out, name)
-        for name, tree in zip(keywords.keys, keywords.children, strict=True):
-            flatten(tree, kwargs[str(name)], out, str(name))
+        for key, tree in zip(keywords.keys, keywords.children, strict=True):
+            flatten(tree, kwargs[str(key)], out, str(key))
         return out
 
     def admit_cotangents(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
@@ -239,4 +239,3 @@ def parse(operand: str) -> tuple[str, Any]:
     """``input:3`` -> ("input", 3); of a size or a parameter the rest is text."""
     kind, _, rest = operand.partition(":")
     return kind, int(rest) if kind in ("input", "saved", "cotangent", "result") else rest
-

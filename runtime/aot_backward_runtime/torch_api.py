@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch._C import _functorch, _functions
+from torch._C import _functions, _functorch
 from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function of five times the cost
 from torch._C import _get_float32_matmul_precision as matmul_precision
 from torch._C._aoti import AOTIModelContainerRunnerCpu
@@ -54,12 +54,12 @@ def opaque_to_dynamo(function: Function) -> Function:
         finally:
             set_eval_frame(callback)
 
-    set_code_exec_strategy(outside.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    set_code_exec_strategy(outside.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))  # type: ignore[attr-defined]
     outside._torchdynamo_disable = True  # type: ignore[attr-defined]
     return outside  # type: ignore[return-value]
 
 
-def runner(library: str, device: str) -> AOTIModelContainerRunnerCpu:
+def runner(library: str, device: str) -> Any:
     """Opens a compiled library on ``device`` ("cpu" or "cuda:0"), one instance of the model."""
     if device == "cpu":
         return AOTIModelContainerRunnerCpu(library, 1)

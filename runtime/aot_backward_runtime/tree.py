@@ -94,7 +94,7 @@ def namedtuple_of(tree: Tree, types: Types) -> Callable[..., Any]:
         return types[tree.type_name]
     key = (tree.type_name, tree.keys)
     if key not in _NAMEDTUPLES:
-        _NAMEDTUPLES[key] = collections.namedtuple(tree.type_name.rpartition(".")[2], [str(k) for k in tree.keys])  # noqa: PYI024: made at run time
+        _NAMEDTUPLES[key] = collections.namedtuple(tree.type_name.rpartition(".")[2], [str(k) for k in tree.keys])
     return _NAMEDTUPLES[key]
 
 
@@ -109,11 +109,12 @@ def arguments(tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: d
         if name not in given:
             break
         placed.append(given.pop(name))
-    for name, value in zip([k for k in keywords.keys if k not in given], args[len(positional.children) :], strict=False):
-        given[str(name)] = value
+    for key, value in zip([k for k in keywords.keys if k not in given], args[len(positional.children) :], strict=False):
+        given[str(key)] = value
     if len(placed) != len(positional.children) or given.keys() != set(keywords.keys) or len(args) + len(kwargs) != len(placed) + len(given):
+        expected = signature(tree, names)
         raise InputError(
-            f"{len(args)} positional and {sorted(kwargs)} keyword arguments do not fit; expected {signature(tree, names)}: export a variant for other arguments"
+            f"{len(args)} positional and {sorted(kwargs)} keyword arguments do not fit; expected {expected}: export a variant for others"
         )
     return tuple(placed), given
 

@@ -21,9 +21,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="numbers of threads, by default 1,2")
     parser.add_argument("--quick", action="store_true", help="few rounds, one small model, no torch.compile: to try them out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there (each subject has a file in --work)")
-    parser.add_argument(
-        "--work", type=Path, default=processes.WORK, metavar="FOLDER", help="packages and caches; by default build/benchmarks"
-    )
+    parser.add_argument("--work", type=Path, default=processes.WORK, metavar="FOLDER", help="packages and caches; by default build/benchmarks")
     options = parser.parse_args()
     processes.WORK = options.work.absolute()
     chosen = options.only.split(",")
