@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """A run starts with an empty cache, unless one is given (``AOT_BACKWARD_CACHE=… make test``); parallel workers inherit it."""
     if SHARED not in os.environ:
         config.stash[_MADE] = os.environ[SHARED] = tempfile.mkdtemp(prefix="aot-backward-tests-")
-    os.environ.setdefault(CACHE, os.path.join(os.environ[SHARED], "cache"))
+    os.environ.setdefault(CACHE, f"{os.environ[SHARED]}/cache")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -121,9 +121,7 @@ def tiny_manifest(**changes: Any) -> Manifest:
 
 def write_tiny(path: Path, weights: Mapping[str, torch.Tensor] | None = None, **changes: Any) -> Manifest:
     """Writes the sound package; ``weights`` come on top of the graph's two."""
-    return write_package(
-        path, tiny_manifest(**changes), {GRAPH: tiny_artifact()}, {**tiny_weights(), **(weights or {})}, {"x": tiny_input()}
-    )
+    return write_package(path, tiny_manifest(**changes), {GRAPH: tiny_artifact()}, {**tiny_weights(), **(weights or {})}, {"x": tiny_input()})
 
 
 def taken_apart(path: Path) -> dict[str, bytes]:
@@ -157,9 +155,7 @@ class Raw:
     gap: bytes = b""  # before the local header
 
 
-def write_raw(
-    path: Path, members: list[Raw], *, before_directory: bytes = b"", after: bytes = b"", end: dict[str, int] | None = None
-) -> None:
+def write_raw(path: Path, members: list[Raw], *, before_directory: bytes = b"", after: bytes = b"", end: dict[str, int] | None = None) -> None:
     out, directory = bytearray(), bytearray()
     for member in members:
         out += member.gap

@@ -223,9 +223,7 @@ def test_library_is_lean_and_anonymous(compiled: list[Compiled]) -> None:
 def test_loading_leaves_denormals_alone(compiled: list[Compiled]) -> None:
     """A library linked with crtfastmath.o sets flush-to-zero in the thread that loads it."""
     code = (
-        "import sys, torch; tiny = torch.tensor([1e-40])\n"
-        "torch._C._aoti.AOTIModelContainerRunnerCpu(sys.argv[1], 1)\n"
-        "assert (tiny * 0.5).item() > 0"
+        "import sys, torch; tiny = torch.tensor([1e-40])\ntorch._C._aoti.AOTIModelContainerRunnerCpu(sys.argv[1], 1)\nassert (tiny * 0.5).item() > 0"
     )
     subprocess.run([sys.executable, "-c", code, compiled[0].artifact.library], check=True)
 
@@ -308,9 +306,7 @@ CHANGES: dict[str, Callable[[], str]] = {
     "weight dtype": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR | {"a": torch.ones(8, dtype=torch.float64)})),
     "weight shape": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR | {"a": torch.ones(1, 8)})),
     "weight stride": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR | {"a": torch.ones(16)[::2]})),
-    "weight name": lambda: _key(
-        capture(lambda w, x: _scaled(2.0)({"a": w["c"], "b": w["b"]}, x), [ROWS], {"c": PAIR["a"], "b": PAIR["b"]})
-    ),
+    "weight name": lambda: _key(capture(lambda w, x: _scaled(2.0)({"a": w["c"], "b": w["b"]}, x), [ROWS], {"c": PAIR["a"], "b": PAIR["b"]})),
     "tie": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR, ties={"b": "a"})),
     "target": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR), target="cuda"),
 }
@@ -417,9 +413,7 @@ def test_what_inductor_refuses_is_refused_by_name(cache: Path, tmp_path: Path, m
 def compiler(tmp_path: Path) -> Path:
     """A compiler that knows its version and nothing else."""
     script = tmp_path / "broken-g++"
-    script.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && { echo "broken 1.0"; exit 0; }\necho "wrapper.cpp:1: error: out of luck"; exit 3\n'
-    )
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo "broken 1.0"; exit 0; }\necho "wrapper.cpp:1: error: out of luck"; exit 3\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return script
 

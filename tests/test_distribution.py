@@ -29,9 +29,7 @@ assert value == 3 and gradient.tolist() == [1 / 3, 2 / 3, 2 / 3] or abs(gradient
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("wheels")
     for folder in (ROOT / "runtime", ROOT):
-        done = subprocess.run(
-            [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, folder], capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, folder], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     return {path.name.split("-")[0]: path for path in out.iterdir()}
 

@@ -43,9 +43,7 @@ def test_agrees_with_pyelftools_on_every_library_of_this_process() -> None:
             elf = ELFFile(file)
             dynamic = [s for s in elf.iter_segments() if isinstance(s, DynamicSegment)]
             needed = [t.needed for s in dynamic for t in s.iter_tags("DT_NEEDED")]  # type: ignore[attr-defined]
-            asked = [
-                aux.name for s in elf.iter_sections() if isinstance(s, GNUVerNeedSection) for _, auxs in s.iter_versions() for aux in auxs
-            ]
+            asked = [aux.name for s in elf.iter_sections() if isinstance(s, GNUVerNeedSection) for _, auxs in s.iter_versions() for aux in auxs]
             offered = [next(auxs).name for s in elf.iter_sections() if isinstance(s, GNUVerDefSection) for _, auxs in s.iter_versions()]
             stack = [s.header.p_flags for s in elf.iter_segments() if s.header.p_type == "PT_GNU_STACK"]
         mine = read_elf(path)

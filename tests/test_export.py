@@ -114,7 +114,7 @@ def test_the_measure() -> None:
     e = {n: (v + 1e-8 * torch.randn_like(v)).float() for n, v in t.items()}
 
     def worst(a: dict[str, torch.Tensor]) -> dict[str, float]:
-        return {d.name: d.ratio for d in selfcheck.compare(a, e, t, {n: 0.0 for n in t})}  # type: ignore[arg-type]
+        return {d.name: d.ratio for d in selfcheck.compare(a, e, t, dict.fromkeys(t, 0.0))}  # type: ignore[arg-type]
 
     assert all(r <= 1 for r in worst({n: v.clone() for n, v in e.items()}).values())
     assert worst({**e, "gradient of w": e["gradient of w"] * 1.0001})["gradient of w"] > 1

@@ -72,7 +72,10 @@ BAD: dict[str, tuple[Callable[[torch.Tensor, dict[str, torch.Tensor]], tuple[obj
     "static dimension (3)": (lambda x, e: (x[:, :5], e), r"x has size 5 in dimension 1; expected 6"),
     "below its range (4)": (lambda x, e: (x[:1], {"bias": e["bias"][:1]}), r"batch \(x\.shape\[0\]\) is 1; expected at least 2 and at most 32"),
     "above its range (4)": (lambda x, e: (torch.ones(33, 6), {"bias": torch.ones(33, 3)}), r"batch .* is 33; expected at least 2 and at most 32"),
-    "one symbol, two sizes (5)": (lambda x, e: (x, {"bias": e["bias"][:3]}), r"extra\['bias'\] has size 3 in dimension 0; expected 4 \(batch, as x\.shape"),
+    "one symbol, two sizes (5)": (
+        lambda x, e: (x, {"bias": e["bias"][:3]}),
+        r"extra\['bias'\] has size 3 in dimension 0; expected 4 \(batch, as x\.shape",
+    ),
     "size 0 (7)": (lambda x, e: (x[:0], {"bias": e["bias"][:0]}), r"batch .* is 0"),
     "meta (11)": (lambda x, e: (x.to("meta"), e), r"x is on meta; expected cpu"),
     "sparse (12)": (lambda x, e: (x.detach().to_sparse(), e), r"x has layout torch\.sparse_coo; expected torch\.strided"),
@@ -116,7 +119,7 @@ def test_fake_and_wrapped_tensors_name_their_type(model: nn.Module) -> None:
 
 def test_layouts_are_copied_to_the_recorded_one(model: nn.Module) -> None:
     """Cases 8, 9 and 13."""
-    x, extra = arguments()
+    _, extra = arguments()
     row = torch.randn(1, 6)
     wide = torch.randn(4, 12)
     raw = bytearray(torch.randn(25).numpy().tobytes())
@@ -281,7 +284,9 @@ def test_a_derived_guard_and_the_variants_there_are(grouped: Path) -> None:
     for shape in ((8, 6), (16, 6), (8, 5), (12, 5), (4, 6), (64, 6)):
         x = torch.randn(shape, requires_grad=True)
         assert_same(run(model, (x,), 4), run(Grouped(), (x,), 4))
-    with pytest.raises(InputError, match=r"none of the 3 variants .*variant 0 .*x\.shape\[0\].* is 10; expected 4 \* n \+ 0.*variant 1 .* expected 5"):
+    with pytest.raises(
+        InputError, match=r"none of the 3 variants .*variant 0 .*x\.shape\[0\].* is 10; expected 4 \* n \+ 0.*variant 1 .* expected 5"
+    ):
         model(torch.randn(10, 6))
     with pytest.raises(InputError, match=r"variant 2 .*: x has size 16 in dimension 0; expected 12"):
         model(torch.randn(16, 5))

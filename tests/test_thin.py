@@ -43,7 +43,12 @@ def _run(tmp_path: Path, name: str, first: str = "") -> subprocess.CompletedProc
     empty = tmp_path / "empty"
     empty.mkdir()
     script = SCRIPT.format(first=first, forbidden=FORBIDDEN)
-    environment = {"PATH": str(empty), "HOME": str(empty), "AOT_BACKWARD_CACHE": str(empty / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(empty / "inductor")}
+    environment = {
+        "PATH": str(empty),
+        "HOME": str(empty),
+        "AOT_BACKWARD_CACHE": str(empty / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(empty / "inductor"),
+    }
     return subprocess.run(
         [sys.executable, "-c", script, str(package), str(inputs), str(expected)], capture_output=True, text=True, env=environment, timeout=120
     )

@@ -126,9 +126,7 @@ def make(name: str) -> Case:
 
 
 _CASES: dict[str, Callable[[], Case]] = {
-    "mlp": lambda: Case(
-        nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), _real(8), {"input": {0: Dim("batch", min=1, max=64)}}
-    ),
+    "mlp": lambda: Case(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), _real(8), {"input": {0: Dim("batch", min=1, max=64)}}),
     "conv": lambda: Case(ConvNet(), _real(3, 8, 8), _batch()),
     "lstm": lambda: Case(Recurrent(), _real(5, 6), _batch()),
     "encoder": lambda: Case(
@@ -142,9 +140,7 @@ _CASES: dict[str, Callable[[], Case]] = {
         {"item": {0: Dim("batch", min=1, max=64)}, "tags": {0: Dim("batch", min=1, max=64)}},
     ),
     "bert": lambda: Case(_transformers("bert"), lambda n: (torch.randint(0, 60, (n, 7)),), {"input_ids": {0: Dim("batch", min=1, max=64)}}),
-    "llama": lambda: Case(
-        _transformers("llama"), lambda n: (torch.randint(0, 60, (n, 7)),), {"input_ids": {0: Dim("batch", min=1, max=64)}}
-    ),
+    "llama": lambda: Case(_transformers("llama"), lambda n: (torch.randint(0, 60, (n, 7)),), {"input_ids": {0: Dim("batch", min=1, max=64)}}),
     "two": lambda: Case(
         Two(),
         lambda n: (torch.randn(n, 8).requires_grad_(), torch.randn(n, 1)),

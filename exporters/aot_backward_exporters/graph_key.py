@@ -48,6 +48,7 @@ class _Writer:
         self._constants = constants
         self._weights: list[str] = []
         self._nodes: dict[Node, int] = {}
+        self._expressions: dict[Any, str] = {}  # most nodes repeat a few
 
     def graph(self, module: GraphModule) -> list[Any]:
         out = []
@@ -118,6 +119,8 @@ class _Writer:
         return ["constant", name, self._weights.index(weight), self.value(value)]
 
     def _expression(self, expression: Any) -> str:
-        for symbol in sorted(expression.free_symbols - self.symbol_names.keys(), key=str):
-            self.symbol_names[symbol] = sympy.Symbol(f"d{len(self.symbol_names)}", integer=symbol.is_integer)
-        return sympy.srepr(expression.xreplace(self.symbol_names))
+        if expression not in self._expressions:
+            for symbol in sorted(expression.free_symbols - self.symbol_names.keys(), key=str):
+                self.symbol_names[symbol] = sympy.Symbol(f"d{len(self.symbol_names)}", integer=symbol.is_integer)
+            self._expressions[expression] = sympy.srepr(expression.xreplace(self.symbol_names))
+        return self._expressions[expression]

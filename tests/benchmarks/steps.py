@@ -122,7 +122,7 @@ def _measure_model(result: Result, name: str, package: Path, sizes: list[int], t
             p: lambda peer=peer, count=counts[p], rows=rows: peer.ask(do="time", rows=rows, count=count, seconds=0.01 if quick else 0.08)
             for p, peer in peers.items()
         }
-        times = {p: clock.summary(s) for p, s in clock.interleaved(timed, 1 if quick else 5).items()}
+        times = {p: clock.summary(s) for p, s in clock.interleaved(timed, 1 if quick else 4).items()}
         _add(result, name, rows, threads, times, off)
     for peer in peers.values():
         peer.close()
