@@ -25,13 +25,11 @@ def test_a_subject_in_a_hurry(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "all.json").read_text())
     assert document["machine"].keys() >= {"date", "cpu", "cores", "torch", "python", "threads", "load_average"} and document["quick"]
     (subject,) = document["subjects"]
-    assert subject["subject"] == "overhead" and {(d["kind"], d["number"]) for d in subject["data"]} == {
-        (kind, n) for kind in ("passed", "returned", "bound") for n in (1, 4)
-    }
+    assert subject["subject"] == "overhead" and [(d["kind"], d["number"]) for d in subject["data"]] == [("passed", 1), ("returned", 1), ("bound", 1)]
     for row, data in zip(subject["rows"], subject["data"], strict=True):
         assert len(row) == len(subject["columns"])
         assert data["times"].keys() == {"raw", "grad"} and all(t["median_s"] >= t["min_s"] > 0 for t in data["times"].values())
-    assert [t.keys() for t in subject["targets"]] == [{"asked", "reached", "met", "off_by"}] * 3
+    assert [t.keys() for t in subject["targets"]] == [{"asked", "reached", "met", "off_by"}] * 2
     assert json.loads((tmp_path / "work" / "overhead.json").read_text())["rows"] == subject["rows"]
     assert all(column in done.stdout for column in subject["columns"]) and "== targets" in done.stdout
 
@@ -47,4 +45,4 @@ def test_a_target_that_is_met_is_off_by_nothing(met: bool) -> None:
     assert target.off_by == ("" if met else "4 µs")
     result = report.Result("subject", "title", ["name", "ms"], [["a", "1.0"], ["bcd", "10.0"]], targets=[target])
     assert result.text().splitlines()[1:] == ["  name    ms", "  ----  ----", "  a      1.0", "  bcd   10.0"]
-    assert ("MISSED  4 µs" in report.targets([result])) is not met
+    assert (report.targets([result]).split()[-3:] == ["MISSED", "4", "µs"]) is not met

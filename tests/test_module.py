@@ -252,13 +252,24 @@ def test_an_unfrozen_parameter(model: nn.Module) -> None:
         two(*zoo.make("two").args(4))
 
 
-def test_under_torch_compile_and_data_parallel_wrappers(model: nn.Module) -> None:
+def test_under_torch_compile(model: nn.Module) -> None:
     model.eval()
     x = torch.randn(4, 6)
     wrapped = torch.compile(nn.Sequential(model), backend="eager")
     torch.testing.assert_close(wrapped(x), small().eval()(x))
     wrapped(x).sum().backward()
     assert model.head.weight.grad is not None
+
+
+def test_under_distributed_data_parallel(model: nn.Module) -> None:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        eager = small()
+        x = torch.randn(4, 6)
+        assert_same(run(nn.parallel.DistributedDataParallel(model), (x,), 2), run(nn.parallel.DistributedDataParallel(eager), (x,), 2))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_bound_by_pointer_not_by_value(tmp_path: Path) -> None:

@@ -364,7 +364,9 @@ def _replace_sizes(graph: GraphModule, joint: Joint) -> None:
 
 
 def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, torch.Tensor], constants: dict[str, tuple[str, torch.Tensor]]) -> Node:
-    attribute = "".join(c if c.isalnum() else "_" for c in name)
+    attribute = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+    if attribute[0].isdigit():  # of nn.Sequential; the compiler would rename it so, and the library's name must be the graph's
+        attribute = f"constant_{attribute}"
     while attribute in constants:
         attribute += "_"
     graph.register_buffer(attribute, weight[1])

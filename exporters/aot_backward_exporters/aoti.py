@@ -169,6 +169,7 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
         V.set_fake_mode(fake_mode),
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
+        torch.backends.nnpack.flags(enabled=False),  # whether a convolution would use it is a question about the batch: a guard, batch < 16
         _open_sizes(),
         _target_processor(),
     ):

@@ -33,7 +33,7 @@ class Library:
         self._runner: Any = None
         self._bound: tuple[int, ...] | None = None
         self._keep: list[torch.Tensor] = []
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Library:
         return Library(self._path, self.spec, self._device)
@@ -55,7 +55,7 @@ class Library:
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Calls the graph. Inputs must have been checked; results are new tensors."""
         if self.spec.operators:
-            with self._lock:
+            with self.lock:
                 return self._runner.run(inputs)
         return self._runner.run(inputs)
 
@@ -221,7 +221,6 @@ class Runnable:
         """The results of the library. Every tensor must have been checked."""
         if self.library is None:
             return []
-        self.library.bind(binding)
         operands = []
         for kind, where in self.operands:
             if kind == "input":
@@ -232,7 +231,9 @@ class Runnable:
                 operands.append(cotangents[where])
             else:
                 operands.append(torch.empty((evaluate(where, sizes), 0)))
-        return self.library.run(operands)
+        with self.library.lock:  # else another thread could bind other tensors in between
+            self.library.bind(binding)
+            return self.library.run(operands)
 
 
 def parse(operand: str) -> tuple[str, Any]:

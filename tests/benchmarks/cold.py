@@ -128,10 +128,12 @@ def _measure_model(result: Result, name: str, package: Path, stock: Path, thread
     peers = ("eager", "module") if quick else tuple(_SCRIPTS)
     answers: dict[str, dict[str, Any]] = {}
     used: dict[str, list[float]] = {p: [] for p in peers}
+    # compiled for all alike, whatever the environment says about writing it
+    bytecode = {"PYTHONPYCACHEPREFIX": str(processes.WORK / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
 
     def once(peer: str) -> list[float]:
         script = _SCRIPTS[peer].format(build=_BUILD[name], input=_INPUT[name]) + _END
-        start, answers[peer] = processes.run(script, package, stock, threads=threads)
+        start, answers[peer] = processes.run(script, package, stock, threads=threads, **bytecode)
         used[peer].append(answers[peer]["cpu"])
         return [answers[peer]["end"] - start]
 

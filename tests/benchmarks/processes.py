@@ -1,7 +1,4 @@
-"""Fresh processes: one that is run once, and peers that stay and are asked in turn.
-
-Bytecode of every process lies compiled in one folder below ``build/benchmarks``, whatever the environment says about writing it.
-"""
+"""Fresh processes: one that is run once, and peers that stay and are asked in turn."""
 
 from __future__ import annotations
 
@@ -17,19 +14,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "build" / "benchmarks"
-"""Packages, compile caches and bytecode of the benchmarks. May be deleted; the next run then compiles again."""
+"""Packages and caches of the benchmarks. May be deleted; the next run then compiles again."""
 
 _READY = "ready"
 
 
 def environment(threads: int, **more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE" and not k.startswith("TORCHINDUCTOR_")}
-    own = {
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPYCACHEPREFIX": str(WORK / "bytecode"),
-        "TORCHINDUCTOR_CACHE_DIR": str(WORK / "inductor"),
-    }
-    return kept | own | more
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}
+    return {**kept, "OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_CACHE_DIR": str(WORK / "inductor"), **more}
 
 
 def now() -> float:
