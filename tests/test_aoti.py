@@ -30,6 +30,7 @@ from aot_backward_exporters import aoti, compile_cache, native_build, native_sou
 from aot_backward_exporters.graph_key import canonical_graph
 from aot_backward_runtime.elf import read_elf
 from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Target
 
 Weights = Mapping[str, torch.Tensor]
 Captured = tuple[Graph, FakeTensorMode]
@@ -283,10 +284,10 @@ PAIR = {"a": torch.ones(8), "b": torch.ones(8)}
 ROWS = torch.ones(5, 8)
 
 
-def _key(captured: Captured, change: Callable[[Any], None] = lambda shape_env: None, target: str = "cpu") -> str:
+def _key(captured: Captured, change: Callable[[Any], None] = lambda shape_env: None) -> str:
     graph, mode = captured
     change(mode.shape_env)
-    return aoti._key(canonical_graph(graph, mode.shape_env), target)
+    return aoti._key(canonical_graph(graph, mode.shape_env), "cpu")
 
 
 def _narrow(shape_env: Any) -> None:
@@ -308,7 +309,6 @@ CHANGES: dict[str, Callable[[], str]] = {
     "weight stride": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR | {"a": torch.ones(16)[::2]})),
     "weight name": lambda: _key(capture(lambda w, x: _scaled(2.0)({"a": w["c"], "b": w["b"]}, x), [ROWS], {"c": PAIR["a"], "b": PAIR["b"]})),
     "tie": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR, ties={"b": "a"})),
-    "target": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR), target="cuda"),
 }
 
 
@@ -327,6 +327,7 @@ def test_every_difference_changes_the_key(change: str) -> None:
         (native_build, "compiler_version", lambda command: "g++ 99"),
         (aoti, "_exporter", lambda: "another"),
         (aoti, "_OPTIONS", aoti._OPTIONS | {"cpp.simdlen": 512}),
+        (aoti, "target_spec", lambda target: Target("cpu", march="x86-64-v4")),
         (inductor_config, "epilogue_fusion", False),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -339,7 +340,7 @@ def test_every_version_and_setting_changes_the_key(place: Any, name: str, value:
 
 
 def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Path) -> None:
-    """Sorting compiles for sizes below 32767, which is a guard; adding up does not narrow the size."""
+    """Sorting compiles for sizes below 32767, which is a guard; adding up and convolving do not narrow the size."""
     seen = []
     for source in ("a", "b"):
         graph, mode = capture(lambda w, x: [x.sort(0)[0] + x.sum(0)], [ROWS], {}, source=source)
@@ -355,6 +356,15 @@ def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Pat
     x = torch.randn(5000, 8, generator=torch.Generator().manual_seed(0))
     (mine,) = run(artifact, {}, x)
     torch.testing.assert_close(mine, x.sort(0)[0] + x.sum(0), rtol=1e-4, atol=1e-3)
+
+
+def test_a_convolution_takes_any_batch(tmp_path: Path) -> None:
+    values = {"kernel": torch.ones(4, 3, 3, 3), "bias": torch.ones(4)}
+    with aoti._open_sizes():
+        graph, mode = capture(lambda w, x: [torch.nn.functional.conv2d(x, w["kernel"], w["bias"])], [torch.ones(4, 3, 8, 8)], values)
+    with native_build.recorded(tmp_path):
+        lowered = aoti._lower(graph, canonical_graph(graph, mode.shape_env), tmp_path / "inductor", mode, 0)
+    assert lowered.guards == []
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import hashlib
 import json
@@ -39,7 +40,7 @@ from . import native_build
 from .compile_cache import Entry, digest, fetch, store
 from .graph_key import Canonical, canonical_graph
 from .native_paths import erase_paths
-from .targets import MARCH, SIMD_BITS
+from .targets import MARCH, SIMD_BITS, target_spec
 
 _OPTIONS: Options = {
     "cpp_wrapper": True,
@@ -169,7 +170,6 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
         V.set_fake_mode(fake_mode),
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
-        torch.backends.nnpack.flags(enabled=False),  # whether a convolution would use it is a question about the batch: a guard, batch < 16
         _open_sizes(),
         _target_processor(),
     ):
@@ -194,12 +194,13 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
 
 @contextlib.contextmanager
 def _open_sizes() -> Iterator[None]:
-    """Within, Inductor does not narrow a dynamic size to the example's side of 4096 when it chooses how to add up that many floats.
+    """Within, Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
 
-    The accurate way serves any number, so a sum over the batch of every Linear's bias gradient need not refuse batches above 4096.
+    How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
+    convolution would run on, asked of fake tensors: oneDNN and NNPACK are for batches of 16 and more; what is called at run time asks again.
     """
     kernel, V = torch_api.CppKernel, torch_api.V
-    original = kernel.need_use_acc_helper
+    original, mkldnn = kernel.need_use_acc_helper, torch_api._get_mkldnn_enabled()
 
     def need_use_acc_helper(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
         if reduction_type == "sum" and dtype == torch.float:
@@ -207,10 +208,13 @@ def _open_sizes() -> Iterator[None]:
         return bool(original(self, reduction_type, dtype, use_scalar))
 
     kernel.need_use_acc_helper = need_use_acc_helper
+    torch_api._set_mkldnn_enabled(False)
     try:
-        yield
+        with torch.backends.nnpack.flags(enabled=False):
+            yield
     finally:
         kernel.need_use_acc_helper = original
+        torch_api._set_mkldnn_enabled(mkldnn)
 
 
 @contextlib.contextmanager
@@ -287,7 +291,7 @@ def _key(form: Canonical, target: str) -> str:
         {
             "graph": form.form,
             "settings": {name: repr(value) for name, value in settings.items()},
-            "target": target,
+            "target": dataclasses.asdict(target_spec(target)),
             "torch": [torch.__version__, str(torch.version.git_version)],
             "compiler": native_build.compiler_version(native_build.compiler()),
             "exporter": _exporter(),

@@ -1,0 +1,56 @@
+"""Writes the golden package of the present format version; see golden/README.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+import aot_backward as ab
+
+
+class Pair(nn.Module):
+    """A module that uses what the format can say: a tie, a buffer that moves, a frozen parameter, nested arguments and results, a symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, more: dict[str, torch.Tensor]) -> dict[str, Any]:
+        self.calls += 1
+        h = torch.tanh(self.first(x)) * self.scale
+        return {"out": self.second(h) + more["bias"], "h": (h, None), "rows": x.shape[0]}
+
+
+def arguments() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    return torch.randn(4, 3, requires_grad=True), {"bias": torch.randn(3)}
+
+
+def main(path: Path) -> None:
+    net = Pair()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return net.first(x).square().sum()
+
+    rows = {0: Dim("rows", min=2, max=64)}
+    ab.export(
+        path,
+        {
+            "pair": ab.Module(net, [ab.Variant(arguments(), dynamic_shapes={"x": rows, "more": {"bias": None}})]),
+            "loss": ab.Grad(loss, [ab.Variant((arguments()[0],), dynamic_shapes={"x": rows})], wrt=["x", "net.first.weight"]),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
