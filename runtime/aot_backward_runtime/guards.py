@@ -35,10 +35,11 @@ class Contract:
             place = f"{self.specs[symbol.input].name}.shape[{symbol.dim}]"
             label = place if symbol.label == symbol.name else f"{symbol.label} ({place})"
             if rest:
-                raise InputError(f"{label} is {size}; expected {symbol.scale} * n + {symbol.offset}")
+                raise InputError(f"{label} is {size}; expected {symbol.scale} * n{f' + {symbol.offset}' if symbol.offset else ''}")
             if value < symbol.minimum or (symbol.maximum is not None and value > symbol.maximum):
-                top = "" if symbol.maximum is None else f" and at most {symbol.maximum}"
-                raise InputError(f"{label} is {value}; expected at least {symbol.minimum}{top}: export a variant for other sizes")
+                low, high = (None if v is None else symbol.scale * v + symbol.offset for v in (symbol.minimum, symbol.maximum))
+                top = "" if high is None else f" and at most {high}"
+                raise InputError(f"{label} is {size}; expected at least {low}{top}: export a variant for other sizes")
             values[symbol.name] = value
         for tensor, spec in zip(tensors, self.specs, strict=True):
             for d, (size, expected) in enumerate(zip(tensor.shape, spec.shape, strict=True)):
