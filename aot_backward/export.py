@@ -145,7 +145,8 @@ class _Build:
         self.artifacts: dict[str, Any] = {}
         self.graphs: dict[str, Graph] = {}
         self.programs: dict[str, tuple[nn.Module, list[selfcheck.Example]]] = {}
-        self._keys: dict[Any, str] = {}
+        self._keys: dict[int, str] = {}
+        self._own: list[tuple[str, torch.Tensor]] = []
 
     def add(self, name: str, entry: Module | Grad) -> None:
         if not name.isidentifier():
@@ -165,7 +166,7 @@ class _Build:
             args, kwargs = _prepared(variant, signature)
             mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
             wanted = None if is_module else _wrt(entry.wrt, program, isinstance(fn, nn.Module), signature, args, kwargs)  # type: ignore[union-attr]
-            with _mode(program, mode), _requiring(program, wanted, args, kwargs) as (args, kwargs):
+            with joints.in_mode(program, mode), _requiring(program, wanted, args, kwargs) as (args, kwargs):
                 joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=wanted is not None)
                 if wanted is not None and not entry.has_aux and joint.out_tree.kind != "tensor":  # type: ignore[union-attr]
                     raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
@@ -209,12 +210,23 @@ class _Build:
 
     def _key(self, entry: str, name: str, tensor: torch.Tensor) -> str:
         """The weight's key: one per distinct tensor, however many names and entries it has."""
-        identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if tensor.numel() else id(tensor)
-        if identity not in self._keys:
+        if id(tensor) not in self._keys:
+            self._refuse_overlap(name, tensor)
             key = name if name not in self.weights else f"{entry}.{name}"
-            self._keys[identity] = key
+            self._keys[id(tensor)] = key
+            self._own.append((name, tensor))  # also keeps it, so that no other tensor gets its id
             self.weights[key] = tensor.detach()
-        return self._keys[identity]
+        return self._keys[id(tensor)]
+
+    def _refuse_overlap(self, name: str, tensor: torch.Tensor) -> None:
+        """Two tensors of one memory would become two of their own when they are loaded."""
+        first, last = _span(tensor)
+        for other, known in self._own:
+            start, end = _span(known)
+            if first < end and start < last:
+                raise ExportError(
+                    f"{name} and {other} share memory without being one tensor; tie them (module.weight = other.weight), or clone one of them"
+                )
 
     def manifest(self, with_weights: bool) -> Manifest:
         return Manifest(
@@ -361,25 +373,15 @@ def _requiring(program: nn.Module, wanted: Sequence[tuple[str, str]] | None, arg
 
 
 @contextlib.contextmanager
-def _mode(program: nn.Module, mode: str) -> Iterator[None]:
-    """``program`` in ``mode``, and afterwards every submodule as it was."""
-    before = [(m, m.training) for m in program.modules()]
-    try:
-        if mode:
-            program.train(mode == "train")
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-@contextlib.contextmanager
 def _undisturbed(entries: Entries) -> Iterator[None]:
     """Buffers and random state are put back: tracing and checking run the program."""
-    programs = [e.module if isinstance(e, Module) else e.fn for e in entries.values()]
-    buffers = [b for p in programs for b in (p if isinstance(p, nn.Module) else joints.FunctionModule(p)).buffers()]
+    fns = [e.module if isinstance(e, Module) else e.fn for e in entries.values()]
+    programs = [p if isinstance(p, nn.Module) else joints.FunctionModule(p) for p in fns]
+    buffers = [b for p in programs for b in p.buffers()]
     kept = [b.detach().clone() for b in buffers]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), contextlib.ExitStack() as stack:
+        for program in programs:
+            stack.enter_context(joints.slots_kept(program))
         try:
             yield
         finally:
@@ -387,6 +389,14 @@ def _undisturbed(entries: Entries) -> Iterator[None]:
                 for buffer, value in zip(buffers, kept, strict=True):
                     if not torch.equal(buffer, value):
                         buffer.copy_(value)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte and of the one behind the last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize
 
 
 def _below(name: str, asked: str) -> bool:

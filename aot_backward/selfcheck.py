@@ -29,6 +29,8 @@ from aot_backward_runtime.guards import Contract
 from aot_backward_runtime.manifest import Manifest, SymbolSpec, VariantSpec, Verdict
 from aot_backward_runtime.package import Package
 
+from .capture import joint as joints
+
 SEED = 20
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2, torch.complex64: 2e-4, torch.complex128: 1e-9}
 """‖a − e‖ / ‖e‖ allowed where eager stands for the truth."""
@@ -144,13 +146,15 @@ def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotange
     out: Named = {}
     args, kwargs = _leaves_again(args, kwargs)
     parameters = dict(program.named_parameters(remove_duplicate=False))
-    modes = [(m, m.training) for m in program.modules()]
     before = {p: p.requires_grad for p in parameters.values()}
     torch.manual_seed(SEED)
     try:
-        if example.mode:
-            program.train(example.mode == "train")
-        with _undone(dict(program.named_buffers())), torch.enable_grad():
+        with (
+            joints.in_mode(program, example.mode),
+            joints.slots_kept(program),
+            _undone(dict(program.named_buffers())),
+            torch.enable_grad(),
+        ):
             if example.wrt is not None:
                 names = {parameters[w] for k, w in example.wrt if k == "parameter"}
                 for parameter in parameters.values():
@@ -175,8 +179,6 @@ def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotange
                 out.update({f"buffer {n}": b for n, b in program.named_buffers()})
             return {n: None if v is None else v.detach().clone() for n, v in out.items()}
     finally:
-        for module, training in modes:
-            module.training = training
         for parameter, flag in before.items():
             parameter.requires_grad_(flag)
 

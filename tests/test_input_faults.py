@@ -284,9 +284,7 @@ def test_a_derived_guard_and_the_variants_there_are(grouped: Path) -> None:
     for shape in ((8, 6), (16, 6), (8, 5), (12, 5), (64, 6)):
         x = torch.randn(shape, requires_grad=True)
         assert_same(run(model, (x,), 4), run(Grouped(), (x,), 4))
-    with pytest.raises(
-        InputError, match=r"none of the 3 variants .*variant 0 .*x\.shape\[0\].* is 10; expected 4 \* n.*variant 1 .* expected 8"
-    ):
+    with pytest.raises(InputError, match=r"none of the 3 variants .*variant 0 .*x\.shape\[0\].* is 10; expected 4 \* n.*variant 1 .* expected 8"):
         model(torch.randn(10, 6))
     with pytest.raises(InputError, match=r"variant 0 .*: x\.shape\[0\] is 4; expected at least 8 and at most 64"):
         model(torch.randn(4, 6))

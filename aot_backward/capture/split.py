@@ -9,6 +9,7 @@ they are never passed. What the backward needs again of a parameter it reads its
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -172,7 +173,7 @@ class _Cut:
                 inputs.append(joint.sizes.spec(f"size {index}", node.meta["val"], False))
             else:
                 raise ExportError(f"{self.name}: the graph needs {node.name}, which nothing provides")
-        _lift_other_constants(graph, constants, self.name.split(".")[0])
+        _lift_other_constants(graph, constants)
         graph.graph.lint()
         graph.recompile()
         count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
@@ -377,14 +378,20 @@ def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, tor
     return made
 
 
-def _lift_other_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]], entry: str) -> None:
-    """Tensors that the program made or closed over are stored like weights, and bound like them."""
+def _lift_other_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]]) -> None:
+    """Tensors that the program made or closed over are stored like weights, and bound like them, by content: each trace names them anew."""
     for node in graph.graph.find_nodes(op="get_attr"):
         if node.target not in constants:
             value = operator.attrgetter(node.target)(graph)
             if not isinstance(value, torch.Tensor):
                 continue  # a subgraph of a control-flow operator
-            constants[node.target] = (f"{entry}.{node.target}", value.detach())
+            constants[node.target] = (f"constants.{_digest(value)}", value.detach())
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous()
+    about = f"{plain.dtype} {tuple(plain.shape)} {tensor.stride()} {tensor.device.type}".encode()
+    return hashlib.sha256(about + plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
 
 
 def _joint_passes(graph: GraphModule, joint: Joint) -> GraphModule:

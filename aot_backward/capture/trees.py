@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ def describe(value: Any, leaf: Callable[[Any, str], Tree], path: str = "") -> Tr
 
 def constant(value: Any, path: str) -> Tree:
     """The tree of a leaf that is no tensor."""
+    if type(value) is float and not math.isfinite(value):
+        raise ExportError(f"{path or 'a leaf'} is {value}, which a package cannot hold as a constant; pass it as a tensor")
     if value is None or type(value) in (bool, int, float, str):
         return Tree("constant", value=value)
     raise ExportError(f"{path or 'a leaf'} is a {type(value).__name__}; a package takes tensors, None, bool, int, float and str")

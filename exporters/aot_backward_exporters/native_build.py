@@ -125,7 +125,8 @@ class Builder:
         compiles = commands[:-1]  # the last is the link
         for command in compiles:
             for file, text in command.sources.items():
-                (folder / file).write_text(native_source.model_source(text) if file == "wrapper.cpp" else text)
+                prepare = {"wrapper.cpp": native_source.model_source, "kernel.cpp": native_source.kernel_source}.get(file)
+                (folder / file).write_text(prepare(text) if prepare else text)
                 self._start_parts(file, command)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
 

@@ -20,6 +20,8 @@ TORCH_INCLUDE = Path(torch.__file__).parent / "include"
 _INTERFACE = Path(torch.__file__).parent / "_inductor/codegen/aoti_runtime/interface.cpp"
 _MODEL_BASE = Path("torch/csrc/inductor/aoti_runtime/model_base.h")
 _PARSE_DEVICE = re.compile(r"inline void parse_device_str\((?P<parameters>.*?)\) \{\n.*?\n\}\n", re.DOTALL)
+_KERNEL_START = 'extern "C" '
+_OMP = re.compile(r"^[ \t]*#pragma omp (parallel|for).*$", re.MULTILINE)
 _CHECKS_WANTED = "static bool _check_aoti_runtime_check_inputs_env() {"
 _CHECKS_UNWANTED = "static constexpr bool _check_aoti_runtime_check_inputs_env() { return false; }\n"
 
@@ -35,6 +37,15 @@ def model_source(wrapper: str) -> str:
     if not found or after.count(_CHECKS_WANTED) != 1:
         raise ExportError(f"the C++ that torch {torch.__version__} generates is unknown to this aot-backward: install one that supports it")
     return before + _interface_includes() + after.replace(_CHECKS_WANTED, _CHECKS_UNWANTED + _CHECKS_WANTED.replace("_check", "_unused", 1))
+
+
+def kernel_source(kernels: str) -> str:
+    """Kernels that check an index (embeddings, gathers, class labels) run on one thread each.
+
+    The check throws, and an exception that leaves an OpenMP region ends the process; outside of one it becomes the error of that call.
+    """
+    functions = kernels.split(_KERNEL_START)
+    return _KERNEL_START.join(_OMP.sub("", f) if "AOTI_TORCH_CHECK" in f or "TORCH_CHECK" in f else f for f in functions)
 
 
 def wrapper_header() -> str:

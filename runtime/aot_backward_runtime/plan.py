@@ -92,17 +92,19 @@ class State:
         self.owned = [key not in keys[:i] for i, key in enumerate(keys)]  # False for the later names of a tie
         self._fixed = dict(fixed)
         self.binding: Binding = (self._fixed, ())
+        self._same: Callable[..., bool] | None = None  # whether tensors at the same addresses also look the same
 
     def copy(self) -> State:
         """The same contract, bound to nothing yet."""
         out = copy.copy(self)
-        out.binding = (self._fixed, ())
+        out.binding, out._same = (self._fixed, ()), None
         return out
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
         """``current``: the tensors of :attr:`names` now. New ones are checked first; where they do not fit, the old binding stays."""
         addresses = tuple(map(torch.Tensor.data_ptr, current))
-        if addresses != self.binding[1] or (addresses and len(self.binding[0]) == len(self._fixed)):
+        if addresses != self.binding[1] or self._same is None or not self._same(*current):
+            self._same = None
             tensors = dict(self._fixed)
             for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec)
@@ -111,7 +113,8 @@ class State:
                 elif tensors[key].data_ptr() != tensor.data_ptr():
                     tied = next(n for n, k, _ in self._weights if k == key)
                     raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
-            self.binding = (tensors, addresses)
+            self.binding = (tensors, self.binding[1] if addresses == self.binding[1] else addresses)
+            self._same = Fast(current).check if current else lambda: True
         return self.binding
 
 

@@ -22,7 +22,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, one small model, no torch.compile: to try them out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there (each subject has a file in --work)")
     parser.add_argument("--work", type=Path, default=processes.WORK, metavar="FOLDER", help="packages and caches; by default build/benchmarks")
+    parser.add_argument("--reuse", action="store_true", help="measure the packages that an earlier run left in --work")
     options = parser.parse_args()
+    processes.REUSE = options.reuse
     processes.WORK = options.work.absolute()
     chosen = options.only.split(",")
     unknown = sorted(set(chosen) - set(SUBJECTS))

@@ -15,6 +15,7 @@ from . import clock, processes, programs
 from .report import Result, Target
 
 TITLE = "fresh process to first gradient, milliseconds from its start (median; least; processor time)"
+SLOW = ("compile", "aoti")  # take part in every third round: seconds each, and far from the others
 DISCARDED = 2  # processes; the first of them fills the caches
 ROWS = {"mlp": programs.SMALL, "wide": 16}
 
@@ -113,8 +114,8 @@ def measure(quick: bool, threads: list[int]) -> Result:
     columns = ["model", "package MB", "threads", "peer", "median", "least", "processor", "over eager", "times eager", "times module"]
     result = Result("cold", TITLE, columns)
     for name in ("mlp",) if quick else ("mlp", "wide"):
-        package, _ = programs.export(name, [ROWS[name]])
-        stock = processes.WORK / "packages" / f"{name}-torch.pt2"
+        package = programs.exported(name, [ROWS[name]])
+        stock = processes.package(f"{name}-torch")
         if not quick and not stock.exists():
             processes.run(_AOTI, name, stock, ROWS[name], threads=1)
         for count in threads:
@@ -127,6 +128,7 @@ def measure(quick: bool, threads: list[int]) -> Result:
 def _measure_model(result: Result, name: str, package: Path, stock: Path, threads: int, quick: bool) -> None:
     peers = ("eager", "module") if quick else tuple(_SCRIPTS)
     answers: dict[str, dict[str, Any]] = {}
+    turns = dict.fromkeys(peers, 0)
     used: dict[str, list[float]] = {p: [] for p in peers}
     # compiled for all alike, whatever the environment says about writing it
     bytecode = {"PYTHONPYCACHEPREFIX": str(processes.WORK / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
@@ -137,6 +139,10 @@ def _measure_model(result: Result, name: str, package: Path, stock: Path, thread
         used[peer].append(answers[peer]["cpu"])
         return [answers[peer]["end"] - start]
 
+    def in_turn(peer: str) -> list[float]:
+        turns[peer] += 1
+        return once(peer) if peer not in SLOW or turns[peer] % 6 < 2 else []
+
     for peer in peers:
         for _ in range(DISCARDED):
             once(peer)
@@ -145,13 +151,21 @@ def _measure_model(result: Result, name: str, package: Path, stock: Path, thread
     for peer in peers:
         if peer != "import" and abs(answers[peer]["norm"] / answers["eager"]["norm"] - 1) > 1e-4:
             raise RuntimeError(f"{name}: the gradients of {peer} have norm {answers[peer]['norm']}, eager's {answers['eager']['norm']}")
-    times = clock.interleaved({p: lambda p=p: once(p) for p in peers}, 1 if quick else 4)
+    times = clock.interleaved({p: lambda p=p: in_turn(p) for p in peers}, 1 if quick else 10)
     found = {p: {**clock.summary(s), "cpu_s": statistics.median(used[p][DISCARDED:])} for p, s in times.items()}
     eager, ours = (found[p]["median_s"] for p in ("eager", "module"))
+    for peer in peers:
+        if peer not in SLOW:  # what drifts on the machine cancels in pairs of processes that ran one after the other
+            found[peer]["over_eager_s"] = statistics.median(a - b for a, b in zip(times[peer], times["eager"], strict=True))
     size = package.stat().st_size
     for peer in peers:
         median, least = found[peer]["median_s"], found[peer]["min_s"]
-        milliseconds = [f"{1e3 * median:.0f}", f"{1e3 * least:.0f}", f"{1e3 * found[peer]['cpu_s']:.0f}", f"{1e3 * (median - eager):+.0f}"]
+        milliseconds = [
+            f"{1e3 * median:.0f}",
+            f"{1e3 * least:.0f}",
+            f"{1e3 * found[peer]['cpu_s']:.0f}",
+            f"{1e3 * found[peer].get('over_eager_s', median - eager):+.0f}",
+        ]
         result.rows.append([name, f"{size / 1e6:.1f}", str(threads), peer, *milliseconds, f"{median / eager:.2f}", f"{median / ours:.2f}"])
     data = {"model": name, "threads": threads, "package_bytes": size, "times": found, "imported": {p: answers[p]["heavy"] for p in peers}}
     result.data.append(data)
@@ -163,7 +177,7 @@ def _conclude(result: Result) -> None:
         where = f"{data['model']} of {data['package_bytes'] / 1e6:.1f} MB, {data['threads']} threads"
         for peer in ("module", "grad"):
             if peer in times:
-                over = times[peer] - times["eager"]
+                over = data["times"][peer]["over_eager_s"]
                 asked = f"first gradient within 50 ms of eager: {peer}, {where}"
                 result.targets.append(Target(asked, f"{1e3 * over:+.0f} ms", over <= 0.05, f"{1e3 * over - 50:.0f} ms"))
         if "compile" in times:

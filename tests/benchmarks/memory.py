@@ -57,7 +57,7 @@ print(json.dumps({"own": 1024 * own, "child": 1024 * child, "norm": norm}))
 
 def measure(quick: bool, threads: list[int]) -> Result:
     name = "wide" if quick else "deep"
-    package, _ = programs.export(name, [ROWS])
+    package = programs.exported(name, [ROWS])
     columns = ["model", "threads", "peer", "own", "largest child", "own over import torch", "that against eager"]
     result = Result("memory", f"{TITLE}, {STEPS} steps", columns)
     peers = ["import", "eager", "module", "grad"] + ([] if quick else ["compile, warm", "compile, cold"])

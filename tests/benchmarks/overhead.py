@@ -104,9 +104,9 @@ def serve(spec: dict[str, Any]) -> Any:
 def measure(quick: bool, threads: list[int]) -> Result:
     counts = [1] if quick else list(COUNTS)
     result = Result("overhead", TITLE, ["tensors", "number", "threads", "raw", "grad", "over", "least over", "asked", "over / number"])
-    path = processes.WORK / "packages" / ("overhead-quick.pt2" if quick else "overhead.pt2")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    processes.run(_EXPORT, path, json.dumps(counts), threads=2)
+    path = processes.package("overhead-quick" if quick else "overhead")
+    if not (processes.REUSE and path.exists()):
+        processes.run(_EXPORT, path, json.dumps(counts), threads=2)
     for count in threads:
         peer = Peer(__name__, {"package": str(path)}, threads=count)
         for kind in ("passed", "returned", "bound"):

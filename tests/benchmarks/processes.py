@@ -18,6 +18,14 @@ WORK = ROOT / "build" / "benchmarks"
 
 _READY = "ready"
 
+REUSE = False
+"""Whether packages that are there are measured as they are (``--reuse``), not exported again."""
+
+
+def package(name: str) -> Path:
+    (WORK / "packages").mkdir(parents=True, exist_ok=True)
+    return WORK / "packages" / f"{name}.pt2"
+
 
 def environment(threads: int, **more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}

@@ -96,7 +96,7 @@ def measure(quick: bool, threads: list[int]) -> Result:
     columns = ["model", "rows", "threads", "eager", "compile", "module", "grad", "module/compile", "grad/compile", "grad/eager"]
     result = Result("steps", TITLE, columns)
     for name in names:
-        package, _ = programs.export(name, sizes)
+        package = programs.exported(name, sizes)
         for count in threads:
             _measure_model(result, name, package, sizes, count, quick)
     _conclude(result)
