@@ -90,6 +90,7 @@ class State:
         self._weights = [(s.name, s.weight, weights[s.weight]) for s in entry.state]
         keys = [s.weight for s in entry.state]
         self.owned = [key not in keys[:i] for i, key in enumerate(keys)]  # False for the later names of a tie
+        self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
         self._fixed = dict(fixed)
         self.binding: Binding = (self._fixed, ())
         self._same: Callable[..., bool] | None = None  # whether tensors at the same addresses also look the same
@@ -103,7 +104,7 @@ class State:
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
         """``current``: the tensors of :attr:`names` now. New ones are checked first; where they do not fit, the old binding stays."""
         addresses = tuple(map(torch.Tensor.data_ptr, current))
-        if addresses != self.binding[1] or self._same is None or not self._same(*current):
+        if addresses != self.binding[1] or self._same is None or not self._looks_the_same(current):
             self._same = None
             tensors = dict(self._fixed)
             for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
@@ -114,8 +115,18 @@ class State:
                     tied = next(n for n, k, _ in self._weights if k == key)
                     raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
             self.binding = (tensors, self.binding[1] if addresses == self.binding[1] else addresses)
-            self._same = Fast(current).check if current else lambda: True
+            own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
+            self._same = Fast(own).check if own else lambda: True
         return self.binding
+
+    def _looks_the_same(self, current: Sequence[torch.Tensor]) -> bool:
+        """In C, but for ties, whose later names must hold the very tensor of the first (the check in C takes no tensor twice)."""
+        assert self._same is not None
+        if not self._ties:
+            return self._same(*current)
+        return all(current[i] is current[first] for i, first in self._ties) and self._same(
+            *[t for t, owned in zip(current, self.owned, strict=True) if owned]
+        )
 
 
 def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec) -> None:

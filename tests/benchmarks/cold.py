@@ -151,7 +151,7 @@ def _measure_model(result: Result, name: str, package: Path, stock: Path, thread
     for peer in peers:
         if peer != "import" and abs(answers[peer]["norm"] / answers["eager"]["norm"] - 1) > 1e-4:
             raise RuntimeError(f"{name}: the gradients of {peer} have norm {answers[peer]['norm']}, eager's {answers['eager']['norm']}")
-    times = clock.interleaved({p: lambda p=p: in_turn(p) for p in peers}, 1 if quick else 10)
+    times = clock.interleaved({p: lambda p=p: in_turn(p) for p in peers}, 1 if quick else 6)
     found = {p: {**clock.summary(s), "cpu_s": statistics.median(used[p][DISCARDED:])} for p, s in times.items()}
     eager, ours = (found[p]["median_s"] for p in ("eager", "module"))
     for peer in peers:

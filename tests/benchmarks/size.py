@@ -26,9 +26,9 @@ def measure(quick: bool, threads: list[int]) -> Result:
     result = Result("size", TITLE, columns)
     with tempfile.TemporaryDirectory() as empty:
         cache = {} if quick else {"AOT_BACKWARD_CACHE": empty}
-        names = ("mlp",) if quick else (*zoo.NAMES, "wide", "deep")
+        names = ("mlp",) if quick else zoo.NAMES
         for i, name in enumerate(("mlp", *names) if not quick else names):
-            rows = [16 if name in ("wide", "deep") else programs.SMALL]
+            rows = [programs.SMALL]
             if not quick:
                 shutil.rmtree(Path(empty) / "compiled", ignore_errors=True)
             _, cold = programs.export(name, rows, "module", **cache)
