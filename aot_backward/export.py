@@ -22,7 +22,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, StateSpec, VariantSpec, Verdict, WeightSpec
 from aot_backward_runtime.tree import describe
 
-from . import selfcheck
+from . import selfcheck, undisturbed
 from .capture import joint as joints
 from .capture import split, trees
 from .package import library_spec, write_package
@@ -166,7 +166,7 @@ class _Build:
             args, kwargs = _prepared(variant, signature)
             mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
             wanted = None if is_module else _wrt(entry.wrt, program, isinstance(fn, nn.Module), signature, args, kwargs)  # type: ignore[union-attr]
-            with joints.in_mode(program, mode), _requiring(program, wanted, args, kwargs) as (args, kwargs):
+            with undisturbed.in_mode(program, mode), _requiring(program, wanted, args, kwargs) as (args, kwargs):
                 joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=wanted is not None)
                 if wanted is not None and not entry.has_aux and joint.out_tree.kind != "tensor":  # type: ignore[union-attr]
                     raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
@@ -381,7 +381,7 @@ def _undisturbed(entries: Entries) -> Iterator[None]:
     kept = [b.detach().clone() for b in buffers]
     with torch.random.fork_rng(), contextlib.ExitStack() as stack:
         for program in programs:
-            stack.enter_context(joints.slots_kept(program))
+            stack.enter_context(undisturbed.slots_kept(program))
         try:
             yield
         finally:

@@ -29,7 +29,7 @@ from aot_backward_runtime.guards import Contract
 from aot_backward_runtime.manifest import Manifest, SymbolSpec, VariantSpec, Verdict
 from aot_backward_runtime.package import Package
 
-from .capture import joint as joints
+from . import undisturbed
 
 SEED = 20
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2, torch.complex64: 2e-4, torch.complex128: 1e-9}
@@ -150,8 +150,8 @@ def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotange
     torch.manual_seed(SEED)
     try:
         with (
-            joints.in_mode(program, example.mode),
-            joints.slots_kept(program),
+            undisturbed.in_mode(program, example.mode),
+            undisturbed.slots_kept(program),
             _undone(dict(program.named_buffers())),
             torch.enable_grad(),
         ):

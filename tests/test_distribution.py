@@ -75,7 +75,7 @@ def test_the_runtime_alone_runs_a_package(wheels: dict[str, Path], package: Path
     subprocess.run([*pip, str(wheels["aot_backward_runtime"])], check=True, capture_output=True)
     code = f"""
 import sys
-sys.path[:] = [sys.argv[1]] + [p for p in sys.path if not p.startswith({str(ROOT)!r})]
+sys.path[:] = [sys.argv[1]] + [p for p in sys.path if not p.startswith({str(ROOT)!r}) or p.startswith(sys.prefix)]
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
 import aot_backward_runtime, torch
 model = aot_backward_runtime.load(sys.argv[2]).module()

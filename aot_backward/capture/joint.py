@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Ambient, Tree
 
-from .. import torch_api
+from .. import torch_api, undisturbed
 from . import trees
 from .shapes import Sizes, expression_of, write
 
@@ -142,7 +142,7 @@ def trace(
     _refuse_parameter_hooks(program)
     _check_inputs(args, kwargs)
     try:
-        with slots_kept(program):
+        with undisturbed.slots_kept(program):
             return _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
     except ExportError:
         raise
@@ -324,38 +324,6 @@ def current_ambient(device: str) -> Ambient:
 def forward_of(program: nn.Module) -> Callable[..., Any]:
     """The function whose signature names the program's arguments."""
     return program.function if isinstance(program, FunctionModule) else program.forward
-
-
-@contextlib.contextmanager
-def in_mode(program: nn.Module, mode: str) -> Iterator[None]:
-    """``program`` in ``mode`` ("train", "eval", or "" for a function, which has none), and afterwards every submodule as it was.
-
-    In the mode that the program is in, submodules keep their own: a BatchNorm frozen by ``.eval()`` stays frozen.
-    """
-    before = [(m, m.training) for m in program.modules()]
-    try:
-        if mode and program.training != (mode == "train"):
-            program.train(mode == "train")
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-@contextlib.contextmanager
-def slots_kept(program: nn.Module) -> Iterator[None]:
-    """Afterwards each parameter and buffer is the object that it was, whatever the trace or the program put in its place.
-
-    Tracing swaps them for its own, and puts the wrong ones back where a submodule has two names.
-    """
-    every: list[dict[str, Any]] = [slots for m in program.modules() for slots in (m._parameters, m._buffers)]
-    before = [(slots, dict(slots)) for slots in every]
-    try:
-        yield
-    finally:
-        for slots, kept in before:
-            slots.clear()
-            slots.update(kept)
 
 
 def state_of(program: nn.Module) -> dict[str, torch.Tensor]:
