@@ -210,3 +210,6 @@ def _called(entry: EntrySpec) -> Iterator[str]:
         for plan in (variant.forward, variant.backward, variant.inference, variant.gradient):
             if plan is not None and plan.call is not None:
                 yield plan.call.library
+    for structure in entry.structures:
+        for compiled in structure.variants:
+            yield from (s.library for s in compiled.segments if s.library)

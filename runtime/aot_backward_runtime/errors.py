@@ -27,3 +27,7 @@ class WeightsError(AotBackwardError, ValueError):
 
 class ExportError(AotBackwardError):
     """A program could not be exported rightly; no package was written."""
+
+
+class MissError(AotBackwardError):
+    """``replay(strict=True)``: a backward pass that the package does not hold. Nothing of it was run."""

@@ -30,9 +30,9 @@ class Contract:
         """The value of every symbol, read off ``tensors``; :class:`InputError` where a range, an equality or a guard does not hold."""
         values: dict[str, int] = {}
         for symbol in self.symbols:
-            size = tensors[symbol.input].shape[symbol.dim]
+            size = self._size(symbol, tensors)
             value, rest = divmod(size - symbol.offset, symbol.scale)
-            place = f"{self.specs[symbol.input].name}.shape[{symbol.dim}]"
+            place = self._place(symbol)
             label = place if symbol.label == symbol.name else f"{symbol.label} ({place})"
             if rest:
                 raise InputError(f"{label} is {size}; expected {symbol.scale} * n{f' + {symbol.offset}' if symbol.offset else ''}")
@@ -58,7 +58,7 @@ class Contract:
         ``values``: the symbols' values where they are known already (of incoming gradients).
         """
         for tensor, spec, dtype in zip(tensors, self.specs, self.dtypes, strict=True):
-            _check_kind(tensor, spec, dtype)
+            check_kind(tensor, spec, dtype)
         found = dict(values) if values is not None else self.solve(tensors)
         out, untouched = [], True
         for tensor, spec in zip(tensors, self.specs, strict=True):
@@ -66,7 +66,7 @@ class Contract:
                 wanted = tuple(evaluate(s, found) for s in spec.shape)
                 if tensor.shape != wanted:
                     raise InputError(f"{spec.name} has shape {tuple(tensor.shape)}; expected {wanted}")
-            fitting = _laid_out(tensor, spec, found)
+            fitting = laid_out(tensor, spec, found)
             untouched = untouched and fitting is tensor
             out.append(fitting)
         return out, found, untouched
@@ -77,15 +77,21 @@ class Contract:
             guard = guard.replace(symbol.name, self._label(symbol.name))
         return guard.removeprefix("(").removesuffix(")") if guard.count("(") == 1 else guard
 
+    def _size(self, symbol: SymbolSpec, tensors: Sequence[torch.Tensor]) -> int:
+        return tensors[symbol.input].shape[symbol.dim]
+
+    def _place(self, symbol: SymbolSpec) -> str:
+        return f"{self.specs[symbol.input].name}.shape[{symbol.dim}]"
+
     def _label(self, name: str) -> str:
         symbol = next(s for s in self.symbols if s.name == name)
-        return symbol.label if symbol.label != name else f"{self.specs[symbol.input].name}.shape[{symbol.dim}]"
+        return symbol.label if symbol.label != name else self._place(symbol)
 
     def _reason(self, expected: int | str, wanted: int) -> str:
         if isinstance(expected, int):
             return f"{wanted}"
         symbol = next((s for s in self.symbols if s.name == expected), None)
-        where = f", as {self.specs[symbol.input].name}.shape[{symbol.dim}] says" if symbol else ""
+        where = f", as {self._place(symbol)} says" if symbol else ""
         return f"{wanted} ({self.words(expected)}{where})"
 
 
@@ -155,7 +161,9 @@ def _alignment(tensor: torch.Tensor) -> int:
     return 16 if tensor.is_cuda else tensor.itemsize  # Triton's vector loads; on CPU vectors load unaligned, scalars want their own size
 
 
-def _check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> None:
+def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None) -> None:
+    """:class:`InputError` where ``tensor`` is of another type, layout, device, dtype or rank, or holds less than its sizes say."""
+    dtype = dtype or dtype_of(spec.dtype)
     if type(tensor) not in _PLAIN:
         raise InputError(f"{spec.name} is a {type(tensor).__module__}.{type(tensor).__qualname__}; expected a plain torch.Tensor")
     if torch_api.is_functorch_wrapped(tensor):
@@ -175,7 +183,7 @@ def _check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> N
         )
 
 
-def _laid_out(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int]) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int]) -> torch.Tensor:
     """``tensor`` itself where it lies as recorded, else a copy that does."""
     plain = tensor.resolve_conj().resolve_neg()
     wanted = tuple(evaluate(s, values) for s in spec.stride)

@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.1  2026-11-21  entries of kind "replay": ``EntrySpec.structures``
     1.0  2026-11-21  first version
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 0)
+FORMAT_VERSION = (1, 1)
 KNOWN_FEATURES: frozenset[str] = frozenset()
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -56,7 +57,9 @@ class Tree:
 
 @dataclass(frozen=True)
 class SymbolSpec:
-    """A dynamic dimension. Its value is read off dimension ``dim`` of flat input ``input``: ``size = scale * symbol + offset``."""
+    """A dynamic dimension. Its value is read off dimension ``dim`` of flat input ``input``: ``size = scale * symbol + offset``.
+
+    In a ``replay`` entry ``input`` may be -1: then it is the pass's size number ``dim``."""
 
     name: str  # in expressions: "s0"
     label: str  # what the author called it: "batch"; else as ``name``
@@ -159,6 +162,48 @@ class VariantSpec:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """One step of a recorded pass: either one operation of its tape, run as it stands, or a compiled graph that does several at once.
+
+    ``ops``: the operations' numbers on the tape. ``library``: the compiled graph, or "" for a single operation. ``operands``, of a graph:
+    ``input:I`` a tensor of the pass, ``value:I`` an earlier value, ``size:E`` as in :class:`Call`; of a single ``accumulate``:
+    ``("fresh",)`` where the gradient is memory of its own that lies as the leaf's gradient should, so that it can become the leaf's ``.grad``.
+    ``results``: the value that each result of the graph is; a value listed in ``undefined`` is None.
+    """
+
+    ops: tuple[int, ...]
+    library: str = ""
+    operands: tuple[str, ...] = ()
+    results: tuple[int, ...] = ()
+    undefined: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassSpec:
+    """A recorded pass compiled under guards. ``sizes``: what each of the pass's sizes must be, a number or an expression in the symbols."""
+
+    inputs: tuple[TensorSpec, ...]
+    sizes: tuple[Size, ...]
+    scalars: tuple[int | float, ...]
+    symbols: tuple[SymbolSpec, ...]
+    guards: tuple[str, ...]
+    ambient: Ambient
+    verdict: Verdict
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class StructureSpec:
+    """Backward passes of one fingerprint (``tape.py``). ``nodes``: the autograd nodes' names. ``seconds``: of running the tape uncompiled."""
+
+    fingerprint: str
+    nodes: tuple[str, ...]
+    operations: int
+    variants: tuple[PassSpec, ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class StateSpec:
     """A parameter or buffer of an entry. Ties are two names with one ``weight``."""
 
@@ -180,6 +225,7 @@ class EntrySpec:
     names: tuple[str, ...] = ()  # what the caller reads each gradient as
     single: bool = False  # the gradient itself comes back, not a dict of one
     has_aux: bool = False
+    structures: tuple[StructureSpec, ...] = ()  # of a replay entry
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .entry import Entry
 from .errors import AotBackwardError, WeightsError
 from .grad import LoadedGrad
 from .host import check_target
-from .manifest import EntrySpec, Manifest
+from .manifest import EntrySpec, Manifest, StructureSpec
 from .module import LoadedModule
 from .plan import Library, State, check_weight
 from .weights import load_weights
@@ -34,7 +34,7 @@ class Package:
 
     @property
     def entries(self) -> dict[str, str]:
-        """Name and kind ("module", "grad") of each entry."""
+        """Name and kind ("module", "grad", "replay") of each entry."""
         return {name: spec.kind for name, spec in self.manifest.entries.items()}
 
     def module(self, name: str | None = None) -> LoadedModule:
@@ -45,7 +45,15 @@ class Package:
         """The ``grad`` entry of that name, always the same object; a sole one needs no name."""
         return self._get("grad", name)  # type: ignore[return-value]
 
-    def _get(self, kind: str, name: str | None) -> LoadedModule | LoadedGrad:
+    def recorded(self, name: str | None = None) -> tuple[dict[str, StructureSpec], dict[str, Library], dict[str, torch.Tensor]]:
+        """Of the ``replay`` entry of that name (a sole one needs none): its structures by fingerprint, their libraries, and the constants of
+        those by weight key."""
+        spec = self.manifest.entries[self._name("replay", name)]
+        libraries = self._open(s.library for t in spec.structures for v in t.variants for s in v.segments if s.library)
+        constants = {c.weight: self._weights[c.weight] for lib in libraries.values() for c in lib.spec.constants}
+        return {t.fingerprint: t for t in spec.structures}, libraries, constants
+
+    def _name(self, kind: str, name: str | None) -> str:
         names = [n for n, k in self.entries.items() if k == kind]
         if name is None:
             if len(names) != 1:
@@ -54,6 +62,10 @@ class Package:
         if name not in names:
             other = f", but one of kind {self.entries[name]!r}" if name in self.entries else ""
             raise AotBackwardError(f"{self._archive.path} has no {kind} entry {name!r}{other}; its {kind} entries: {names}")
+        return name
+
+    def _get(self, kind: str, name: str | None) -> LoadedModule | LoadedGrad:
+        name = self._name(kind, name)
         if name not in self._made:
             self._made[name] = self._make(name, self.manifest.entries[name])
         return self._made[name]
@@ -61,13 +73,17 @@ class Package:
     def _make(self, name: str, spec: EntrySpec) -> LoadedModule | LoadedGrad:
         manifest = self.manifest
         used = {p.call.library for v in spec.variants for p in (v.forward, v.backward, v.inference, v.gradient) if p is not None and p.call}
-        device = manifest.target.device if manifest.target.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
-        libraries = {n: Library(partial(self._archive.library, n), manifest.libraries[n], device) for n in sorted(used)}
+        libraries = self._open(used)
         own = {s.weight for s in spec.state}
         fixed = {c.weight: self._weights[c.weight] for n in used for c in manifest.libraries[n].constants if c.weight not in own}
         entry = Entry(name, spec, libraries, State(spec, manifest.weights, fixed), self._types)
         tensors = {k: self._weights[k] for k in own}
         return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors)
+
+    def _open(self, names: Iterable[str]) -> dict[str, Library]:
+        manifest = self.manifest
+        device = manifest.target.device if manifest.target.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
+        return {n: Library(partial(self._archive.library, n), manifest.libraries[n], device) for n in sorted(set(names))}
 
 
 def load(
@@ -94,7 +110,7 @@ def load(
     missing = sorted(manifest.weights.keys() - tensors.keys())
     if missing:
         raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")
-    unproved = [n for n, e in manifest.entries.items() for v in e.variants if v.verdict.status != "verified"]
+    unproved = [n for n, e in manifest.entries.items() for v in (*e.variants, *(p for t in e.structures for p in t.variants)) if v.verdict.status != "verified"]
     if unproved:
         warnings.warn(f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}", stacklevel=2)
     return Package(archive, tensors, {f"{t.__module__}.{t.__qualname__}": t for t in types})

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch._C import _functions, _functorch
 from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function of five times the cost
 from torch._C import _get_float32_matmul_precision as matmul_precision
 from torch._C._aoti import AOTIModelContainerRunnerCpu
+from torch._C._dynamo import compiled_autograd as _engine
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
@@ -24,18 +30,31 @@ SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.11 on the GPU machine, 
 
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
 DelayedError = _functions.DelayedError
+call_cpp_tensor_pre_hooks = _engine.call_cpp_tensor_pre_hooks
+clear_cache = _engine.clear_cache
+is_cache_empty = _engine.is_cache_empty
+set_autograd_compiler = _engine.set_autograd_compiler
+set_verbose_logger = _engine.set_verbose_logger
 make_subclass = Tensor._make_subclass
 
 __all__ = [
     "AOTIModelContainerRunnerCpu",
     "DelayedError",
     "TensorGuards",
+    "adopt_functional",
+    "call_cpp_tensor_pre_hooks",
+    "clear_cache",
     "deterministic",
+    "dtype_of_number",
+    "is_cache_empty",
     "is_functorch_wrapped",
     "make_subclass",
     "matmul_precision",
     "opaque_to_dynamo",
     "runner",
+    "set_autograd_compiler",
+    "set_verbose_logger",
+    "share_functional",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -66,3 +85,67 @@ def runner(library: str, device: str) -> Any:
     from torch._C._aoti import AOTIModelContainerRunnerCuda  # only CUDA builds of torch have it
 
     return AOTIModelContainerRunnerCuda(library, 1, device)
+
+
+_NUMBERED = (
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64", "complex128", "bool",
+    None, None, None, "bfloat16",
+)  # fmt: skip
+"""The dtypes by the numbers of ``c10::ScalarType``, which the engine writes where a tape says what a gradient must look like."""
+
+
+def dtype_of_number(number: int) -> torch.dtype:
+    name = _NUMBERED[number] if 0 <= number < len(_NUMBERED) else None
+    if name is None:
+        raise ValueError(f"dtype number {number} is not known")
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+_PACKAGE = "torch._dynamo"
+_THEIRS = "torch._dynamo.compiled_autograd"
+_shared: dict[str, tuple[Callable[..., Any], bool]] = {}
+"""Functional backwards that were bound to us. The engine hands each out once per process, so PyTorch's own compiled autograd, which looks
+for them in its table, would miss those; it gets them from us, also where it is imported later."""
+
+
+def share_functional(name: str, function: Callable[..., Any], is_traceable: bool) -> None:
+    if not _shared and _PACKAGE not in sys.modules:
+        sys.meta_path.insert(0, _Sharing())
+    _shared[name] = (function, is_traceable)
+    if _PACKAGE in sys.modules and not any(isinstance(f, _Sharing) for f in sys.meta_path):
+        _give(sys.modules[_THEIRS], name)
+
+
+def adopt_functional(name: str, into: dict[str, Callable[..., Any]]) -> bool:
+    """Takes a functional backward that was bound to PyTorch's compiled autograd before us. Whether it is there now."""
+    theirs = sys.modules.get(_THEIRS)
+    found = getattr(getattr(theirs, "ops", None), name, None)
+    if found is not None:
+        into[name] = found
+    return found is not None
+
+
+def _give(theirs: ModuleType, name: str) -> None:
+    function, is_traceable = _shared[name]
+    if not hasattr(theirs.ops, name):
+        theirs.ops.add(name, function, False, is_traceable)
+
+
+class _Sharing(importlib.abc.MetaPathFinder):
+    """Lets the import of Dynamo go its way, and fills the table of compiled autograd afterwards."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != _PACKAGE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                sys.meta_path.remove(self)
+                for known in list(_shared):
+                    _give(sys.modules[_THEIRS], known)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,172 @@
+"""The autograd engine's hook for compilers, held by one session at a time.
+
+The setting is process-wide. Whoever holds it sees every backward pass through :func:`_run`, which stands where
+``torch.autograd.graph._engine_run_backward`` was: passes that the engine refuses, or that run inside a hook of another, go to eager there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import torch_api
+from .errors import AotBackwardError
+from .interpreter import MATERIALIZE
+
+_sessions: list[Session] = []
+_eager: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+_engine = torch.autograd.Variable._execution_engine
+_set_materialize_grads = torch.autograd.function.FunctionCtx.set_materialize_grads
+_modules = (torch.autograd, torch.autograd.graph)  # the first imports it by name
+
+
+class Session:
+    """What holds the engine's hook. Subclasses say what records a new structure, and count what is left to eager."""
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()  # one pass at a time
+        self._switch = threading.Lock()
+        self._off = 0  # eager passes that keep the hook off
+        self._prior: tuple[Any, bool] = (None, False)
+        self._thread = 0
+        self.running = False  # a pass of this session is being computed: what fails from now on is the person's error
+        self.inside = False  # ... or recorded
+        self.outside = False  # a hook or custom function of the pass is being called
+        self.callbacks: list[Callable[[], None]] = []  # what those gave to queue_callback
+        self.runs_in = 0  # the thread of the pass
+        self.roots: Sequence[Any] = ()
+        self.targets: Sequence[Any] = ()
+
+    # -- for subclasses
+
+    def recorder(self) -> Any:
+        raise NotImplementedError
+
+    def left_to_eager(self, reason: str) -> None:
+        raise NotImplementedError
+
+    # -- the context
+
+    def __enter__(self) -> Any:
+        if _sessions and _sessions[-1]._thread != threading.get_ident():
+            raise AotBackwardError(
+                "another thread records or replays already; the engine's setting is process-wide: enter once, around everything that trains"
+            )
+        self._thread = threading.get_ident()
+        self._prior = torch_api.set_autograd_compiler(self.recorder, True)
+        torch_api.clear_cache()  # an entry of the cache belongs to whoever recorded it
+        if not _sessions:
+            for module in _modules:
+                module._engine_run_backward = _run  # type: ignore[attr-defined]
+            torch.autograd.function.FunctionCtx.set_materialize_grads = _noting_materialize_grads  # type: ignore[method-assign]
+            torch.autograd.Variable._execution_engine = _Engine()  # type: ignore[assignment]
+        _sessions.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not _sessions or _sessions[-1] is not self:
+            raise AotBackwardError("record and replay contexts must be left in the reverse order in which they were entered")
+        _sessions.pop()
+        if not _sessions:
+            for module in _modules:
+                module._engine_run_backward = _eager  # type: ignore[attr-defined]
+            torch.autograd.function.FunctionCtx.set_materialize_grads = _set_materialize_grads  # type: ignore[method-assign]
+            torch.autograd.Variable._execution_engine = _engine
+        torch_api.clear_cache()
+        torch_api.set_autograd_compiler(*self._prior)
+        self._prior = (None, False)
+
+    @contextlib.contextmanager
+    def calling_out(self) -> Iterator[None]:
+        """Around a hook or custom function of the pass."""
+        self.outside = True
+        try:
+            yield
+        finally:
+            self.outside = False
+
+    def final_callbacks(self) -> None:
+        """Runs what was queued, in order; a callback may queue more. The engine would forget them: it runs none for compiled autograd."""
+        while self.callbacks:
+            with self.calling_out():
+                self.callbacks.pop(0)()
+
+    # -- one pass
+
+    def run(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
+        if args[2]:
+            self.left_to_eager("create_graph=True: the engine keeps such passes to itself")
+            return _eager(roots, *args, **kwargs)
+        while not self._turn.acquire(timeout=0.02):
+            if self.outside:  # the thread whose turn it is may be waiting for this very pass
+                self.left_to_eager("ran while another thread's hook was called")
+                return self._without(roots, args, kwargs)
+        try:
+            if self.inside:
+                self.left_to_eager("re-entrant: called by a hook or a custom function of another pass")
+                return self._without(roots, args, kwargs)
+            if self._off:
+                self.left_to_eager("ran beside a pass of another thread")
+                return self._without(roots, args, kwargs)
+            self.inside, self.running, self.runs_in = True, False, threading.get_ident()
+            self.roots, self.targets = roots, args[3]
+            try:
+                return _eager(roots, *args, **kwargs)
+            except Exception as error:
+                if self.running:
+                    raise
+                reason = " ".join(str(error).split()) or type(error).__name__
+            finally:
+                self.inside = self.running = False
+                self.roots = self.targets = ()
+                self.callbacks.clear()
+            result = self._without(roots, args, kwargs)  # raises what eager would where the pass itself is wrong
+            self.left_to_eager(reason.partition(" You can disable")[0].partition(" Please ")[0])
+            return result
+        finally:
+            self._turn.release()
+
+    def _without(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The pass by eager, with the hook off for as long as any such pass runs."""
+        with self._switch:
+            self._off += 1
+            if self._off == 1:
+                torch_api.set_autograd_compiler(None, False)
+        outside, self.outside = self.outside, False  # what its hooks queue is the engine's again
+        try:
+            return _eager(roots, *args, **kwargs)
+        finally:
+            self.outside = outside
+            with self._switch:
+                self._off -= 1
+                if self._off == 0:
+                    torch_api.set_autograd_compiler(self.recorder, True)
+
+
+def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    if not _sessions:
+        return _eager(roots, *args, **kwargs)
+    return _sessions[-1].run(roots, args, kwargs)
+
+
+class _Engine:
+    """Stands for PyTorch's engine object: callbacks queued by a hook of one of our passes are ours to run."""
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        if _sessions and _sessions[-1].outside and _sessions[-1].runs_in == threading.get_ident():
+            _sessions[-1].callbacks.append(callback)
+        else:
+            _engine.queue_callback(callback)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_engine, name)
+
+
+def _noting_materialize_grads(context: Any, value: bool) -> None:
+    context.__dict__[MATERIALIZE] = value
+    _set_materialize_grads(context, value)

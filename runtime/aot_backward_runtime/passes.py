@@ -1,0 +1,249 @@
+"""Runs recorded passes: which compiled variant serves this one, and its segments in eager's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import InputError, PackageError
+from .expressions import evaluate
+from .guards import Contract, Fast, check_ambient, check_kind, laid_out
+from .interpreter import Run
+from .manifest import LibrarySpec, PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
+from .plan import Library
+from .tape import Op, Tape
+
+_REMEMBERED = 16  # lists of shapes with a fast check, per structure
+
+Outside = Callable[[], AbstractContextManager[None]]
+"""Entered while a hook or a custom function of the pass is called."""
+Missed = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the engine hands over for one pass. ``inputs``: the tape's, in its order."""
+
+    inputs: list[torch.Tensor]
+    sizes: list[int]
+    scalars: list[int | float]
+    hooks: tuple[Any, ...]
+    packed: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A pass that a variant serves: its tensors as native code may have them, and the symbols' values."""
+
+    variant: CompiledPass
+    fitting: Sequence[torch.Tensor]
+    values: Mapping[str, int]
+
+
+class PassContract(Contract):
+    """What the tensors and sizes of a pass must be. Strides must be the recorded ones: a gradient takes them over."""
+
+    def __init__(self, spec: PassSpec):
+        super().__init__(spec.inputs, spec.symbols, spec.guards)
+        self.spec = spec
+        self._sizes: Sequence[int] = ()
+
+    def admit_pass(self, operands: Operands) -> tuple[Sequence[torch.Tensor], dict[str, int], bool]:
+        """The tensors, the symbols' values, and whether all tensors went in as they were; :class:`InputError` says what does not fit."""
+        spec = self.spec
+        if len(operands.inputs) != len(spec.inputs) or len(operands.sizes) != len(spec.sizes) or len(operands.scalars) != len(spec.scalars):
+            raise InputError("the pass has another number of tensors or sizes than the recorded one")
+        for tensor, expected, dtype in zip(operands.inputs, self.specs, self.dtypes, strict=True):
+            check_kind(tensor, expected, dtype)
+        self._sizes = operands.sizes
+        values = self.solve(operands.inputs)
+        for i, (size, wanted) in enumerate(zip(operands.sizes, spec.sizes, strict=True)):
+            if size != evaluate(wanted, values):
+                raise InputError(f"size {i} of the pass is {size}; expected {self.words(str(wanted))}")
+        for i, (scalar, wanted_scalar) in enumerate(zip(operands.scalars, spec.scalars, strict=True)):
+            if scalar != wanted_scalar:
+                raise InputError(f"scalar {i} of the pass is {scalar}; expected {wanted_scalar}")
+        fitting, untouched = [], True
+        for tensor, expected in zip(operands.inputs, self.specs, strict=True):
+            wanted_strides = tuple(evaluate(s, values) for s in expected.stride)
+            if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), wanted_strides, strict=True)):
+                raise InputError(f"{expected.name} has strides {tensor.stride()}; expected {wanted_strides}")
+            fitting.append(laid_out(tensor, expected, values))
+            untouched = untouched and fitting[-1] is tensor
+        return fitting, values, untouched
+
+    def _size(self, symbol: SymbolSpec, tensors: Sequence[torch.Tensor]) -> int:
+        return self._sizes[symbol.dim] if symbol.input < 0 else super()._size(symbol, tensors)
+
+    def _place(self, symbol: SymbolSpec) -> str:
+        return f"size {symbol.dim} of the pass" if symbol.input < 0 else super()._place(symbol)
+
+
+class CompiledPass:
+    """A variant made ready."""
+
+    def __init__(self, spec: PassSpec, tape: Tape, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
+        self.spec, self.tape = spec, tape
+        self.contract = PassContract(spec)
+        self.device = next((s.device for s in spec.inputs), "cpu")
+        self._binding = (constants, ())
+        self.steps = list(self._steps(libraries))
+
+    def _steps(self, libraries: Mapping[str, Library]) -> Iterator[_Call | _Accumulate | _Single]:
+        ops = self.tape.ops
+        if sorted(n for s in self.spec.segments for n in s.ops) != list(range(len(ops))):
+            raise PackageError("a recorded pass does not run each operation of its tape once")
+        compiled: set[int] = set()  # values that come out of native code, whose looks are known
+        leaves: _Accumulate | None = None
+        for segment in self.spec.segments:
+            covered = [ops[n] for n in segment.ops]
+            if segment.library:
+                library = libraries[segment.library]
+                yield _Call(library, segment, covered, compiled, self._binding)
+                compiled.update(segment.results)
+                leaves = None
+            elif covered[0].kind == "accumulate":
+                leaf, grad = covered[0].operands
+                if leaves is None:
+                    leaves = _Accumulate()
+                    yield leaves
+                leaves.add(covered[0], leaf.index, grad.index, segment.operands == ("fresh",))
+            else:
+                yield _Single(covered[0])
+                leaves = None
+
+    def run(self, operands: Operands, admitted: Admitted, outside: Outside, missed: Missed) -> list[torch.Tensor | None]:
+        """The pass. Errors are those of hooks, of custom functions and of native code; ``.grad`` is then as far as eager would have come."""
+        run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, outside)
+        for step in self.steps:
+            step(run, admitted, missed)
+        return [run.get(o) for o in self.tape.outputs]
+
+
+class _Call:
+    """A compiled graph between two places where Python runs."""
+
+    def __init__(self, library: Library, segment: Segment, ops: Sequence[Op], known: set[int], binding: Any):
+        self.library, self.segment, self.ops, self.binding = library, segment, ops, binding
+        self.operands = [_parse(o) for o in segment.operands]
+        self.checked = [(p, i, library.spec.inputs[p]) for p, (kind, i) in enumerate(self.operands) if kind == "value" and i not in known]
+        self.simple = all(kind == "input" for kind, _ in self.operands)
+        self.places = [i for _, i in self.operands]
+
+    def __call__(self, run: Run, admitted: Admitted, missed: Missed) -> None:
+        if self.simple:
+            given = [admitted.fitting[i] for i in self.places]
+        else:
+            given = []
+            for kind, where in self.operands:
+                if kind == "input":
+                    given.append(admitted.fitting[where])
+                elif kind == "value":
+                    given.append(run.values[where])
+                else:
+                    given.append(torch.empty((evaluate(where, admitted.values), 0)))
+            for place, number, spec in self.checked:
+                try:
+                    given[place] = _admit_value(run.values[number], spec, admitted.values)
+                except InputError as error:
+                    missed(f"a gradient that Python code returned: {error}")
+                    for op in self.ops:
+                        run.step(op)
+                    return
+        library = self.library
+        with library.lock:
+            library.bind(self.binding)
+            results = library.run(given)
+        for number, result in zip(self.segment.results, results, strict=True):
+            run.values[number] = result
+        for number in self.segment.undefined:
+            run.values[number] = None
+
+
+class _Accumulate:
+    """Leaves whose gradients are known, one after another."""
+
+    def __init__(self) -> None:
+        self.leaves: list[tuple[Op, int, int, bool]] = []
+
+    def add(self, op: Op, leaf: int, grad: int, fresh: bool) -> None:
+        self.leaves.append((op, leaf, grad, fresh))
+
+    def __call__(self, run: Run, admitted: Admitted, missed: Missed) -> None:
+        inputs, values = run.operands["input"], run.values
+        sums: list[torch.Tensor] = []
+        terms: list[torch.Tensor] = []
+        for op, leaf, grad, fresh in self.leaves:
+            tensor, new = inputs[leaf], values[grad]
+            old = tensor.grad
+            if new is None:
+                continue
+            if old is None and fresh:
+                tensor.grad = new
+            elif old is not None and old.layout is torch.strided and new.layout is torch.strided and type(old) is torch.Tensor:
+                sums.append(old)
+                terms.append(new)
+            else:
+                run.step(op)
+        if sums:
+            torch._foreach_add_(sums, terms)
+
+
+class _Single:
+    """One operation of the tape as it stands."""
+
+    def __init__(self, op: Op):
+        self.op = op
+
+    def __call__(self, run: Run, admitted: Admitted, missed: Missed) -> None:
+        run.step(self.op)
+
+
+class Structure:
+    """Passes of one fingerprint: the tape of this process, and what the package has for it."""
+
+    def __init__(self, tape: Tape, spec: StructureSpec | None, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
+        self.tape, self.spec = tape, spec
+        self.variants = [CompiledPass(v, tape, libraries, constants) for v in (spec.variants if spec else ())]
+        self._fast: list[tuple[list[int], list[int | float], Fast, Admitted]] = []
+
+    def admit(self, operands: Operands) -> Admitted:
+        """The variant that serves a pass; :class:`InputError` says why none does."""
+        for sizes, scalars, fast, admitted in self._fast:
+            if sizes == operands.sizes and fast.check(*operands.inputs) and fast.memory(operands.inputs) and scalars == operands.scalars:
+                check_ambient(admitted.variant.spec.ambient, admitted.variant.device)
+                return Admitted(admitted.variant, operands.inputs, admitted.values)
+        failures = []
+        for variant in self.variants:
+            try:
+                check_ambient(variant.spec.ambient, variant.device)
+                fitting, values, untouched = variant.contract.admit_pass(operands)
+            except InputError as error:
+                failures.append(str(error))
+                continue
+            found = Admitted(variant, fitting, values)
+            if untouched:
+                kept = Admitted(variant, (), values)
+                self._fast.insert(0, (list(operands.sizes), list(operands.scalars), Fast(operands.inputs), kept))
+                del self._fast[_REMEMBERED:]
+            return found
+        raise InputError("; ".join(dict.fromkeys(failures)))
+
+
+def _admit_value(value: Any, spec: TensorSpec, values: Mapping[str, int]) -> torch.Tensor:
+    if value is None:
+        raise InputError(f"{spec.name} is undefined; a tensor was recorded")
+    check_kind(value, spec)
+    wanted = tuple(evaluate(s, values) for s in spec.shape)
+    if value.shape != wanted:
+        raise InputError(f"{spec.name} has shape {tuple(value.shape)}; expected {wanted}")
+    return laid_out(value, spec, values)
+
+
+def _parse(operand: str) -> tuple[str, Any]:
+    kind, _, rest = operand.partition(":")
+    return kind, rest if kind == "size" else int(rest)

@@ -1,0 +1,386 @@
+"""The recorder: the object that the autograd engine calls back while it writes down a pass that it has not seen.
+
+Compiled autograd's C++ walks the graph, builds a key per node, and follows its cache. Where the cache has nothing, it asks the factory
+given to ``set_autograd_compiler`` for an object and calls the methods of :class:`Recorder` in the order of its walk. PyTorch's own object
+traces there, with Dynamo and fake tensors; this one writes a :class:`~.tape.Tape` and computes nothing. Tensors that it hands back only
+stand for slots, so a pass that turns out to be one the recorder cannot have is left to eager untouched.
+
+Nothing here may raise between ``begin_capture`` and ``end_capture``: the node in hand would keep the stand-ins. What is wrong is noted in
+:attr:`Recorder.refused` and raised at the end, when the engine has put everything back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import torch_api
+from .interpreter import functional
+from .schedule import in_order
+from .tape import Derived, Op, Slot, Tape, slots
+
+_custom_names: Counter[str] = Counter()
+Order = Callable[[Sequence[str]], "list[int] | None"]
+"""From the nodes' names in the engine's walk to the order in which eager runs them; None where that cannot be told."""
+
+
+class Refused(Exception):
+    """A pass that the recorder cannot write down; eager runs it."""
+
+
+class Symbol:
+    """A size or scalar as the engine passes it around: the least of a SymNode. Arithmetic on it stays an expression."""
+
+    def __init__(self, recorder: Recorder, operand: Any, value: Any):
+        self.recorder, self.operand, self.value = recorder, operand, value
+
+    def is_int(self) -> bool:
+        return type(self.value) is int
+
+    def is_float(self) -> bool:
+        return type(self.value) is float
+
+    def is_bool(self) -> bool:
+        return type(self.value) is bool
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return True
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    constant_int = constant_bool = maybe_as_float = nested_int = maybe_as_int
+
+    def clone(self) -> Symbol:
+        return self
+
+    def wrap_int(self, value: int) -> Symbol:
+        return Symbol(self.recorder, value, value)
+
+    wrap_float = wrap_bool = wrap_int
+
+    def guard_int(self, file: str, line: int) -> Any:
+        self.recorder.read.append(self)
+        return self.value
+
+    guard_float = guard_bool = guard_int
+
+    def int_(self) -> Any:
+        return self.guard_int("", 0)
+
+    def sym_float(self) -> Symbol:
+        return self._derive("float", float(self.value))
+
+    def neg(self) -> Symbol:
+        return self._derive("neg", -self.value)
+
+    def _derive(self, name: str, value: Any, *others: Symbol) -> Symbol:
+        return Symbol(self.recorder, Derived(name, (self.operand, *(o.operand for o in others))), value)
+
+    def add(self, other: Symbol) -> Symbol:
+        return self._derive("add", self.value + other.value, other)
+
+    def sub(self, other: Symbol) -> Symbol:
+        return self._derive("sub", self.value - other.value, other)
+
+    def mul(self, other: Symbol) -> Symbol:
+        return self._derive("mul", self.value * other.value, other)
+
+    def mod(self, other: Symbol) -> Symbol:
+        return self._derive("mod", self.value % other.value, other)
+
+    def floordiv(self, other: Symbol) -> Symbol:
+        return self._derive("floordiv", self.value // other.value, other)
+
+    int_floordiv = floordiv
+
+    def truediv(self, other: Symbol) -> Symbol:
+        return self._derive("truediv", self.value / other.value, other)
+
+    float_truediv = int_truediv = truediv
+
+    def sym_min(self, other: Symbol) -> Symbol:
+        return self._derive("min", min(self.value, other.value), other)
+
+    def sym_max(self, other: Symbol) -> Symbol:
+        return self._derive("max", max(self.value, other.value), other)
+
+    # comparisons: the engine could only go on by asking which it is, and then the tape would hold for these sizes alone
+
+    def eq(self, other: Symbol) -> Symbol:
+        return self._derive("eq", self.value == other.value, other)
+
+    def ne(self, other: Symbol) -> Symbol:
+        return self._derive("ne", self.value != other.value, other)
+
+    def lt(self, other: Symbol) -> Symbol:
+        return self._derive("lt", self.value < other.value, other)
+
+    def le(self, other: Symbol) -> Symbol:
+        return self._derive("le", self.value <= other.value, other)
+
+    def gt(self, other: Symbol) -> Symbol:
+        return self._derive("gt", self.value > other.value, other)
+
+    def ge(self, other: Symbol) -> Symbol:
+        return self._derive("ge", self.value >= other.value, other)
+
+    def str(self) -> str:
+        return str(self.operand)
+
+    _graph_repr = __str__ = __repr__ = str
+
+
+class Recorder:
+    """Writes one pass down. ``finish(tape, picked, reasons)`` gives what the engine calls from now on for passes of this structure.
+
+    ``picked``: which of the engine's tensors the tape's inputs are. Those that nothing reads are left out: the present ``.grad`` of each
+    leaf is among the engine's, so that the first step of a training, where there is none, would be another tape than the second.
+    """
+
+    def __init__(self, order: Order, finish: Callable[[Tape, Sequence[int], Sequence[str]], Callable[..., Any]]):
+        self._order, self._finish = order, finish
+        self._ops: list[Op] = []
+        self._nodes: list[str] = []
+        self._slots: dict[int, Slot] = {}
+        self._alive: list[torch.Tensor] = []
+        self._values = 0
+        self._counts = [0, 0]
+        self._scalars: tuple[str, ...] = ()
+        self._hooks = self._packed = 0
+        self._reasons: list[str] = []
+        self.read: list[Symbol] = []  # sizes that the engine asked the number of
+        self.refused = ""
+
+    # -- slots
+
+    def _stand_in(self, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+        self._slots[id(tensor)] = slot
+        self._alive.append(tensor)
+        return tensor
+
+    def _new(self, count: int) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+        first = self._values
+        self._values += count
+        numbers = tuple(range(first, self._values))
+        return [self._stand_in(Slot("value", n), torch.empty(0)) for n in numbers], numbers
+
+    def _operand(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            slot = self._slots.get(id(x))
+            if slot is None:
+                self.refused = self.refused or f"a tensor of shape {tuple(x.shape)} comes from nowhere that the engine names"
+                return None
+            return slot
+        if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            node = x.node
+            return node.operand if isinstance(node, Symbol) else node.guard_int("", 0)
+        if isinstance(x, torch.Size):
+            return tuple(map(self._operand, x))
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(self._operand, x))
+        return x
+
+    def _emit(self, kind: str, name: str, operands: Sequence[Any], results: tuple[int, ...] = ()) -> None:
+        self._ops.append(Op(kind, name, tuple(map(self._operand, operands)), results, len(self._nodes) - 1))
+
+    def _hook(self, index: int) -> Slot:
+        self._hooks = max(self._hooks, index + 1)
+        return Slot("hook", index)
+
+    # -- called by the engine, in the order of its walk
+
+    def begin_capture(
+        self,
+        inputs: list[torch.Tensor],
+        sizes: Sequence[int],
+        scalars: list[int | float],
+        origins: Any = None,
+        accumulate_grad: bool = False,
+        check_nans: bool = False,
+    ) -> tuple[str, list[torch.Tensor], list[Any], list[Any]]:
+        self._counts = [len(inputs), len(sizes)]
+        self._scalars = tuple(type(s).__name__ for s in scalars)
+        stand_ins = []
+        for i, tensor in enumerate(inputs):
+            # a Python number that became a tensor of no dimensions would come back as that number, and be a constant of the tape
+            alias = tensor.detach() if tensor.dim() else torch.empty((), dtype=tensor.dtype, device=tensor.device)
+            if tensor.requires_grad:
+                alias.requires_grad_()
+            stand_ins.append(self._stand_in(Slot("input", i), alias))
+        symbols = [torch.SymInt(Symbol(self, Slot("size", i), v)) for i, v in enumerate(sizes)]
+        lifted = [(torch.SymFloat if type(v) is float else torch.SymInt)(Symbol(self, Slot("scalar", i), v)) for i, v in enumerate(scalars)]
+        return "aot-backward", stand_ins, symbols, lifted
+
+    def log_compile_reasons(self, reasons: Sequence[str]) -> None:
+        self._reasons = [r.partition(": ")[2] or r for r in reasons[-1:]]
+
+    def set_node_origin(self, name: str, index: int, context: Any) -> None:
+        self._nodes.append(name)
+
+    def bind_function(self, name: str, function: Callable[..., Any], is_custom: bool = False, is_traceable: bool = True) -> str:
+        if is_custom:
+            count = _custom_names[name]
+            _custom_names[name] += 1
+            name = f"CppNode{name}{count}"
+        functional[name] = function
+        torch_api.share_functional(name, function, is_traceable)
+        return name
+
+    def apply_functional(self, name: str, grads: Sequence[Any], args: Sequence[Any], metadata: Sequence[Any]) -> list[torch.Tensor]:
+        if name not in functional and not torch_api.adopt_functional(name, functional):
+            self.refused = self.refused or f"the backward of {name} was bound by somebody else"
+        results, numbers = self._new(len(metadata))
+        self._emit("apply", name, (list(grads), *args), numbers)
+        return results
+
+    def validate_outputs(self, name: str, grads: Sequence[Any], args: Sequence[Any], metadata: Sequence[Any]) -> list[torch.Tensor]:
+        if "validate_outputs" not in functional:
+            torch_api.adopt_functional("validate_outputs", functional)
+        results, numbers = self._new(len(grads))
+        if numbers:
+            self._emit("validate", "", (list(grads), args[0]), numbers)
+        return results
+
+    def accumulate(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        (result,), numbers = self._new(1)
+        self._emit("add", "", (old, new), numbers)
+        return result
+
+    def accumulate_grad(self, variable: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+        """``rest``: (current gradient, gradient, has_post_hooks), or before torch 2.13 (gradient, has_post_hooks)."""
+        if "AccumulateGrad" not in functional:
+            torch_api.adopt_functional("AccumulateGrad", functional)
+        self._emit("accumulate", "", (variable, rest[-2]))
+        return self._new(1)[0][0] if len(rest) == 3 else None
+
+    def unpack_hook(self, hook: int, data: int) -> torch.Tensor:
+        self._packed = max(self._packed, data + 1)
+        (result,), numbers = self._new(1)
+        self._emit("unpack_hook", "", (self._hook(hook), Slot("packed", data)), numbers)
+        return result
+
+    def tensor_pre_hook(self, grads: list[Any], hook: int, i: int) -> list[Any]:
+        if grads[i] is not None:
+            grads[i] = self._hooked("tensor_pre_hook", self._hook(hook), grads[i])
+        return grads
+
+    def cpp_tensor_pre_hook(self, grads: list[Any], number: int, i: int) -> list[Any]:
+        if grads[i] is not None:
+            grads[i] = self._hooked("cpp_tensor_pre_hook", number, grads[i])
+        return grads
+
+    def _hooked(self, kind: str, hook: Any, grad: torch.Tensor) -> torch.Tensor:
+        (result,), numbers = self._new(1)
+        self._emit(kind, "", (hook, grad), numbers)
+        return result
+
+    def pre_hook(self, grads: Sequence[Any], hook: int) -> list[torch.Tensor]:
+        results, numbers = self._new(len(grads))
+        self._emit("pre_hook", "", (self._hook(hook), list(grads)), numbers)
+        return results
+
+    def post_hook(self, results: Sequence[Any], grads: Sequence[Any], hook: int) -> list[torch.Tensor]:
+        changed, numbers = self._new(len(results))
+        self._emit("post_hook", "", (self._hook(hook), list(results), list(grads)), numbers)
+        return changed
+
+    def post_acc_grad_hook(self, variable: torch.Tensor, hook: int) -> list[torch.Tensor]:
+        self._emit("post_accumulate_hook", "", (self._hook(hook), variable))
+        return [variable]
+
+    def proxy_call_backward(
+        self,
+        grads: Sequence[Any],
+        metadata: Sequence[Any],
+        saved: Sequence[Any],
+        context: int,
+        real: Any,
+        state: int | None = None,
+        opaque: Sequence[int] = (),
+    ) -> tuple[torch.Tensor | None, ...]:
+        if state is not None or opaque:
+            self.refused = self.refused or "a torch.compile'd forward keeps hook state or opaque objects for its backward"
+        given = [self._known_or_zeros(g) for g in grads]
+        results, numbers = self._new(len(metadata))
+        function = real._forward_cls
+        name = f"{function.__module__}.{function.__qualname__}"
+        self._emit("custom", name, (self._hook(context), tuple(saved), given, list(metadata)), numbers)
+        return tuple(None if m is None else r for m, r in zip(metadata, results, strict=True))
+
+    def _known_or_zeros(self, grad: Any) -> Any:
+        """The engine makes zeros by itself for an undefined gradient of a custom function; the sizes that it read for them are their shape."""
+        if grad is None or id(grad) in self._slots:
+            return grad
+        shape = [s for s in self.read[-grad.dim() :]] if grad.dim() else []
+        if [s.value for s in shape] != list(grad.shape):
+            self.refused = self.refused or "a custom function gets a gradient from nowhere that the engine names"
+            return None
+        self.read.clear()
+        (result,), numbers = self._new(1)
+        self._ops.append(Op("zeros", "", (tuple(s.operand for s in shape), grad.dtype, grad.device), numbers, len(self._nodes) - 1))
+        return result
+
+    def call_copy_slices_prologue(self, grads: Sequence[Any], *geometry: Any) -> list[torch.Tensor]:
+        results, numbers = self._new(3)
+        self._emit("copy_slices_prologue", "", (list(grads), *geometry), numbers)
+        return results
+
+    def call_copy_slices_epilogue(self, needed: Sequence[bool], result: torch.Tensor, grads: Sequence[Any], part: torch.Tensor) -> list[torch.Tensor]:
+        results, numbers = self._new(len(needed))
+        self._emit("copy_slices_epilogue", "", (list(needed), result, list(grads), part), numbers)
+        return results
+
+    def end_capture(self, outputs: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        if self.read:
+            self.refused = self.refused or f"the engine branches on the size {self.read[0].operand} of {self._nodes[-1]}"
+        order = self._order(self._nodes)
+        if order is None:
+            self.refused = self.refused or "the order in which eager runs the nodes cannot be told from the roots of this pass"
+        if self.refused:
+            raise Refused(self.refused)
+        assert order is not None
+        results = tuple(map(self._operand, outputs))
+        ops = in_order(self._ops, results, order, self._values)
+        picked = sorted({s.index for op in ops for s in slots(op.operands) if s.kind == "input"} | {s.index for s in slots(results) if s.kind == "input"})
+        place = {old: new for new, old in enumerate(picked)}
+        tape = Tape(
+            ops=tuple(replace(op, operands=_moved(op.operands, place)) for op in ops),
+            outputs=_moved(results, place),
+            inputs=len(picked),
+            sizes=self._counts[1],
+            scalars=self._scalars,
+            hooks=self._hooks,
+            packed=self._packed,
+            nodes=tuple(self._nodes),
+        )
+        self._alive.clear()
+        return _call, self._finish(tape, picked, self._reasons)
+
+    def close(self) -> None:
+        pass
+
+
+def _moved(operand: Any, place: dict[int, int]) -> Any:
+    if isinstance(operand, Slot):
+        return Slot("input", place[operand.index]) if operand.kind == "input" else operand
+    if isinstance(operand, (list, tuple)):
+        return type(operand)(_moved(o, place) for o in operand)
+    return operand
+
+
+def _call(program: Callable[..., Any], *operands: Any) -> Any:
+    return program(*operands)

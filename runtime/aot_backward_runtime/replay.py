@@ -1,0 +1,228 @@
+"""``replay(path)``: the backward passes of an unmodified script, from a package. ``docs/replay.md`` explains it.
+
+A pass is *bound* when the engine first meets its structure in this process: its tape is written, the fingerprint looked up, and what the
+package has for it put in the engine's cache. From then on the engine's own cache answers (a *hit*). Where the package has nothing that
+serves (a *miss*), the tape is interpreted: eager's gradients, counted, and logged once per reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import torch_api
+from .engine import Session
+from .errors import InputError, MissError
+from .interpreter import Run
+from .manifest import StructureSpec
+from .package import Package, load
+from .passes import Operands, Structure
+from .plan import Library
+from .recorder import Recorder
+from .schedule import eager_order
+from .tape import Tape
+
+log = logging.getLogger("aot_backward.replay")
+_CALM = 8  # passes in a row that the package served, after which the engine is no longer asked for its reasons (they cost it time)
+
+
+@dataclass
+class Report:
+    """What became of the backward passes of a context.
+
+    ``bindings``: passes that met a structure for the first time; ``hits``: further ones that the package served; ``misses``: those that were
+    interpreted, by reason; ``eager``: those that the engine would not have, by reason. ``saved``: seconds by which the hits were faster than
+    running the same tapes uncompiled, as measured when they were recorded.
+    """
+
+    bindings: int = 0
+    hits: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    eager: Counter[str] = field(default_factory=Counter)
+    engine: Counter[str] = field(default_factory=Counter)  # what the engine said of passes that its cache did not have
+    saved: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bindings": self.bindings,
+            "hits": self.hits,
+            "misses": dict(self.misses),
+            "eager": dict(self.eager),
+            "engine": dict(self.engine),
+            "seconds_saved": round(self.saved, 6),
+        }
+
+    def __str__(self) -> str:
+        missed, eager = sum(self.misses.values()), sum(self.eager.values())
+        lines = [f"{self.bindings} bound, {self.hits} hits, {missed} misses, {eager} left to eager; {self.saved:.3f} s saved"]
+        for what, reasons in (("miss", self.misses), ("eager", self.eager), ("engine", self.engine)):
+            lines += [f"  {what} x{count}: {reason}" for reason, count in reasons.most_common()]
+        return "\n".join(lines)
+
+
+class Replaying(Session):
+    """The context of :func:`replay`. ``report``: a :class:`Report`; ``tapes``: what was met, in order."""
+
+    def __init__(self, package: Package | None, entry: str | None = None, *, strict: bool = False):
+        super().__init__()
+        self.strict = strict
+        self.report = Report()
+        self.tapes: list[Tape] = []
+        self._specs: dict[str, StructureSpec] = {}
+        self._libraries: Mapping[str, Library] = {}
+        self._constants: Mapping[str, torch.Tensor] = {}
+        if package is not None:
+            self._specs, self._libraries, self._constants = package.recorded(entry)
+        self._met: dict[str, Structure] = {}
+        self._said: set[str] = set()
+        self._calm = 0
+
+    def __enter__(self) -> Replaying:
+        super().__enter__()
+        self._curious(True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch_api.set_verbose_logger(None)
+        super().__exit__(*error)
+
+    def clear_cache(self) -> None:
+        """Forgets what was bound; the next pass of each structure is a binding pass again."""
+        torch_api.clear_cache()
+
+    def is_cache_empty(self) -> bool:
+        """Whether nothing is bound."""
+        return torch_api.is_cache_empty()
+
+    # -- what the engine calls
+
+    def recorder(self) -> Recorder:
+        return Recorder(lambda names: eager_order(self.roots, self.targets, names), self._bind)
+
+    def left_to_eager(self, reason: str) -> None:
+        self.report.eager[reason] += 1
+        self._say(f"a backward pass was left to eager: {reason}")
+
+    def _bind(self, tape: Tape, picked: Sequence[int], reasons: Sequence[str]) -> Callable[..., Any]:
+        self.report.bindings += 1
+        self.report.engine.update(reasons)
+        fingerprint = tape.fingerprint()
+        structure = self._met.get(fingerprint)
+        if structure is None:
+            structure = self._met[fingerprint] = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
+            self.tapes.append(tape)
+        program = _Bound(self, structure, picked)
+        self._curious(True)
+        return program
+
+    def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
+        """One pass whose structure is known. ``binding``: the first of it."""
+        start = time.perf_counter()
+        try:
+            if torch.is_anomaly_enabled():
+                raise InputError("anomaly mode looks at every node: the tape is interpreted")
+            if structure.spec is None:
+                raise InputError(self._unknown(structure.tape))
+            admitted = structure.admit(operands)
+        except InputError as miss:
+            if self.strict:
+                raise MissError(f"{miss} (replay was told to be strict)") from None
+            self._missed(str(miss))
+            return self.interpret(structure, operands)
+        results = admitted.variant.run(operands, admitted, self.calling_out, self._missed)
+        if not binding:
+            self.report.hits += 1
+            self.report.saved += structure.spec.seconds - (time.perf_counter() - start)
+            self._calm += 1
+            if self._calm == _CALM:
+                self._curious(False)
+        return results
+
+    def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
+        run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.calling_out)
+        return run.execute(structure.tape.ops, structure.tape.outputs)
+
+    def _missed(self, reason: str) -> None:
+        self.report.misses[reason] += 1
+        self._curious(True)
+        self._say(f"a backward pass was interpreted: {reason}")
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            log.warning("%s", message)
+
+    def _curious(self, on: bool) -> None:
+        """Whether the engine words what its cache did not have; that costs it time on every pass."""
+        self._calm = 0 if on else self._calm
+        torch_api.set_verbose_logger(_EAR if on else None)
+
+    def _unknown(self, tape: Tape) -> str:
+        """How ``tape`` differs from the nearest recorded structure."""
+        nodes = tape.nodes
+        best, alike = None, -1
+        for spec in self._specs.values():
+            same = next((i for i, (a, b) in enumerate(zip(nodes, spec.nodes, strict=False)) if a != b), min(len(nodes), len(spec.nodes)))
+            if same > alike:
+                best, alike = spec, same
+        if best is None:
+            return f"no structure was recorded; this one has {len(nodes)} nodes, {tape.fingerprint()[:12]}"
+        if alike < min(len(nodes), len(best.nodes)):
+            what = f"node {alike} is {_short(nodes[alike])}, in the nearest recorded structure it is {_short(best.nodes[alike])}"
+        elif len(nodes) != len(best.nodes):
+            what = f"it has {len(nodes)} nodes, the nearest recorded structure {len(best.nodes)}"
+        else:
+            what = "it has the nodes of a recorded structure, but constants of theirs, hooks, or what needs a gradient differ"
+        return f"the structure {tape.fingerprint()[:12]} was not recorded: {what}"
+
+
+class _Bound:
+    """What the engine's cache holds for a structure."""
+
+    def __init__(self, session: Replaying, structure: Structure, picked: Sequence[int]):
+        self.session, self.structure, self.picked = session, structure, list(picked)
+        self.binding = True
+
+    def __call__(
+        self, inputs: list[torch.Tensor], sizes: list[int], scalars: list[Any], hooks: tuple[Any, ...], packed: tuple[Any, ...] = ()
+    ) -> list[torch.Tensor | None]:
+        session = self.session
+        session.running = True
+        binding, self.binding = self.binding, False
+        if len(self.picked) != len(inputs):
+            inputs = [inputs[i] for i in self.picked]
+        results = session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)
+        if session.callbacks:
+            session.final_callbacks()
+        return results
+
+
+def replay(path: str | os.PathLike[str], *, entry: str | None = None, strict: bool = False) -> Replaying:
+    """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
+
+    Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`); those that the engine
+    refuses run in eager. The engine's setting is process-wide: enter once, around everything that trains. Raises what :func:`load` raises,
+    and :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
+    """
+    return Replaying(load(path), entry, strict=strict)
+
+
+class _Ear:
+    """What the engine takes for a logger. Its reasons come to the recorder as a list; the lines that it also logs are not needed."""
+
+    def debug(self, message: str, *args: Any) -> None:
+        pass
+
+
+_EAR = _Ear()
+
+
+def _short(name: str) -> str:
+    return name.rpartition("::")[2]

@@ -1,0 +1,258 @@
+"""The tape: what the autograd engine would run for one backward pass, written down in its order.
+
+A tape is a list of operations over slots. ``recorder.py`` writes it, :mod:`.interpreter` runs it, ``aot_backward.capture.recorded`` traces
+it. Its canonical JSON form has every size, scalar and tensor as a slot, so that two passes with one :meth:`Tape.fingerprint` differ in
+nothing but those. A tape that was read back can be compared and looked at, not run: the functional backwards in it are C++ callables
+that the engine hands out when it first meets a node type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .errors import PackageError
+
+VERSION = 1
+"""Of the canonical form; it is part of every fingerprint.
+
+1   2026-11-21  first version
+"""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An operand that differs between passes.
+
+    ``kind``: "input" (a lifted tensor), "size", "scalar", "hook" (a Python callable or a custom function's context), "packed" (what a
+    saved-tensor hook packed), all numbered as the engine hands them over; or "value", the result of an earlier operation.
+    """
+
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"%{_LETTER[self.kind]}{self.index}"
+
+
+_LETTER = {"input": "t", "size": "s", "scalar": "c", "hook": "h", "packed": "p", "value": "v"}
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A size computed from others: ``operator`` is a name of :mod:`operator` ("add", "mul", "floordiv", …) or "min" or "max"."""
+
+    operator: str
+    operands: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.operator}({', '.join(map(_show, self.operands))})"
+
+
+KINDS = {
+    "apply": "a node's functional backward: (gradients, arguments…) -> gradients",
+    "validate": "(gradients, what each must look like) -> gradients: cast, summed to size, or an error",
+    "add": "fan-in: (sum so far, one more) -> sum",
+    "accumulate": "AccumulateGrad: (leaf, gradient) into the leaf's .grad",
+    "custom": "a Python autograd.Function: (context, saved tensors, gradients, what its gradients look like) -> gradients",
+    "copy_slices_prologue": "of an in-place update of a view",
+    "copy_slices_epilogue": "of an in-place update of a view",
+    "zeros": "(sizes, dtype, device) -> zeros that a custom function gets for an undefined gradient",
+    "unpack_hook": "saved-tensor hook: (hook, packed data) -> tensor",
+    "tensor_pre_hook": "of a tensor: (hook, gradients, which) -> gradient",
+    "cpp_tensor_pre_hook": "retain_grad and C++ hooks: (number, gradient) -> gradient",
+    "pre_hook": "of a node: (hook, gradients) -> gradients",
+    "post_hook": "of a node: (hook, its results, its gradients) -> results",
+    "post_accumulate_hook": "of a leaf: (hook, leaf)",
+}
+HOOKS = frozenset(k for k in KINDS if k.endswith("_hook"))
+CALLS_OUT = HOOKS | {"custom"}
+"""Operations that call Python code of the person's."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. ``name``: the node type's for "apply", the function's for "custom", else "".
+
+    ``operands``: slots, derived sizes and constants (None, bool, int, float, complex, str, device, dtype, layout), nested in lists and tuples.
+    ``results``: numbers of the "value" slots it fills, -1 where a result is dropped. ``node``: which autograd node it belongs to.
+    """
+
+    kind: str
+    name: str
+    operands: tuple[Any, ...]
+    results: tuple[int, ...]
+    node: int = -1
+
+    def __str__(self) -> str:
+        left = ", ".join(f"%v{r}" if r >= 0 else "_" for r in self.results)
+        return f"{left + ' = ' if left else ''}{self.name or self.kind}({', '.join(map(_show, self.operands))})"
+
+
+@dataclass(frozen=True)
+class Tape:
+    """One backward pass. ``outputs``: what :func:`torch.autograd.grad` returns, value slots or None; empty of ``backward()``.
+
+    ``inputs``, ``sizes``, ``scalars``, ``hooks``, ``packed``: how many slots of each kind there are. ``nodes``: the autograd nodes' names.
+    """
+
+    ops: tuple[Op, ...]
+    outputs: tuple[Any, ...]
+    inputs: int
+    sizes: int
+    scalars: tuple[str, ...]  # "int" or "float"
+    hooks: int
+    packed: int
+    nodes: tuple[str, ...] = field(default=(), metadata={"derived": True})
+
+    def __str__(self) -> str:
+        counts = {"tensors": self.inputs, "sizes": self.sizes, "scalars": len(self.scalars), "hooks": self.hooks, "packed": self.packed}
+        head = f"tape of {len(self.nodes)} nodes, {len(self.ops)} operations; " + ", ".join(f"{n} {k}" for k, n in counts.items() if n)
+        lines, last = [head], -1
+        for op in self.ops:
+            if op.node != last and 0 <= op.node < len(self.nodes):
+                lines.append(f"# {self.nodes[op.node].rpartition('::')[2]} (node {op.node})")
+            last = op.node
+            lines.append(f"  {op}")
+        lines.append(f"  return [{', '.join(map(_show, self.outputs))}]")
+        return "\n".join(lines)
+
+    @cached_property
+    def canonical(self) -> str:
+        """The canonical JSON form: keys sorted, no spaces; what has no effect on the result (nodes' names and numbers) left out."""
+        form: dict[str, Any] = {"version": VERSION, "torch": ".".join(torch.__version__.split(".")[:2])}
+        for f in fields(self):
+            if not f.metadata.get("derived"):
+                value = getattr(self, f.name)
+                form[f.name] = [_op_json(op) for op in value] if f.name == "ops" else encode(value)
+        return json.dumps(form, sort_keys=True, separators=(",", ":"))
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return hashlib.sha256(self.canonical.encode()).hexdigest()
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical form, in hexadecimal."""
+        return self._fingerprint
+
+    def to_json(self) -> str:
+        """The canonical form with the nodes' names, to keep or to send; see :func:`tape_from_json`."""
+        form = json.loads(self.canonical)
+        form["nodes"] = list(self.nodes)
+        form["node_of"] = [op.node for op in self.ops]
+        return json.dumps(form, sort_keys=True, separators=(",", ":"))
+
+    def interpret(
+        self, inputs: list[torch.Tensor], sizes: list[int] = (), scalars: list[Any] = (), hooks: tuple[Any, ...] = (), packed: tuple[Any, ...] = ()  # type: ignore[assignment]
+    ) -> list[torch.Tensor | None]:
+        """Runs the tape by the engine's own functional backwards: eager's gradients, to the bit. Leaves accumulate into their ``.grad``.
+
+        Only in a process that recorded these node types (:class:`PackageError` otherwise).
+        """
+        from .interpreter import Run
+
+        return Run(inputs, sizes, scalars, hooks, packed).execute(self.ops, self.outputs)
+
+
+def tape_from_json(text: str) -> Tape:
+    """The inverse of :meth:`Tape.to_json`; :class:`PackageError` where ``text`` is something else."""
+    try:
+        form = json.loads(text)
+        if form["version"] != VERSION:
+            raise PackageError(f"tape of version {form['version']}; this reader knows {VERSION}")
+        ops = tuple(_op_of(op, node) for op, node in zip(form["ops"], form["node_of"], strict=True))
+        counts = {n: form[n] for n in ("inputs", "sizes", "hooks", "packed")}
+        if not all(type(v) is int for v in counts.values()):
+            raise PackageError("tape: a number of slots is not an integer")
+        return Tape(ops=ops, outputs=decode(form["outputs"]), scalars=decode(form["scalars"]), nodes=tuple(form["nodes"]), **counts)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise PackageError(f"this is no tape: {type(error).__name__}: {error}") from error
+
+
+def slots(operand: Any) -> Iterator[Slot]:
+    """Every slot in an operand, those inside derived sizes too."""
+    if isinstance(operand, Slot):
+        yield operand
+    elif isinstance(operand, Derived):
+        for part in operand.operands:
+            yield from slots(part)
+    elif isinstance(operand, (list, tuple)):
+        for part in operand:
+            yield from slots(part)
+
+
+def encode(value: Any) -> Any:
+    """An operand as JSON: a list stays a list; all else that JSON has no word for is an object with one key."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, Slot):
+        return {value.kind: value.index}
+    if isinstance(value, Derived):
+        return {"op": [value.operator, *map(encode, value.operands)]}
+    if type(value) is list:
+        return [encode(v) for v in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(v) for v in value]}
+    if type(value) is float:
+        return {"float": value.hex()}
+    if type(value) is complex:
+        return {"complex": [value.real.hex(), value.imag.hex()]}
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
+    raise TypeError(f"a tape cannot hold a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def decode(form: Any) -> Any:
+    """The inverse of :func:`encode`."""
+    if isinstance(form, list):
+        return [decode(v) for v in form]
+    if not isinstance(form, dict):
+        return form
+    ((key, value),) = form.items()
+    if key in _LETTER:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"slot {key} {value!r}")
+        return Slot(key, value)
+    if key == "op":
+        return Derived(str(value[0]), tuple(map(decode, value[1:])))
+    if key == "tuple":
+        return tuple(map(decode, value))
+    if key == "float":
+        return float.fromhex(value)
+    if key == "complex":
+        return complex(*map(float.fromhex, value))
+    if key == "device":
+        return torch.device(value)
+    if key in ("dtype", "layout", "memory_format"):
+        found = getattr(torch, value)
+        if type(found) is not getattr(torch, key):
+            raise ValueError(f"{key} {value!r}")
+        return found
+    raise ValueError(f"unknown operand {key!r}")
+
+
+def _op_json(op: Op) -> dict[str, Any]:
+    return {"kind": op.kind, "name": op.name, "operands": [encode(o) for o in op.operands], "results": list(op.results)}
+
+
+def _op_of(form: dict[str, Any], node: int) -> Op:
+    if form["kind"] not in KINDS:
+        raise PackageError(f"unknown operation {form['kind']!r}; this reader knows {', '.join(KINDS)}")
+    results = tuple(form["results"])
+    if not all(type(r) is int for r in results):
+        raise ValueError("results")
+    return Op(form["kind"], str(form["name"]), tuple(map(decode, form["operands"])), results, int(node))
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_show, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_show, value))}{',' if len(value) == 1 else ''})"
+    return str(value) if isinstance(value, (Slot, Derived, torch.dtype, torch.device)) else repr(value)
