@@ -32,7 +32,7 @@ from aot_backward_runtime.package import Package
 from . import undisturbed
 
 SEED = 20
-_RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2, torch.complex64: 2e-4, torch.complex128: 1e-9}
+RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2, torch.complex64: 2e-4, torch.complex128: 1e-9}
 """‖a − e‖ / ‖e‖ allowed where eager stands for the truth."""
 _FAR = 1e-2  # eager this far from float64 did not compute the same thing: float64 is no truth then
 
@@ -248,7 +248,7 @@ def compare(actual: Named, eager: Named, truth: Named, moved: Mapping[str, float
         a, e, t = (torch.where(finite, x, torch.zeros_like(x)) for x in (a, e, t))
         scale = max(_norm(t), 1e-3 * largest)
         if truth is eager:
-            allowed = _RELATIVE[e.dtype] * scale
+            allowed = RELATIVE[e.dtype] * scale
         else:
             allowed = 4 * _norm(_minus(e, t)) + 16 * torch.finfo(e.dtype).eps * scale + 8 * moved[name]
         error = _norm(_minus(a, t))

@@ -42,6 +42,14 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "partition_fn": ("torch._inductor.compile_fx", _ALL),
     "select_decomp_table": ("torch._inductor.decomposition", _ALL),
     "inductor_config": ("torch._inductor.config", _ALL),  # the module itself
+    # recorded passes
+    "FakeTensorMode": ("torch._subclasses.fake_tensor", _ALL),
+    "ShapeEnv": ("torch.fx.experimental.symbolic_shapes", _ALL),
+    "DimDynamic": ("torch.fx.experimental.symbolic_shapes", _ALL),
+    "ConstantSource": ("torch._dynamo.source", _ALL),
+    "aot_export_module": ("torch._functorch.aot_autograd", _ALL),
+    "is_non_overlapping_and_dense": ("torch._prims_common", _ALL),
+    "contiguous_strides": ("torch._prims_common", _ALL),
     # compilation (aot_backward_exporters)
     "OperatorBase": ("torch._ops", _ALL),
     "functorch_config": ("torch._functorch.config", _ALL),  # the module itself
@@ -56,6 +64,8 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "InductorError": ("torch._inductor.exc", _ALL),
 }
 _MODULES = {"sympy_functions", "symbolic_shapes_config", "inductor_config", "functorch_config", "cpu_vec_isa"}
+
+_RENAMED = {"is_non_overlapping_and_dense": "is_non_overlapping_and_dense_or_false", "contiguous_strides": "make_contiguous_strides_for"}
 
 _MISSING_OPTIONS: dict[str, frozenset[str]] = {
     "2.11": frozenset({"cpp.march", "aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer"}),
@@ -81,6 +91,6 @@ def __getattr__(name: str) -> Any:
     with warnings.catch_warnings():  # importing Inductor makes torch warn of its own use of torch.jit
         warnings.simplefilter("ignore", DeprecationWarning)
         loaded = importlib.import_module(module)
-    value = loaded if name in _MODULES else getattr(loaded, name)
+    value = loaded if name in _MODULES else getattr(loaded, _RENAMED.get(name, name))
     globals()[name] = value
     return value

@@ -22,6 +22,7 @@ from aot_backward_runtime.manifest import Ambient, Tree
 
 from .. import torch_api, undisturbed
 from . import trees
+from .ambient import current_ambient
 from .shapes import Sizes, expression_of, write
 
 INNER = "program"  # the attribute of _Wrapper below which the person's module hangs
@@ -192,7 +193,7 @@ def _trace_once(
     inputs = tuple(v for v in wrapper.flat if isinstance(v, torch.Tensor))
     tensor_names = tuple(n for n, v in zip(names, wrapper.flat, strict=True) if isinstance(v, torch.Tensor))
     ambient = current_ambient(_device(args, kwargs, program))
-    with contextlib.ExitStack() as stack, torch.enable_grad(), _tracing():
+    with contextlib.ExitStack() as stack, torch.enable_grad(), tracing():
         described = torch_api.aot_export_joint_with_descriptors(
             stack, wrapper, inputs, decompositions=decompositions(), keep_inference_input_mutations=True
         )
@@ -288,7 +289,7 @@ class _SignatureOwner(nn.Module):
 
 
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
+def tracing() -> Iterator[None]:
     """Libraries take their traceable paths, and recurrent layers are traced as plain operators (oneDNN's fused ones have no formula to trace)."""
     mkldnn, nnpack = torch_api._get_mkldnn_enabled(), torch.backends.nnpack.set_flags(False)[0]
     torch_api._set_mkldnn_enabled(False)  # with both off, no convolution asks for the batch size (NNPACK's choice would guard on batch < 16)
@@ -314,11 +315,6 @@ def decompositions() -> dict[Any, Any]:
         for operator in (aten.native_dropout.default, aten.mm.default, aten.bmm.default, aten.addmm.default):
             _DECOMPOSITIONS.pop(operator, None)
     return _DECOMPOSITIONS
-
-
-def current_ambient(device: str) -> Ambient:
-    autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
-    return Ambient(autocast, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
 
 
 def forward_of(program: nn.Module) -> Callable[..., Any]:

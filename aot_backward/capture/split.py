@@ -173,7 +173,7 @@ class _Cut:
                 inputs.append(joint.sizes.spec(f"size {index}", node.meta["val"], False))
             else:
                 raise ExportError(f"{self.name}: the graph needs {node.name}, which nothing provides")
-        _lift_other_constants(graph, constants)
+        lift_constants(graph, constants)
         graph.graph.lint()
         graph.recompile()
         count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
@@ -278,21 +278,21 @@ def _crossing(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Cro
     reachable: dict[Node, Node] = {}  # memory that the caller gets hold of -> the output through which
     for node in _results(forward)[: joint.forward_values]:
         if isinstance(node, Node) and isinstance(node.meta["val"], torch.Tensor):
-            reachable.setdefault(_root(node), node)
+            reachable.setdefault(root_of(node), node)
 
     def state(node: Node) -> bool:
         return node.op == "placeholder" and joint.placeholders[node.name][0] in ("parameter", "buffer")
 
     for placeholder in backward.graph.find_nodes(op="placeholder"):
         source = saved.get(placeholder.name)
-        if source is not None and source.op != "placeholder" and state(_root(source)) and _root(source).name not in written:
+        if source is not None and source.op != "placeholder" and state(root_of(source)) and root_of(source).name not in written:
             _rebuild(source, placeholder, backward)
     out = _Crossing()
     for placeholder in backward.graph.find_nodes(op="placeholder"):
         source = saved.get(placeholder.name)
         if source is None or not placeholder.users:
             continue
-        root = _root(source)
+        root = root_of(source)
         if state(root) and root.name in written:  # the forward overwrites it: keep what was there
             source = _clone(forward, source, joint)
             placeholder.name = source.name
@@ -378,7 +378,7 @@ def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, tor
     return made
 
 
-def _lift_other_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]]) -> None:
+def lift_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]]) -> None:
     """Tensors that the program made or closed over are stored like weights, and bound like them, by content: each trace names them anew."""
     for node in graph.graph.find_nodes(op="get_attr"):
         if node.target not in constants:
@@ -417,7 +417,7 @@ def _clone(graph: GraphModule, source: Node, joint: Joint) -> Node:
     return copy
 
 
-def _root(node: Node) -> Node:
+def root_of(node: Node) -> Node:
     while node.op == "call_function" and node.target in _VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     return node

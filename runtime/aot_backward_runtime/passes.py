@@ -76,6 +76,10 @@ class PassContract(Contract):
             untouched = untouched and fitting[-1] is tensor
         return fitting, values, untouched
 
+    def symbol_values(self, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> dict[str, int]:
+        """The symbols' values in a pass of these shapes and sizes, unchecked."""
+        return {s.name: sizes[s.dim] if s.input < 0 else shapes[s.input][s.dim] for s in self.symbols}
+
     def _size(self, symbol: SymbolSpec, tensors: Sequence[torch.Tensor]) -> int:
         return self._sizes[symbol.dim] if symbol.input < 0 else super()._size(symbol, tensors)
 

@@ -1,0 +1,13 @@
+"""The global state under which a program is captured."""
+
+from __future__ import annotations
+
+import torch
+
+from aot_backward_runtime.manifest import Ambient
+
+
+def current_ambient(device: str) -> Ambient:
+    """What of autocast, determinism and matmul precision changes what eager computes on ``device``."""
+    autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
+    return Ambient(autocast, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())

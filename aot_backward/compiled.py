@@ -1,0 +1,347 @@
+"""Recorded passes -> compiled variants in a package: traced, compiled, compared with the recorded numbers, added to what is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+
+from aot_backward_exporters import aoti, targets
+from aot_backward_runtime.archive import Archive, open_package
+from aot_backward_runtime.errors import ExportError, InputError
+from aot_backward_runtime.expressions import evaluate
+from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec
+from aot_backward_runtime.passes import PassContract
+from aot_backward_runtime.plan import Library
+from aot_backward_runtime.tape import Tape
+from aot_backward_runtime.weights import load_examples, load_weights
+
+from .capture import observed, recorded
+from .capture.observed import Observation, Shapes
+from .capture.shapes import Sizes, write
+from .package import library_spec, write_package
+from .program import VERSION, Artifact, Graph
+from .selfcheck import RELATIVE
+
+Progress = Callable[[str, int, int], None]
+_MOST = 8  # variants of one structure
+_PREFIX = "pass"  # of the graphs' names
+
+
+@dataclass
+class _Program:
+    """One variant on its way."""
+
+    fingerprint: str
+    name: str
+    tape: Tape
+    shapes: Shapes
+    observation: Observation
+    pieces: list[recorded.Piece]
+    traced: list[recorded.Traced]
+    examples: list[Any]
+    graphs: list[Graph] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+
+def add_passes(path: Path, entry: str, met: Mapping[str, Any], *, target: str = "cpu", progress: Progress | None = None) -> Counter[str]:
+    """Compiles what ``met`` holds (``record.Met`` by fingerprint) and adds it to the ``replay`` entry of the package at ``path``.
+
+    What could not be compiled rightly is left out: the reasons come back, counted. Raises :class:`ExportError` where the package there
+    is for another torch or target, or cannot be written.
+    """
+    say = progress or (lambda *_: None)
+    base = _Base.read(path, entry, target)
+    skipped: Counter[str] = Counter()
+    mode = observed.fake_mode()
+    programs: list[_Program] = []
+    for done, (fingerprint, seen) in enumerate(met.items()):
+        say("trace", done, len(met))
+        programs += _traced(fingerprint, seen, base.variants(fingerprint), mode, skipped)
+    say("trace", len(met), len(met))
+    with tempfile.TemporaryDirectory(prefix="aot-backward-") as work:
+        artifacts = _compiled(programs, Path(work), mode, target, say, skipped)
+        finished: dict[str, list[PassSpec]] = {}
+        kept: list[_Program] = []
+        for done, program in enumerate(programs):
+            say("check", done, len(programs))
+            try:
+                spec = _spelled(program, mode.shape_env)
+                spec = dataclasses.replace(spec, **_checked(program, spec, artifacts))
+            except (ExportError, InputError) as error:
+                skipped[f"{program.name}: {error}"] += 1
+                continue
+            finished.setdefault(program.fingerprint, []).append(spec)
+            kept.append(program)
+        say("check", len(programs), len(programs))
+        if kept:
+            base.add({g.name: (g, artifacts[g.name]) for p in kept for g in p.graphs}, finished, met)
+            say("write", 0, 1)
+            base.write()
+            say("write", 1, 1)
+    return skipped
+
+
+def _traced(fingerprint: str, seen: Any, known: Sequence[PassSpec], mode: Any, skipped: Counter[str]) -> list[_Program]:
+    out = []
+    ranked = sorted(observed.groups(list(seen.observations), known), key=lambda g: -sum(seen.observations.get(o, 0) for o in g))
+    for number, group in enumerate(ranked):
+        name = f"{_PREFIX}.{fingerprint[:12]}.{len(known) + number}"
+        if len(known) + number >= _MOST:
+            skipped[f"{name}: passes of one structure came in more than {_MOST} kinds (where sizes are 0 or 1, layouts, dtypes)"] += 1
+            continue
+        try:
+            out.append(_trace_group(fingerprint, name, seen, group, mode))
+        except Exception as error:  # the engine's formulas run on fake tensors in there, and any of them may lack one
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            skipped[f"{name}: could not be traced: {type(error).__name__}: {first}"] += 1
+    return out
+
+
+def _trace_group(fingerprint: str, name: str, seen: Any, group: Sequence[Observation], mode: Any) -> _Program:
+    tape, observation = seen.tape, group[0]
+    shapes = observed.symbolic(group, mode, name.replace(".", "_"))
+    pieces = recorded.cut(tape, observation.hook_groups)
+    values: dict[int, Any] = {}
+    traced: list[recorded.Traced] = []
+    examples = [e for o, e in seen.examples.get(observation.kind(), [])]
+    for piece in pieces:
+        if piece.compiled:
+            traced.append(recorded.trace(tape, piece, shapes, values, observation.scalars, observation.ambient, mode))
+        else:
+            recorded.assume(tape.ops[piece.ops[0]], examples, values, shapes, group, mode)
+    return _Program(fingerprint, name, tape, shapes, observation, pieces, traced, examples)
+
+
+def _compiled(programs: list[_Program], work: Path, mode: Any, target: str, say: Progress, skipped: Counter[str]) -> dict[str, Artifact]:
+    """Compiles everything at once; a program with a graph that the compiler refuses is taken out, and the others go on."""
+    for program in list(programs):
+        try:
+            sizes = program.shapes.spelled(mode.shape_env)
+            traced = iter(program.traced)
+            for number, piece in enumerate(program.pieces):
+                graph, segments = recorded.finish(f"{program.name}.{number}", piece, next(traced) if piece.compiled else None, sizes, program.tape)
+                program.segments += segments
+                if graph is not None:
+                    program.graphs.append(graph)
+        except ExportError as error:
+            skipped[f"{program.name}: {error}"] += 1
+            programs.remove(program)
+    attempt = 0
+    while True:
+        folder = work / str(attempt)
+        folder.mkdir()
+        graphs = [g for p in programs for g in p.graphs]
+        if not graphs:
+            return {}
+        try:
+            return aoti.compile_graphs(graphs, folder=folder, fake_mode=mode, target=target, progress=say)
+        except ExportError as error:
+            guilty = [p for p in programs if any(str(error).startswith(f"{g.name}:") for g in p.graphs)]
+            if not guilty:
+                raise
+            skipped[str(error)] += 1
+            programs.remove(guilty[0])
+            attempt += 1
+
+
+def _guards(program: _Program, sizes: Sizes) -> tuple[str, ...]:
+    """Everything assumed about this program's sizes beyond the symbols' ranges."""
+    out: list[str] = []
+    for guard in sizes.shape_env.guards:
+        if guard.expr.free_symbols.isdisjoint(program.shapes.symbols):
+            continue
+        expression = sizes.shape_env.simplify(guard.expr)
+        if expression is sympy.true or expression == True or sizes._in_range(expression):  # noqa: E712 (a sympy relation, not a bool)
+            continue
+        text = write(expression, sizes.names)
+        if text not in out:
+            out.append(text)
+    return tuple(out)
+
+
+def _spelled(program: _Program, shape_env: Any) -> PassSpec:
+    """The variant as the package states it, with what lowering assumed."""
+    sizes = program.shapes.spelled(shape_env)
+    observation, tape = program.observation, program.tape
+    for n, graph in enumerate(program.graphs):
+        traced = next(t for t in program.traced if t.name == graph.name)
+        inputs, outputs = recorded.specs(traced, sizes)
+        program.graphs[n] = dataclasses.replace(graph, inputs=inputs, outputs=outputs)
+    return PassSpec(
+        inputs=tuple(
+            sizes.spec(recorded.origin(tape, i), fake, looks.requires_grad)
+            for i, (fake, looks) in enumerate(zip(program.shapes.inputs, observation.inputs, strict=True))
+        ),
+        sizes=tuple(sizes.size(s) for s in program.shapes.sizes),
+        scalars=observation.scalars,
+        symbols=sizes.symbols,
+        guards=_guards(program, sizes),
+        ambient=observation.ambient,
+        verdict=Verdict("not run"),
+        segments=tuple(program.segments),
+    )
+
+
+def _checked(program: _Program, spec: PassSpec, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+    """Every graph on the recorded numbers; the verdict, and the segments with the leaves' gradients that may be handed over as they are.
+
+    The measure: ‖a − e‖ at most the tolerance of the dtype times max(‖e‖, 1e-2 · the largest gradient of the pass), e the recorded numbers.
+    """
+    libraries = {g.name: _library(g, artifacts[g.name]) for g in program.graphs}
+    tape = program.tape
+    leaves = {n: op.operands[1].index for n, op in enumerate(tape.ops) if op.kind == "accumulate"}
+    own = {v for t in program.traced for v in t.own}
+    worst, name, at = 0.0, "", []
+    for example in program.examples:
+        values = PassContract(spec).symbol_values(example.shapes, example.sizes)
+        largest = max((float(torch.linalg.vector_norm(v.double())) for v in example.values.values() if v is not None and v.is_floating_point()), default=0.0)
+        for segment in spec.segments:
+            if not segment.library:
+                continue
+            given = []
+            for operand in segment.operands:
+                kind, _, where = operand.partition(":")
+                if kind == "size":
+                    given.append(torch.empty((evaluate(where, values), 0)))
+                else:
+                    tensor = example.inputs[int(where)] if kind == "input" else example.values[int(where)]
+                    assert tensor is not None
+                    given.append(tensor)
+            results = libraries[segment.library].run(given)
+            for number, result in zip(segment.results, results, strict=True):
+                expected = example.values[number]
+                if expected is None or result.shape != expected.shape or result.dtype != expected.dtype:
+                    raise ExportError(f"%v{number} has another shape or dtype than the recorded one")
+                ratio = _ratio(result, expected, largest)
+                if not ratio <= 1:
+                    raise ExportError(f"%v{number} is wrong: {ratio:.3g} times what is allowed off the recorded numbers")
+                if ratio >= worst:
+                    worst, name = ratio, f"%v{number}"
+                leaf = next((tape.ops[n].operands[0].index for n, v in leaves.items() if v == number), None)
+                if leaf is not None and not _lies_as(result, spec, leaf, values):
+                    own.discard(number)
+            for number in segment.undefined:
+                if example.values.get(number) is not None:
+                    raise ExportError(f"%v{number} is defined in one pass and undefined in another")
+        at.append(", ".join(f"{k}={v}" for k, v in values.items()))
+    if not program.examples:
+        raise ExportError("no numbers were kept of this kind of pass to check it against")
+    segments = tuple(
+        dataclasses.replace(s, operands=("fresh",)) if len(s.ops) == 1 and leaves.get(s.ops[0]) in own else s for s in spec.segments
+    )
+    return {"segments": segments, "verdict": Verdict("verified", name, round(worst, 6), tuple(a for a in at if a))}
+
+
+def _lies_as(result: torch.Tensor, spec: PassSpec, leaf: int, values: Mapping[str, int]) -> bool:
+    wanted = tuple(evaluate(s, values) for s in spec.inputs[leaf].stride)
+    dense = recorded.gradient_strides(tuple(result.shape), wanted)
+    return all(n <= 1 or a == b for n, a, b in zip(result.shape, result.stride(), dense, strict=True))
+
+
+def _ratio(actual: torch.Tensor, expected: torch.Tensor, largest: float) -> float:
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(actual, expected) else 2.0
+    finite = torch.isfinite(expected)
+    if not torch.equal(finite, torch.isfinite(actual)):
+        return float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, e = (torch.where(finite, t.to(wide), 0) for t in (actual, expected))
+    allowed = RELATIVE[expected.dtype] * max(float(torch.linalg.vector_norm(e)), 1e-2 * largest)
+    error = float(torch.linalg.vector_norm(a - e))
+    return error / allowed if allowed else (0.0 if error == 0 else 2.0)
+
+
+def _library(graph: Graph, artifact: Artifact) -> Library:
+    library = Library(lambda: artifact.library, library_spec(graph, artifact), "cpu")
+    constants = {weight: tensor for weight, tensor in graph.constants.values()}
+    library.bind((constants, ()))
+    return library
+
+
+@dataclass
+class _Base:
+    """The package that is added to; an empty one where there is none yet."""
+
+    path: Path
+    entry: str
+    manifest: Manifest
+    artifacts: dict[str, Artifact]
+    weights: dict[str, torch.Tensor]
+    examples: dict[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, path: Path, entry: str, target: str) -> _Base:
+        spec = targets.target_spec(target)
+        if not path.exists():
+            manifest = Manifest(
+                format_version=FORMAT_VERSION,
+                required_features=(),
+                producer=f"aot-backward {VERSION}",
+                torch=torch.__version__,
+                target=spec,
+                entries={entry: EntrySpec("replay", (), ())},
+                libraries={},
+                weights={},
+                members={},
+                created=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            )
+            return cls(path, entry, manifest, {}, {}, {})
+        archive = open_package(path)
+        old = archive.manifest
+        if old.torch != torch.__version__ or old.target != spec:
+            raise ExportError(f"{path} was built by torch {old.torch} for {old.target}; this is torch {torch.__version__}, {spec}: record into a new file")
+        known = old.entries.get(entry, EntrySpec("replay", (), ()))
+        if known.kind != "replay":
+            raise ExportError(f"{path} has a {known.kind} entry {entry!r}; give the recorded passes another name, entry='…'")
+        manifest = dataclasses.replace(old, format_version=FORMAT_VERSION, entries={**old.entries, entry: known})
+        weights = load_weights(archive) if old.has_weights else {}
+        if not old.has_weights and old.weights:
+            raise ExportError(f"{path} was written without weights; record into a new file")
+        return cls(path, entry, manifest, _artifacts(archive), weights, load_examples(archive))
+
+    def variants(self, fingerprint: str) -> tuple[PassSpec, ...]:
+        found = next((s for s in self.manifest.entries[self.entry].structures if s.fingerprint == fingerprint), None)
+        return found.variants if found else ()
+
+    def add(self, graphs: Mapping[str, tuple[Graph, Artifact]], finished: Mapping[str, Sequence[PassSpec]], met: Mapping[str, Any]) -> None:
+        old = self.manifest.entries[self.entry]
+        structures = {s.fingerprint: s for s in old.structures}
+        for fingerprint, variants in finished.items():
+            seen, before = met[fingerprint], structures.get(fingerprint)
+            # new ones first: a dynamic variant made of what a static one was made of, and more, serves both
+            every = (*variants, *(before.variants if before else ()))
+            seconds = seen.seconds if seen.seconds < float("inf") else (before.seconds if before else 0.0)
+            structures[fingerprint] = StructureSpec(fingerprint, seen.tape.nodes, len(seen.tape.ops), every, round(seconds, 7))
+        libraries = dict(self.manifest.libraries)
+        for name, (graph, artifact) in graphs.items():
+            libraries[name] = library_spec(graph, artifact)
+            self.artifacts[name] = artifact
+            for key, tensor in graph.constants.values():
+                self.weights.setdefault(key, tensor)
+        specs = {k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "") for k, t in self.weights.items()}
+        entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, structures=tuple(structures.values()))}
+        self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=specs)
+
+    def write(self) -> None:
+        write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples)
+
+
+def _artifacts(archive: Archive) -> dict[str, Artifact]:
+    """The libraries of a package as files, to be written again."""
+    out = {}
+    for name, spec in archive.manifest.libraries.items():
+        library = archive.library(name)
+        extern = library.with_suffix(".json") if spec.extern else None
+        constants = {c.name: c.weight for c in spec.constants}
+        metadata = library.with_name(library.stem + "_metadata.json")
+        out[name] = Artifact(library, metadata, extern, constants, spec.needed, spec.glibc, spec.glibcxx, spec.operators)
+    return out

@@ -1,0 +1,151 @@
+"""``record(path)``: the backward passes of an unmodified script, compiled into a package when the context closes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aot_backward_runtime.interpreter import Run
+from aot_backward_runtime.package import load
+from aot_backward_runtime.passes import Operands, Structure
+from aot_backward_runtime.replay import Replaying
+from aot_backward_runtime.tape import Tape, slots
+
+from .capture.ambient import current_ambient
+from .capture.observed import Looks, Observation
+
+Progress = Callable[[str, int, int], None]
+ENTRY = "backward"
+_EXAMPLES = 2  # passes of one program whose numbers are kept for the self-check
+_KINDS = 8  # programs of one structure
+
+
+@dataclass
+class Example:
+    """The numbers of one pass, to check the compiled one against: its tensors, and what each operation gave that somebody reads later."""
+
+    inputs: dict[int, torch.Tensor]
+    shapes: tuple[tuple[int, ...], ...]  # of all its tensors
+    sizes: tuple[int, ...]
+    values: dict[int, torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass
+class Met:
+    """What a context saw of one structure that its package does not serve."""
+
+    tape: Tape
+    observations: dict[Observation, int] = field(default_factory=dict)  # and how often
+    examples: dict[Any, list[tuple[Observation, Example]]] = field(default_factory=dict)  # by Observation.kind()
+    seconds: float = float("inf")
+
+
+class Collecting(Replaying):
+    """A replay that watches the passes which it has to interpret. ``met``: by fingerprint."""
+
+    def __init__(self, path: Path | None, entry: str | None, *, strict: bool = False):
+        package = load(path) if path is not None else None
+        super().__init__(package, entry, strict=strict)
+        self.met: dict[str, Met] = {}
+
+    def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
+        tape = structure.tape
+        met = self.met.setdefault(tape.fingerprint(), Met(tape))
+        observation = observe(operands)
+        known = met.examples.setdefault(observation.kind(), []) if len(met.examples) < _KINDS or observation.kind() in met.examples else None
+        wanted = known is not None and len(known) < _EXAMPLES and observation not in met.observations
+        met.observations[observation] = met.observations.get(observation, 0) + 1
+        if wanted and known is not None:
+            example = Example(_kept(tape, operands.inputs), tuple(t.shape for t in observation.inputs), observation.sizes)
+            results = self._watched(structure, operands, example)
+            known.append((observation, example))
+            return results
+        start = time.perf_counter()
+        results = super().interpret(structure, operands)
+        met.seconds = min(met.seconds, time.perf_counter() - start)
+        return results
+
+    def _watched(self, structure: Structure, operands: Operands, example: Example) -> list[torch.Tensor | None]:
+        tape = structure.tape
+        run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.calling_out)
+        for op in tape.ops:
+            run.step(op)
+            for number in op.results:
+                if number >= 0:  # now: a hook may change it in place later
+                    example.values[number] = copied(run.values[number])
+        return [run.get(o) for o in tape.outputs]
+
+
+class Recording(Collecting):
+    """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``skipped``: what could not be compiled, and why."""
+
+    def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None):
+        exists = path is not None and path.exists()
+        has = exists and path is not None and entry in load(path).entries
+        super().__init__(path if has else None, entry if has else None)
+        self.path, self.entry, self.target, self.progress = path, entry, target, progress
+        self.skipped: Counter[str] = Counter()
+        self.recorded = 0
+
+    def _missed(self, reason: str) -> None:
+        self.recorded += 1
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        kind = error[0]
+        done = kind is None or (isinstance(kind, type) and issubclass(kind, SystemExit))  # a script that ends itself has ended well
+        if done and self.path is not None and self.met:
+            from .compiled import add_passes
+
+            self.skipped += add_passes(self.path, self.entry, self.met, target=self.target, progress=self.progress)
+
+
+def record(
+    path: str | os.PathLike[str] | None = None, *, entry: str = ENTRY, target: str = "cpu", progress: Progress | None = None
+) -> Recording:
+    """A context in which every backward pass is watched; when it closes, what is new is compiled and put into the package at ``path``.
+
+    Inside, passes are interpreted with eager's gradients; those that an existing package serves run from it. Sizes that changed between
+    passes become dynamic, so let the script see at least two batch sizes. Each compiled pass is compared with the recorded numbers, and left
+    out, with the reason in ``skipped``, where it differs or cannot be traced. ``path=None``: nothing is compiled, only :attr:`tapes` are kept.
+    Nothing is written where the block ends by an exception. Needs memory for two passes of each structure.
+    """
+    return Recording(Path(path) if path is not None else None, entry, target, progress)
+
+
+def observe(operands: Operands) -> Observation:
+    """A pass without its values."""
+    numbers: dict[int, int] = {}
+    groups = tuple(numbers.setdefault(id(h), len(numbers)) for h in operands.hooks)
+    inputs = tuple(map(Looks.of, operands.inputs))
+    device = inputs[0].device if inputs else "cpu"
+    return Observation(inputs, tuple(operands.sizes), tuple(operands.scalars), current_ambient(device), groups)
+
+
+def _kept(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copies of the tensors that computing operations read."""
+    read = {s.index for op in tape.ops if op.kind not in ("accumulate", "custom") for s in slots(op.operands) if s.kind == "input"}
+    out = {}
+    for i in sorted(read):
+        kept = copied(inputs[i])
+        assert kept is not None
+        out[i] = kept
+    return out
+
+
+def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy that lies as the original does, expanded dimensions included."""
+    if tensor is None:
+        return None
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        return plain.clone()
+    small = plain[tuple(slice(0, 1) if s == 0 and n > 1 else slice(None) for n, s in zip(plain.shape, plain.stride(), strict=True))] if plain.dim() else plain
+    return torch.empty_strided(small.shape, small.stride(), dtype=plain.dtype, device=plain.device).copy_(small).expand(plain.shape)
