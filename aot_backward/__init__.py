@@ -22,17 +22,20 @@ if TYPE_CHECKING:
         GradientError,
         IncompatibleError,
         InputError,
+        MissError,
         PackageError,
         WeightsError,
         load,
     )
 
     from .export import Grad, Module, Variant, export, export_grad, export_module
+    from .record import record, replay
 
 _HOME = dict.fromkeys(("Grad", "Module", "Variant", "export", "export_grad", "export_module"), "aot_backward.export") | dict.fromkeys(
-    ("AotBackwardError", "ExportError", "GradientError", "IncompatibleError", "InputError", "PackageError", "WeightsError", "load"),
+    ("AotBackwardError", "ExportError", "GradientError", "IncompatibleError", "InputError", "MissError", "PackageError", "WeightsError", "load"),
     "aot_backward_runtime",
 )
+_HOME |= dict.fromkeys(("record", "replay"), "aot_backward.record")
 
 __all__ = [
     "AotBackwardError",
@@ -41,6 +44,7 @@ __all__ = [
     "GradientError",
     "IncompatibleError",
     "InputError",
+    "MissError",
     "Module",
     "PackageError",
     "Variant",
@@ -50,6 +54,8 @@ __all__ = [
     "export_grad",
     "export_module",
     "load",
+    "record",
+    "replay",
 ]
 
 
@@ -62,10 +68,11 @@ def __getattr__(name: str) -> Any:
 
 
 class _Facade(ModuleType):
-    """Importing the submodule ``export`` would put it where the function of that name belongs: the import system sets it here."""
+    """Importing the submodule ``export`` would put it where the function of that name belongs: the import system sets it here. ``record``
+    likewise."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.export if name == "export" and isinstance(value, ModuleType) else value)
+        super().__setattr__(name, getattr(value, name) if name in ("export", "record") and isinstance(value, ModuleType) else value)
 
 
 sys.modules[__name__].__class__ = _Facade

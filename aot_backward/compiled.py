@@ -76,8 +76,8 @@ def add_passes(path: Path, entry: str, met: Mapping[str, Any], *, target: str = 
             try:
                 spec = _spelled(program, mode.shape_env)
                 spec = dataclasses.replace(spec, **_checked(program, spec, artifacts))
-            except (ExportError, InputError) as error:
-                skipped[f"{program.name}: {error}"] += 1
+            except (ExportError, InputError, RuntimeError) as error:  # the last from native code
+                skipped[f"{program.name}: {str(error).partition(chr(10))[0]}"] += 1
                 continue
             finished.setdefault(program.fingerprint, []).append(spec)
             kept.append(program)
@@ -194,7 +194,8 @@ def _spelled(program: _Program, shape_env: Any) -> PassSpec:
 def _checked(program: _Program, spec: PassSpec, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     """Every graph on the recorded numbers; the verdict, and the segments with the leaves' gradients that may be handed over as they are.
 
-    The measure: ‖a − e‖ at most the tolerance of the dtype times max(‖e‖, 1e-2 · the largest gradient of the pass), e the recorded numbers.
+    The measure: ‖a − e‖ at most r·max(‖e‖, 1e-2·G): e the recorded numbers, G the largest norm in the pass, r the tolerance of the coarsest
+    dtype in it (under autocast a float32 gradient comes of bfloat16 ones).
     """
     libraries = {g.name: _library(g, artifacts[g.name]) for g in program.graphs}
     tape = program.tape
@@ -204,6 +205,7 @@ def _checked(program: _Program, spec: PassSpec, artifacts: Mapping[str, Artifact
     for example in program.examples:
         values = PassContract(spec).symbol_values(example.shapes, example.sizes)
         largest = max((float(torch.linalg.vector_norm(v.double())) for v in example.values.values() if v is not None and v.is_floating_point()), default=0.0)
+        coarsest = max((RELATIVE[d] for d in _dtypes(example)), default=0.0)
         for segment in spec.segments:
             if not segment.library:
                 continue
@@ -221,7 +223,7 @@ def _checked(program: _Program, spec: PassSpec, artifacts: Mapping[str, Artifact
                 expected = example.values[number]
                 if expected is None or result.shape != expected.shape or result.dtype != expected.dtype:
                     raise ExportError(f"%v{number} has another shape or dtype than the recorded one")
-                ratio = _ratio(result, expected, largest)
+                ratio = _ratio(result, expected, largest, coarsest)
                 if not ratio <= 1:
                     raise ExportError(f"%v{number} is wrong: {ratio:.3g} times what is allowed off the recorded numbers")
                 if ratio >= worst:
@@ -247,7 +249,12 @@ def _lies_as(result: torch.Tensor, spec: PassSpec, leaf: int, values: Mapping[st
     return all(n <= 1 or a == b for n, a, b in zip(result.shape, result.stride(), dense, strict=True))
 
 
-def _ratio(actual: torch.Tensor, expected: torch.Tensor, largest: float) -> float:
+def _dtypes(example: Any) -> set[torch.dtype]:
+    tensors = (*example.inputs.values(), *example.values.values())
+    return {t.dtype for t in tensors if t is not None and t.dtype in RELATIVE and t.dtype not in (torch.float64, torch.complex128)}
+
+
+def _ratio(actual: torch.Tensor, expected: torch.Tensor, largest: float, coarsest: float) -> float:
     if not (expected.is_floating_point() or expected.is_complex()):
         return 0.0 if torch.equal(actual, expected) else 2.0
     finite = torch.isfinite(expected)
@@ -255,7 +262,7 @@ def _ratio(actual: torch.Tensor, expected: torch.Tensor, largest: float) -> floa
         return float("inf")
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, e = (torch.where(finite, t.to(wide), 0) for t in (actual, expected))
-    allowed = RELATIVE[expected.dtype] * max(float(torch.linalg.vector_norm(e)), 1e-2 * largest)
+    allowed = max(RELATIVE[expected.dtype], coarsest) * max(float(torch.linalg.vector_norm(e)), 1e-2 * largest)
     error = float(torch.linalg.vector_norm(a - e))
     return error / allowed if allowed else (0.0 if error == 0 else 2.0)
 

@@ -16,6 +16,7 @@ from aot_backward_runtime.interpreter import Run
 from aot_backward_runtime.package import load
 from aot_backward_runtime.passes import Operands, Structure
 from aot_backward_runtime.replay import Replaying
+from aot_backward_runtime.replay import replay as replay_only
 from aot_backward_runtime.tape import Tape, slots
 
 from .capture.ambient import current_ambient
@@ -118,6 +119,34 @@ def record(
     Nothing is written where the block ends by an exception. Needs memory for two passes of each structure.
     """
     return Recording(Path(path) if path is not None else None, entry, target, progress)
+
+
+def replay(
+    path: str | os.PathLike[str], *, entry: str | None = None, strict: bool = False, save_misses: str | os.PathLike[str] | None = None
+) -> Replaying:
+    """:func:`aot_backward_runtime.replay.replay`, which can also keep what it met and the package does not hold.
+
+    ``save_misses``: a file to which, when the context closes, the graphs of the interpreted passes are written; ``aot-backward compile FILE
+    -o PACKAGE`` (:func:`aot_backward.misses.compile_misses`) adds them, on this machine or another. Only then is a tracer imported, after the
+    last pass. Needs memory for two passes of each structure that is missed.
+    """
+    if save_misses is None:
+        return replay_only(path, entry=entry, strict=strict)
+    return _Saving(Path(path), entry, strict, Path(save_misses))
+
+
+class _Saving(Collecting):
+    def __init__(self, path: Path, entry: str | None, strict: bool, to: Path):
+        super().__init__(path, entry, strict=strict)
+        self.to = to
+        self.skipped: Counter[str] = Counter()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self.met:
+            from .misses import save_misses
+
+            self.skipped += save_misses(self.to, self.met)
 
 
 def observe(operands: Operands) -> Observation:

@@ -104,6 +104,11 @@ def symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> Shape
         if len(set(values)) == 1:
             return values[0]
         if values not in made:
+            for other in list(made):  # a multiple of another is no symbol of its own; a pass where it is none is refused by its guards
+                factor, rest = divmod(values[0], other[0])
+                if not rest and factor > 1 and all(v == factor * o for v, o in zip(values, other, strict=True)):
+                    made[values] = made[other] * factor
+                    return made[values]
             source = torch_api.ConstantSource(f"{prefix}_{len(made)}")
             symbol = shape_env.create_symbol(values[hint], source, dynamic_dim=torch_api.DimDynamic.DYNAMIC)
             made[values] = shape_env.create_symintnode(symbol, hint=values[hint], source=source)

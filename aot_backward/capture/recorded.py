@@ -27,7 +27,9 @@ from .observed import Shapes
 from .shapes import Sizes, expression_of
 from .split import lift_constants, root_of
 
-aten = torch.ops.aten
+OPAQUE = frozenset({"MkldnnRnnLayerBackward0"})
+"""Nodes whose backward stays as it is: one operator of oneDNN, which nothing would be gained by compiling (and whose missing list of batch
+sizes AOTInductor's proxy executor cannot pass on, torch 2.13)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def cut(tape: Tape, hook_groups: Sequence[int]) -> list[Piece]:
     for n, op in enumerate(tape.ops):
         if op.kind == "accumulate":
             leaves.append(n)
-        elif op.kind not in CALLS_OUT:
+        elif op.kind not in CALLS_OUT and op.name not in OPAQUE:
             graph.append(n)
         else:
             group = None
