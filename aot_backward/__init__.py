@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     )
 
     from .export import Grad, Module, Variant, export, export_grad, export_module
-    from .record import record, replay
+    from .record import record
+    from .replaying import replay
 
 _HOME = dict.fromkeys(("Grad", "Module", "Variant", "export", "export_grad", "export_module"), "aot_backward.export") | dict.fromkeys(
     ("AotBackwardError", "ExportError", "GradientError", "IncompatibleError", "InputError", "MissError", "PackageError", "WeightsError", "load"),
     "aot_backward_runtime",
 )
-_HOME |= dict.fromkeys(("record", "replay"), "aot_backward.record")
+_HOME |= {"record": "aot_backward.record", "replay": "aot_backward.replaying"}
 
 __all__ = [
     "AotBackwardError",

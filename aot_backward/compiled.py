@@ -25,7 +25,8 @@ from aot_backward_runtime.tape import Tape
 from aot_backward_runtime.weights import load_examples, load_weights
 
 from .capture import observed, recorded
-from .capture.observed import Observation, Shapes
+from .capture.observation import Observation
+from .capture.observed import Shapes
 from .capture.shapes import Sizes, write
 from .package import library_spec, write_package
 from .program import VERSION, Artifact, Graph
@@ -37,7 +38,7 @@ _PREFIX = "pass"  # of the graphs' names
 
 
 @dataclass
-class _Program:
+class Program:
     """One variant on its way."""
 
     fingerprint: str
@@ -62,19 +63,39 @@ def add_passes(path: Path, entry: str, met: Mapping[str, Any], *, target: str = 
     base = _Base.read(path, entry, target)
     skipped: Counter[str] = Counter()
     mode = observed.fake_mode()
-    programs: list[_Program] = []
+    programs = traced_passes(met, base.variants, mode, skipped, say)
+    return skipped + _add(base, programs, met, mode, target, say)
+
+
+def add_programs(
+    path: Path, entry: str, programs: list[Program], met: Mapping[str, Any], mode: Any, *, target: str = "cpu", progress: Progress | None = None
+) -> Counter[str]:
+    """:func:`add_passes` of what is traced already."""
+    return _add(_Base.read(path, entry, target), programs, met, mode, target, progress or (lambda *_: None))
+
+
+def traced_passes(
+    met: Mapping[str, Any], known: Callable[[str], Sequence[PassSpec]], mode: Any, skipped: Counter[str], say: Progress
+) -> list[Program]:
+    """``known``: the variants that there are of a fingerprint."""
+    programs: list[Program] = []
     for done, (fingerprint, seen) in enumerate(met.items()):
         say("trace", done, len(met))
-        programs += _traced(fingerprint, seen, base.variants(fingerprint), mode, skipped)
+        programs += _traced(fingerprint, seen, known(fingerprint), mode, skipped)
     say("trace", len(met), len(met))
+    return programs
+
+
+def _add(base: _Base, programs: list[Program], met: Mapping[str, Any], mode: Any, target: str, say: Progress) -> Counter[str]:
+    skipped: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as work:
         artifacts = _compiled(programs, Path(work), mode, target, say, skipped)
         finished: dict[str, list[PassSpec]] = {}
-        kept: list[_Program] = []
+        kept: list[Program] = []
         for done, program in enumerate(programs):
             say("check", done, len(programs))
             try:
-                spec = _spelled(program, mode.shape_env)
+                spec = spelled(program, mode.shape_env)
                 spec = dataclasses.replace(spec, **_checked(program, spec, artifacts))
             except (ExportError, InputError, RuntimeError) as error:  # the last from native code
                 skipped[f"{program.name}: {str(error).partition(chr(10))[0]}"] += 1
@@ -90,7 +111,7 @@ def add_passes(path: Path, entry: str, met: Mapping[str, Any], *, target: str = 
     return skipped
 
 
-def _traced(fingerprint: str, seen: Any, known: Sequence[PassSpec], mode: Any, skipped: Counter[str]) -> list[_Program]:
+def _traced(fingerprint: str, seen: Any, known: Sequence[PassSpec], mode: Any, skipped: Counter[str]) -> list[Program]:
     out = []
     ranked = sorted(observed.groups(list(seen.observations), known), key=lambda g: -sum(seen.observations.get(o, 0) for o in g))
     for number, group in enumerate(ranked):
@@ -106,7 +127,7 @@ def _traced(fingerprint: str, seen: Any, known: Sequence[PassSpec], mode: Any, s
     return out
 
 
-def _trace_group(fingerprint: str, name: str, seen: Any, group: Sequence[Observation], mode: Any) -> _Program:
+def _trace_group(fingerprint: str, name: str, seen: Any, group: Sequence[Observation], mode: Any) -> Program:
     tape, observation = seen.tape, group[0]
     shapes = observed.symbolic(group, mode, name.replace(".", "_"))
     pieces = recorded.cut(tape, observation.hook_groups)
@@ -118,10 +139,10 @@ def _trace_group(fingerprint: str, name: str, seen: Any, group: Sequence[Observa
             traced.append(recorded.trace(tape, piece, shapes, values, observation.scalars, observation.ambient, mode))
         else:
             recorded.assume(tape.ops[piece.ops[0]], examples, values, shapes, group, mode)
-    return _Program(fingerprint, name, tape, shapes, observation, pieces, traced, examples)
+    return Program(fingerprint, name, tape, shapes, observation, pieces, traced, examples)
 
 
-def _compiled(programs: list[_Program], work: Path, mode: Any, target: str, say: Progress, skipped: Counter[str]) -> dict[str, Artifact]:
+def _compiled(programs: list[Program], work: Path, mode: Any, target: str, say: Progress, skipped: Counter[str]) -> dict[str, Artifact]:
     """Compiles everything at once; a program with a graph that the compiler refuses is taken out, and the others go on."""
     for program in list(programs):
         try:
@@ -153,7 +174,7 @@ def _compiled(programs: list[_Program], work: Path, mode: Any, target: str, say:
             attempt += 1
 
 
-def _guards(program: _Program, sizes: Sizes) -> tuple[str, ...]:
+def _guards(program: Program, sizes: Sizes) -> tuple[str, ...]:
     """Everything assumed about this program's sizes beyond the symbols' ranges."""
     out: list[str] = []
     for guard in sizes.shape_env.guards:
@@ -168,7 +189,7 @@ def _guards(program: _Program, sizes: Sizes) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _spelled(program: _Program, shape_env: Any) -> PassSpec:
+def spelled(program: Program, shape_env: Any) -> PassSpec:
     """The variant as the package states it, with what lowering assumed."""
     sizes = program.shapes.spelled(shape_env)
     observation, tape = program.observation, program.tape
@@ -191,7 +212,7 @@ def _spelled(program: _Program, shape_env: Any) -> PassSpec:
     )
 
 
-def _checked(program: _Program, spec: PassSpec, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+def _checked(program: Program, spec: PassSpec, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     """Every graph on the recorded numbers; the verdict, and the segments with the leaves' gradients that may be handed over as they are.
 
     The measure: ‖a − e‖ at most r·max(‖e‖, 1e-2·G): e the recorded numbers, G the largest norm in the pass, r the tolerance of the coarsest

@@ -16,11 +16,10 @@ from aot_backward_runtime.interpreter import Run
 from aot_backward_runtime.package import load
 from aot_backward_runtime.passes import Operands, Structure
 from aot_backward_runtime.replay import Replaying
-from aot_backward_runtime.replay import replay as replay_only
 from aot_backward_runtime.tape import Tape, slots
 
 from .capture.ambient import current_ambient
-from .capture.observed import Looks, Observation
+from .capture.observation import Looks, Observation
 
 Progress = Callable[[str, int, int], None]
 ENTRY = "backward"
@@ -108,34 +107,9 @@ class Recording(Collecting):
             self.skipped += add_passes(self.path, self.entry, self.met, target=self.target, progress=self.progress)
 
 
-def record(
-    path: str | os.PathLike[str] | None = None, *, entry: str = ENTRY, target: str = "cpu", progress: Progress | None = None
-) -> Recording:
-    """A context in which every backward pass is watched; when it closes, what is new is compiled and put into the package at ``path``.
+class Saving(Collecting):
+    """The context of ``replay(save_misses=FILE)``; ``skipped``: what could not be traced, and why."""
 
-    Inside, passes are interpreted with eager's gradients; those that an existing package serves run from it. Sizes that changed between
-    passes become dynamic, so let the script see at least two batch sizes. Each compiled pass is compared with the recorded numbers, and left
-    out, with the reason in ``skipped``, where it differs or cannot be traced. ``path=None``: nothing is compiled, only :attr:`tapes` are kept.
-    Nothing is written where the block ends by an exception. Needs memory for two passes of each structure.
-    """
-    return Recording(Path(path) if path is not None else None, entry, target, progress)
-
-
-def replay(
-    path: str | os.PathLike[str], *, entry: str | None = None, strict: bool = False, save_misses: str | os.PathLike[str] | None = None
-) -> Replaying:
-    """:func:`aot_backward_runtime.replay.replay`, which can also keep what it met and the package does not hold.
-
-    ``save_misses``: a file to which, when the context closes, the graphs of the interpreted passes are written; ``aot-backward compile FILE
-    -o PACKAGE`` (:func:`aot_backward.misses.compile_misses`) adds them, on this machine or another. Only then is a tracer imported, after the
-    last pass. Needs memory for two passes of each structure that is missed.
-    """
-    if save_misses is None:
-        return replay_only(path, entry=entry, strict=strict)
-    return _Saving(Path(path), entry, strict, Path(save_misses))
-
-
-class _Saving(Collecting):
     def __init__(self, path: Path, entry: str | None, strict: bool, to: Path):
         super().__init__(path, entry, strict=strict)
         self.to = to
@@ -147,6 +121,19 @@ class _Saving(Collecting):
             from .misses import save_misses
 
             self.skipped += save_misses(self.to, self.met)
+
+
+def record(
+    path: str | os.PathLike[str] | None = None, *, entry: str = ENTRY, target: str = "cpu", progress: Progress | None = None
+) -> Recording:
+    """A context in which every backward pass is watched; when it closes, what is new is compiled and put into the package at ``path``.
+
+    Inside, passes are interpreted with eager's gradients; those that an existing package serves run from it. Sizes that changed between
+    passes become dynamic, so let the script see at least two batch sizes. Each compiled pass is compared with the recorded numbers, and left
+    out, with the reason in ``skipped``, where it differs or cannot be traced. ``path=None``: nothing is compiled, only :attr:`tapes` are kept.
+    Nothing is written where the block ends by an exception. Needs memory for two passes of each structure.
+    """
+    return Recording(Path(path) if path is not None else None, entry, target, progress)
 
 
 def observe(operands: Operands) -> Observation:

@@ -47,6 +47,8 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ShapeEnv": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "DimDynamic": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "ConstantSource": ("torch._dynamo.source", _ALL),
+    "unset_fake_temporarily": ("torch._subclasses.fake_tensor", _ALL),
+    "OpOverload": ("torch._ops", _ALL),
     "aot_export_module": ("torch._functorch.aot_autograd", _ALL),
     "is_non_overlapping_and_dense": ("torch._prims_common", _ALL),
     "contiguous_strides": ("torch._prims_common", _ALL),

@@ -16,45 +16,11 @@ import sympy
 import torch
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Ambient, PassSpec, SymbolSpec
+from aot_backward_runtime.manifest import PassSpec, SymbolSpec
 
 from .. import torch_api
+from .observation import Looks, Observation
 from .shapes import Sizes, expression_of
-
-
-@dataclass(frozen=True)
-class Looks:
-    """A tensor of a pass, without its values."""
-
-    dtype: torch.dtype
-    device: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    requires_grad: bool = False
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Looks:
-        return cls(tensor.dtype, tensor.device.type, tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One pass, without its values."""
-
-    inputs: tuple[Looks, ...]
-    sizes: tuple[int, ...]
-    scalars: tuple[int | float, ...]
-    ambient: Ambient
-    hook_groups: tuple[int, ...] = ()  # hooks that were one object have one number
-
-    def kind(self) -> Any:
-        """What two passes must have in common to be one program: all but the sizes, and where those are 0 or 1."""
-
-        def special(size: int) -> int:
-            return size if size in (0, 1) else 2
-
-        looks = tuple((t.dtype, t.device, t.requires_grad, tuple(map(special, t.shape)), _order(t)) for t in self.inputs)
-        return looks, tuple(map(special, self.sizes)), self.scalars, self.ambient
 
 
 @dataclass
@@ -133,13 +99,6 @@ def symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> Shape
 def fake_mode() -> Any:
     """A mode with a shape environment of its own, for any number of programs."""
     return torch_api.FakeTensorMode(allow_non_fake_inputs=True, shape_env=torch_api.ShapeEnv())
-
-
-def _order(looks: Looks) -> tuple[int, ...]:
-    """The dimensions from the largest stride to the smallest, those of stride 0 marked; sizes of 1 have no say."""
-    counted = [d for d, n in enumerate(looks.shape) if n > 1]
-    ordered = sorted(counted, key=lambda d: -looks.stride[d])
-    return tuple(d if looks.stride[d] else -1 - d for d in ordered)
 
 
 def _strides(looks: Sequence[Looks], shape: Sequence[Any]) -> list[Any]:

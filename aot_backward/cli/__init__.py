@@ -5,10 +5,13 @@ from __future__ import annotations
 import click
 
 from ..program import VERSION
+from .compile import compile_command
 from .doctor import doctor
 from .export import export
 from .failures import EXIT_CODES, Commands, debug_option
 from .inspect import inspect
+from .record import record
+from .replay import replay
 from .run import run
 from .verify import verify
 
@@ -22,5 +25,5 @@ def main() -> None:
     """PyTorch gradients, compiled ahead of time into one file that runs without tracing or a compiler."""
 
 
-for command in (export, inspect, verify, run, doctor):
+for command in (export, record, replay, compile_command, inspect, verify, run, doctor):
     main.add_command(command)

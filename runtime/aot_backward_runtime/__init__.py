@@ -7,8 +7,9 @@
 Nothing here imports Dynamo or Inductor, and no compiler is started.
 """
 
-from .errors import AotBackwardError, ExportError, GradientError, IncompatibleError, InputError, PackageError, WeightsError
+from .errors import AotBackwardError, ExportError, GradientError, IncompatibleError, InputError, MissError, PackageError, WeightsError
 from .package import Package, load
+from .replay import replay
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "GradientError",
     "IncompatibleError",
     "InputError",
+    "MissError",
     "Package",
     "PackageError",
     "WeightsError",
     "load",
+    "replay",
 ]

@@ -16,7 +16,7 @@ from .manifest import DEEPEST, FORMAT_VERSION, KNOWN_FEATURES, LARGEST_MANIFEST,
 
 def to_json(manifest: Manifest) -> bytes:
     """The manifest as UTF-8 JSON, fields in their order, the same bytes for the same manifest."""
-    return json.dumps(_plain(manifest), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(plain(manifest), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def from_json(data: bytes) -> Manifest:
@@ -45,19 +45,25 @@ def from_json(data: bytes) -> Manifest:
     return _decoder(Manifest)(raw, None, 0)
 
 
-def _plain(value: Any) -> Any:
+def read_as(kind: type, value: Any) -> Any:
+    """The inverse of :func:`plain`; :class:`PackageError` names the field that is not as the schema says."""
+    return _decoder(kind)(value, None, 0)
+
+
+def plain(value: Any) -> Any:
+    """A dataclass of the schema as JSON values; fields that have their default are left out."""
     if dataclasses.is_dataclass(value):
         out = {}
         for f in dataclasses.fields(value):
             v = getattr(value, f.name)
             if f.default is not dataclasses.MISSING and v == f.default and type(v) is type(f.default):
                 continue
-            out[f.name] = _plain(v)
+            out[f.name] = plain(v)
         return out
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value
 
 

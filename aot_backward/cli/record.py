@@ -1,0 +1,42 @@
+"""``aot-backward record -o bw.pt2 -- train.py ARGS…``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from .failures import EXIT_CODES, debug_option
+from .progress import shown
+from .script import Script, run_script
+
+
+@click.command(epilog=EXIT_CODES)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BW.pt2", help="The package; what is new is added to it.")
+@click.option("--entry", default="backward", show_default=True, metavar="NAME", help="The name of its replay entry.")
+@click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
+@debug_option
+@click.argument("script", type=Script(), metavar="TRAIN.py")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]…")
+@click.pass_context
+def record(context: click.Context, output: Path, entry: str, target: str, as_json: bool, script: Path, arguments: tuple[str, ...]) -> None:
+    """Run TRAIN.py as it is, and compile its backward passes into BW.pt2 when it ends.
+
+    Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the script fails.
+    """
+    from ..record import record as recording
+
+    with shown() as progress:
+        session = recording(output, entry=entry, target=target, progress=progress)
+        code = run_script(script, arguments, session)
+    if as_json:
+        click.echo(json.dumps({**session.report.to_json(), "recorded": session.recorded, "skipped": dict(session.skipped)}), err=True)
+    else:
+        click.echo(f"{session.recorded} passes of {len(session.met)} structures recorded; {session.report}", err=True)
+        for reason in session.skipped:
+            click.echo(f"  left out: {reason}", err=True)
+        if output.exists():
+            click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)", err=True)
+    context.exit(code)

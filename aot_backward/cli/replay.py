@@ -1,0 +1,39 @@
+"""``aot-backward replay bw.pt2 -- train.py ARGS…``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from .failures import EXIT_CODES, debug_option
+from .script import Script, run_script
+
+
+@click.command(epilog=EXIT_CODES)
+@click.option("--entry", metavar="NAME", help="Which replay entry; a sole one needs no name.")
+@click.option("--strict", is_flag=True, help="A backward pass that the package does not hold is an error.")
+@click.option("--save-misses", type=click.Path(path_type=Path), metavar="FILE", help="Where to keep what it does not hold, for compile.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
+@debug_option
+@click.argument("package", type=click.Path(path_type=Path), metavar="BW.pt2")
+@click.argument("script", type=Script(), metavar="TRAIN.py")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]…")
+@click.pass_context
+def replay(
+    context: click.Context, entry: str | None, strict: bool, save_misses: Path | None, as_json: bool, package: Path, script: Path, arguments: tuple[str, ...]
+) -> None:
+    """Run TRAIN.py as it is, its backward passes from BW.pt2: no tracing, no compiler.
+
+    A pass that the package does not hold is interpreted: the gradients are eager's, and the report says why.
+    """
+    from ..replaying import replay as replaying
+
+    session = replaying(package, entry=entry, strict=strict, save_misses=save_misses)
+    code = run_script(script, arguments, session)
+    if as_json:
+        click.echo(json.dumps(session.report.to_json()), err=True)
+    else:
+        click.echo(str(session.report), err=True)
+    context.exit(code)

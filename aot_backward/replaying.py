@@ -1,0 +1,25 @@
+"""``replay(path)`` with what the runtime's own cannot have: a file of the passes that the package does not hold."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from aot_backward_runtime.replay import Replaying
+from aot_backward_runtime.replay import replay as replay_only
+
+
+def replay(
+    path: str | os.PathLike[str], *, entry: str | None = None, strict: bool = False, save_misses: str | os.PathLike[str] | None = None
+) -> Replaying:
+    """:func:`aot_backward_runtime.replay.replay`, which can also keep what it met and the package does not hold.
+
+    ``save_misses``: a file to which, when the context closes, the graphs of the interpreted passes are written; ``aot-backward compile FILE
+    -o PACKAGE`` (:func:`aot_backward.misses.compile_misses`) adds them, on this machine or another. Only then is a tracer imported, after the
+    last pass. Needs memory for two passes of each structure that is missed.
+    """
+    if save_misses is None:
+        return replay_only(path, entry=entry, strict=strict)
+    from .record import Saving
+
+    return Saving(Path(path), entry, strict, Path(save_misses))
