@@ -110,15 +110,15 @@ class Fast:
         self.check = guards.check
         self._needed = [_extent(t) for t in tensors]
         self._aligned = [_alignment(t) for t in tensors]
-        self._pointers: list[int] = []
+        self._pointers = [-1] * len(tensors)
 
     def memory(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the storages hold what the sizes say. ``tensors`` have passed :attr:`check`."""
         pointers = list(map(_data_ptr, tensors))
         if pointers == self._pointers:
             return True
-        for tensor, pointer, needed, aligned in zip(tensors, pointers, self._needed, self._aligned, strict=True):
-            if pointer % aligned or tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize < needed:
+        for tensor, pointer, before, needed, aligned in zip(tensors, pointers, self._pointers, self._needed, self._aligned, strict=True):
+            if pointer != before and (pointer % aligned or tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize < needed):
                 return False
         self._pointers = pointers
         return True

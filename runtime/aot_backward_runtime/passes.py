@@ -17,7 +17,7 @@ from .manifest import LibrarySpec, PassSpec, Segment, StructureSpec, SymbolSpec,
 from .plan import Library
 from .tape import Op, Tape
 
-_REMEMBERED = 16  # lists of shapes with a fast check, per structure
+_REMEMBERED = 1024  # lists of shapes with a fast check, per structure
 
 Outside = Callable[[], AbstractContextManager[None]]
 """Entered while a hook or a custom function of the pass is called."""
@@ -213,14 +213,21 @@ class Structure:
     def __init__(self, tape: Tape, spec: StructureSpec | None, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
         self.tape, self.spec = tape, spec
         self.variants = [CompiledPass(v, tape, libraries, constants) for v in (spec.variants if spec else ())]
-        self._fast: list[tuple[list[int], list[int | float], Fast, Admitted]] = []
+        self._telling = _telling([v.spec for v in self.variants])
+        self._fast: dict[tuple[int, ...], _Remembered] = {}  # by the sizes that tell passes apart
 
     def admit(self, operands: Operands) -> Admitted:
-        """The variant that serves a pass; :class:`InputError` says why none does."""
-        for sizes, scalars, fast, admitted in self._fast:
-            if sizes == operands.sizes and fast.check(*operands.inputs) and fast.memory(operands.inputs) and scalars == operands.scalars:
-                check_ambient(admitted.variant.spec.ambient, admitted.variant.device)
-                return Admitted(admitted.variant, operands.inputs, admitted.values)
+        """The variant that serves a pass; :class:`InputError` says why none does.
+
+        What was accepted before is found by the few sizes that differ between passes, so a hundred batch sizes cost what one does.
+        """
+        inputs, sizes = operands.inputs, operands.sizes
+        key = tuple([sizes[d] if i < 0 else inputs[i].shape[d] for i, d in self._telling])
+        known = self._fast.get(key)
+        if known is not None and known.sizes == sizes and known.fast.check(*inputs) and known.fast.memory(inputs) and known.scalars == operands.scalars:
+            variant = known.variant
+            check_ambient(variant.spec.ambient, variant.device)
+            return Admitted(variant, inputs, known.values)
         failures = []
         for variant in self.variants:
             try:
@@ -229,13 +236,35 @@ class Structure:
             except InputError as error:
                 failures.append(str(error))
                 continue
-            found = Admitted(variant, fitting, values)
             if untouched:
-                kept = Admitted(variant, (), values)
-                self._fast.insert(0, (list(operands.sizes), list(operands.scalars), Fast(operands.inputs), kept))
-                del self._fast[_REMEMBERED:]
-            return found
+                if len(self._fast) >= _REMEMBERED:
+                    del self._fast[next(iter(self._fast))]
+                self._fast[key] = _Remembered(variant, list(sizes), list(operands.scalars), Fast(inputs), values)
+            return Admitted(variant, fitting, values)
         raise InputError("; ".join(dict.fromkeys(failures)))
+
+
+@dataclass(frozen=True)
+class _Remembered:
+    """A list of shapes that a variant serves, as one check in C."""
+
+    variant: CompiledPass
+    sizes: list[int]
+    scalars: list[int | float]
+    fast: Fast
+    values: Mapping[str, int]
+
+
+def _telling(variants: Sequence[PassSpec]) -> list[tuple[int, int]]:
+    """Where passes differ in size: (input, dimension), or (-1, number of the size)."""
+    found = [(s.input, s.dim) for v in variants for s in v.symbols]
+    if len(variants) > 1:
+        first = variants[0]
+        others = variants[1:]
+        found += [(-1, k) for k, n in enumerate(first.sizes) if any(v.sizes[k : k + 1] != (n,) for v in others)][:8]
+        for i, spec in enumerate(first.inputs):
+            found += [(i, d) for d, n in enumerate(spec.shape) if any(v.inputs[i].shape[d] != n for v in others)][:2] if len(found) < 16 else []
+    return list(dict.fromkeys(found))
 
 
 def _admit_value(value: Any, spec: TensorSpec, values: Mapping[str, int]) -> torch.Tensor:
