@@ -225,7 +225,9 @@ def _checked(program: Program, spec: PassSpec, artifacts: Mapping[str, Artifact]
     worst, name, at = 0.0, "", []
     for example in program.examples:
         values = PassContract(spec).symbol_values(example.shapes, example.sizes)
-        largest = max((float(torch.linalg.vector_norm(v.double())) for v in example.values.values() if v is not None and v.is_floating_point()), default=0.0)
+        largest = max(
+            (float(torch.linalg.vector_norm(v.double())) for v in example.values.values() if v is not None and v.is_floating_point()), default=0.0
+        )
         coarsest = max((RELATIVE[d] for d in _dtypes(example)), default=0.0)
         for segment in spec.segments:
             if not segment.library:
@@ -258,9 +260,7 @@ def _checked(program: Program, spec: PassSpec, artifacts: Mapping[str, Artifact]
         at.append(", ".join(f"{k}={v}" for k, v in values.items()))
     if not program.examples:
         raise ExportError("no numbers were kept of this kind of pass to check it against")
-    segments = tuple(
-        dataclasses.replace(s, operands=("fresh",)) if len(s.ops) == 1 and leaves.get(s.ops[0]) in own else s for s in spec.segments
-    )
+    segments = tuple(dataclasses.replace(s, operands=("fresh",)) if len(s.ops) == 1 and leaves.get(s.ops[0]) in own else s for s in spec.segments)
     return {"segments": segments, "verdict": Verdict("verified", name, round(worst, 6), tuple(a for a in at if a))}
 
 
@@ -290,8 +290,7 @@ def _ratio(actual: torch.Tensor, expected: torch.Tensor, largest: float, coarses
 
 def _library(graph: Graph, artifact: Artifact) -> Library:
     library = Library(lambda: artifact.library, library_spec(graph, artifact), "cpu")
-    constants = {weight: tensor for weight, tensor in graph.constants.values()}
-    library.bind((constants, ()))
+    library.bind((dict(graph.constants.values()), ()))
     return library
 
 
@@ -326,7 +325,9 @@ class _Base:
         archive = open_package(path)
         old = archive.manifest
         if old.torch != torch.__version__ or old.target != spec:
-            raise ExportError(f"{path} was built by torch {old.torch} for {old.target}; this is torch {torch.__version__}, {spec}: record into a new file")
+            raise ExportError(
+                f"{path} was built by torch {old.torch} for {old.target}; this is torch {torch.__version__}, {spec}: record into a new file"
+            )
         known = old.entries.get(entry, EntrySpec("replay", (), ()))
         if known.kind != "replay":
             raise ExportError(f"{path} has a {known.kind} entry {entry!r}; give the recorded passes another name, entry='…'")

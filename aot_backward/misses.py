@@ -177,7 +177,9 @@ def _example(form: Mapping[str, Any], n: int, known: Mapping[str, Any], numbers:
         stored = numbers[f"{prefix}/{kind}/{i}"]
         if dtype == "torch.complex128":
             stored = torch.view_as_complex(stored)
-        small = stored[tuple(slice(0, 1) if s == 0 and m > 1 else slice(None) for m, s in zip(stored.shape, stride, strict=True))] if stride else stored
+        small = (
+            stored[tuple(slice(0, 1) if s == 0 and m > 1 else slice(None) for m, s in zip(stored.shape, stride, strict=True))] if stride else stored
+        )
         return torch.empty_strided(small.shape, stride, dtype=stored.dtype).copy_(small).expand(stored.shape)
 
     inputs = {int(i): tensor("input", i, about) for i, about in known["inputs"].items()}

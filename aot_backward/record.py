@@ -60,16 +60,15 @@ class Collecting(Replaying):
         met = self.met.setdefault(tape.fingerprint(), Met(tape))
         observation = observe(operands)
         known = met.examples.setdefault(observation.kind(), []) if len(met.examples) < _KINDS or observation.kind() in met.examples else None
-        wanted = known is not None and len(known) < _EXAMPLES and observation not in met.observations
-        met.observations[observation] = met.observations.get(observation, 0) + 1
-        if wanted and known is not None:
+        if known is not None and len(known) < _EXAMPLES and observation not in met.observations:
             example = Example(_kept(tape, operands.inputs), tuple(t.shape for t in observation.inputs), observation.sizes)
             results = self._watched(structure, operands, example)
             known.append((observation, example))
-            return results
-        start = time.perf_counter()
-        results = super().interpret(structure, operands)
-        met.seconds = min(met.seconds, time.perf_counter() - start)
+        else:
+            start = time.perf_counter()
+            results = super().interpret(structure, operands)
+            met.seconds = min(met.seconds, time.perf_counter() - start)
+        met.observations[observation] = met.observations.get(observation, 0) + 1  # not of a pass that raised
         return results
 
     def _watched(self, structure: Structure, operands: Operands, example: Example) -> list[torch.Tensor | None]:
@@ -101,7 +100,7 @@ class Recording(Collecting):
         super().__exit__(*error)
         kind = error[0]
         done = kind is None or (isinstance(kind, type) and issubclass(kind, SystemExit))  # a script that ends itself has ended well
-        if done and self.path is not None and self.met:
+        if done and self.path is not None and any(m.observations for m in self.met.values()):
             from .compiled import add_passes
 
             self.skipped += add_passes(self.path, self.entry, self.met, target=self.target, progress=self.progress)
@@ -123,9 +122,7 @@ class Saving(Collecting):
             self.skipped += save_misses(self.to, self.met)
 
 
-def record(
-    path: str | os.PathLike[str] | None = None, *, entry: str = ENTRY, target: str = "cpu", progress: Progress | None = None
-) -> Recording:
+def record(path: str | os.PathLike[str] | None = None, *, entry: str = ENTRY, target: str = "cpu", progress: Progress | None = None) -> Recording:
     """A context in which every backward pass is watched; when it closes, what is new is compiled and put into the package at ``path``.
 
     Inside, passes are interpreted with eager's gradients; those that an existing package serves run from it. Sizes that changed between
@@ -163,5 +160,9 @@ def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         return plain.clone()
-    small = plain[tuple(slice(0, 1) if s == 0 and n > 1 else slice(None) for n, s in zip(plain.shape, plain.stride(), strict=True))] if plain.dim() else plain
+    small = (
+        plain[tuple(slice(0, 1) if s == 0 and n > 1 else slice(None) for n, s in zip(plain.shape, plain.stride(), strict=True))]
+        if plain.dim()
+        else plain
+    )
     return torch.empty_strided(small.shape, small.stride(), dtype=plain.dtype, device=plain.device).copy_(small).expand(plain.shape)

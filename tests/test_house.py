@@ -36,8 +36,16 @@ ALLOWED = {
     "aot_backward.once": LIBRARY,
     "aot_backward.diagnosis": (*LIBRARY, "aot_backward_exporters"),
     "aot_backward.export": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
+    "aot_backward.record": (*LIBRARY, "aot_backward.capture", "aot_backward.compiled", "aot_backward.misses"),
+    "aot_backward.replaying": (*LIBRARY, "aot_backward.record"),
+    "aot_backward.compiled": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
+    "aot_backward.misses": (
+        *(*LIBRARY, "aot_backward.capture", "aot_backward.compiled", "aot_backward.record"),
+        *("aot_backward.package", "aot_backward.tensor_file", "aot_backward_exporters"),
+    ),
     "aot_backward.cli": (
         *("aot_backward_runtime", "aot_backward.program", "aot_backward.export", "aot_backward.verify"),
+        *("aot_backward.record", "aot_backward.replaying", "aot_backward.misses"),
         *("aot_backward.once", "aot_backward.tensor_file", "aot_backward.diagnosis"),
     ),
 }

@@ -117,7 +117,9 @@ def _strides(looks: Sequence[Looks], shape: Sequence[Any]) -> list[Any]:
         elif len(set(seen)) == 1:
             out[d] = seen[0]
         else:
-            raise ExportError(f"a tensor's strides {[x.stride for x in looks[:3]]} change with its sizes {[x.shape for x in looks[:3]]} in no way that is known")
+            raise ExportError(
+                f"a tensor's strides {[x.stride for x in looks[:3]]} change with its sizes {[x.shape for x in looks[:3]]} in no way that is known"
+            )
         if seen[0]:
             dense = out[d] * shape[d]
             values = [s * x.shape[d] for s, x in zip(seen, looks, strict=True)]

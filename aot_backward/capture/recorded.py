@@ -8,6 +8,7 @@ gradients.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,7 +137,7 @@ def trace(tape: Tape, piece: Piece, shapes: Shapes, values: dict[int, Any], scal
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs: dict[int, torch.Tensor] = {}
-        run_values: dict[int, Any] = {v: None for v in piece.needs}
+        run_values: dict[int, Any] = dict.fromkeys(piece.needs)
         for (kind, where, _), tensor in zip(given, tensors, strict=True):
             if kind == "input":
                 inputs[where] = tensor
@@ -156,11 +157,10 @@ def trace(tape: Tape, piece: Piece, shapes: Shapes, values: dict[int, Any], scal
 
     with _under(ambient, shapes), tracing(), torch.no_grad(), torch_api.V.set_fake_mode(fake_mode):
         wrapper = _Wrapped(run)
-        module, signature = torch_api.aot_export_module(
-            wrapper, [t for _, _, t in given], trace_joint=False, decompositions=decompositions()
-        )
+        module, signature = torch_api.aot_export_module(wrapper, [t for _, _, t in given], trace_joint=False, decompositions=decompositions())
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         raise ExportError("a backward of the pass changes one of its operands in place")
+    _binary(module)
     output = next(iter(module.graph.find_nodes(op="output")))
     results = list(output.args[0])
     for v, node in zip(known["gives"], results, strict=True):
@@ -273,7 +273,21 @@ class _Wrapped(nn.Module):
         self.run = run
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.run(*tensors)  # type: ignore[no-any-return]
+        return self.run(*tensors)
+
+
+def _binary(module: torch.fx.GraphModule) -> None:
+    """Sizes that the tracer multiplied three at a time, ``operator.mul(16, s0, s1)``, which nothing could call (torch 2.13)."""
+    for node in list(module.graph.nodes):
+        if node.target in (operator.mul, operator.add) and len(node.args) > 2:
+            first, *rest = node.args
+            made = first
+            with module.graph.inserting_before(node):
+                for factor in rest:
+                    previous, made = made, module.graph.call_function(node.target, (made, factor))
+                    made.meta["val"] = node.target(*(a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (previous, factor)))
+            node.replace_all_uses_with(made)
+            module.graph.erase_node(node)
 
 
 def _laid_like(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:

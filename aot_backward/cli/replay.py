@@ -22,7 +22,14 @@ from .script import Script, run_script
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]…")
 @click.pass_context
 def replay(
-    context: click.Context, entry: str | None, strict: bool, save_misses: Path | None, as_json: bool, package: Path, script: Path, arguments: tuple[str, ...]
+    context: click.Context,
+    entry: str | None,
+    strict: bool,
+    save_misses: Path | None,
+    as_json: bool,
+    package: Path,
+    script: Path,
+    arguments: tuple[str, ...],
 ) -> None:
     """Run TRAIN.py as it is, its backward passes from BW.pt2: no tracing, no compiler.
 

@@ -110,7 +110,9 @@ def load(
     missing = sorted(manifest.weights.keys() - tensors.keys())
     if missing:
         raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")
-    unproved = [n for n, e in manifest.entries.items() for v in (*e.variants, *(p for t in e.structures for p in t.variants)) if v.verdict.status != "verified"]
+    verdicts = [(n, v.verdict) for n, e in manifest.entries.items() for v in e.variants]
+    verdicts += [(n, v.verdict) for n, e in manifest.entries.items() for s in e.structures for v in s.variants]
+    unproved = [n for n, v in verdicts if v.status != "verified"]
     if unproved:
         warnings.warn(f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}", stacklevel=2)
     return Package(archive, tensors, {f"{t.__module__}.{t.__qualname__}": t for t in types})

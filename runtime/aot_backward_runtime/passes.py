@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from . import torch_api
 from .errors import InputError, PackageError
 from .expressions import evaluate
 from .guards import Contract, Fast, check_ambient, check_kind, laid_out
 from .interpreter import Run
-from .manifest import LibrarySpec, PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
+from .manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
 from .plan import Library
 from .tape import Op, Tape
 
@@ -194,7 +195,7 @@ class _Accumulate:
             else:
                 run.step(op)
         if sums:
-            torch._foreach_add_(sums, terms)
+            torch_api.foreach_add_(sums, terms)
 
 
 class _Single:
@@ -224,7 +225,7 @@ class Structure:
         inputs, sizes = operands.inputs, operands.sizes
         key = tuple([sizes[d] if i < 0 else inputs[i].shape[d] for i, d in self._telling])
         known = self._fast.get(key)
-        if known is not None and known.sizes == sizes and known.fast.check(*inputs) and known.fast.memory(inputs) and known.scalars == operands.scalars:
+        if known is not None and known.holds(operands):
             variant = known.variant
             check_ambient(variant.spec.ambient, variant.device)
             return Admitted(variant, inputs, known.values)
@@ -253,6 +254,10 @@ class _Remembered:
     scalars: list[int | float]
     fast: Fast
     values: Mapping[str, int]
+
+    def holds(self, operands: Operands) -> bool:
+        same = self.sizes == operands.sizes and self.scalars == operands.scalars
+        return same and self.fast.check(*operands.inputs) and self.fast.memory(operands.inputs)
 
 
 def _telling(variants: Sequence[PassSpec]) -> list[tuple[int, int]]:

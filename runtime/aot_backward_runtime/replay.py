@@ -162,7 +162,7 @@ class Replaying(Session):
     def _curious(self, on: bool) -> None:
         """Whether the engine words what its cache did not have; that costs it time on every pass."""
         self._calm = 0 if on else self._calm
-        torch_api.set_verbose_logger(_EAR if on else None)
+        torch_api.set_verbose_logger(_EAR if on else None)  # type: ignore[arg-type] # its stub says a function; it calls .debug
 
     def _unknown(self, tape: Tape) -> str:
         """How ``tape`` differs from the nearest recorded structure."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -149,7 +149,12 @@ class Tape:
         return json.dumps(form, sort_keys=True, separators=(",", ":"))
 
     def interpret(
-        self, inputs: list[torch.Tensor], sizes: list[int] = (), scalars: list[Any] = (), hooks: tuple[Any, ...] = (), packed: tuple[Any, ...] = ()  # type: ignore[assignment]
+        self,
+        inputs: Sequence[torch.Tensor],
+        sizes: Sequence[int] = (),
+        scalars: Sequence[int | float] = (),
+        hooks: Sequence[Any] = (),
+        packed: Sequence[Any] = (),
     ) -> list[torch.Tensor | None]:
         """Runs the tape by the engine's own functional backwards: eager's gradients, to the bit. Leaves accumulate into their ``.grad``.
 

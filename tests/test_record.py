@@ -1,0 +1,391 @@
+"""Recorded and replayed: what a package of backward passes does for an unmodified program, through the public door."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aot_backward as ab
+from aot_backward_runtime.plan import Library
+
+from .conftest import aot_backward
+from .exports import shared
+
+Run = Callable[[Sequence[int]], list[list[Tensor | None]]]
+
+
+def mlp(batches: Sequence[int], *, width: int = 16, activation: type[nn.Module] = nn.Tanh) -> list[list[Tensor | None]]:
+    """Gradients of a small net, one list for each batch; its hidden layers are as wide as one of the batches."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, width), activation(), nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 3))
+    out = []
+    for i, n in enumerate(batches):
+        torch.manual_seed(i)
+        net.zero_grad()
+        nn.functional.cross_entropy(net(torch.randn(n, 8)), torch.randint(3, (n,))).backward()
+        out.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+    return out
+
+
+def attention(batches: Sequence[tuple[int, int]]) -> list[list[Tensor | None]]:
+    """Batch and length vary by themselves; the width is among both."""
+    torch.manual_seed(0)
+    net = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    out = []
+    for i, (n, length) in enumerate(batches):
+        torch.manual_seed(i)
+        net.zero_grad()
+        x = torch.randn(n, length, 16, requires_grad=True)
+        net(x).square().mean().backward()
+        out.append([x.grad, *(None if p.grad is None else p.grad.clone() for p in net.parameters())])
+    return out
+
+
+def same(expected: Sequence[Sequence[Tensor | None]], actual: Sequence[Sequence[Tensor | None]]) -> None:
+    for e_step, a_step in zip(expected, actual, strict=True):
+        largest = max(float(e.norm()) for e in e_step if e is not None)
+        for e, a in zip(e_step, a_step, strict=True):
+            assert (e is None) == (a is None)
+            if e is not None and a is not None:
+                assert e.dtype == a.dtype and e.shape == a.shape and e.stride() == a.stride()
+                assert float((e - a).norm()) <= 1e-5 * max(float(e.norm()), 0.05 * largest)
+
+
+@pytest.fixture(scope="session")
+def package() -> Path:
+    """:func:`mlp` over several batches. Do not write to it."""
+
+    def make(path: Path) -> None:
+        with ab.record(path) as recording:
+            mlp((2, 2, 5, 7, 9, 64))
+        assert not recording.skipped
+
+    return shared("recorded-mlp", make)
+
+
+def test_recording_gives_eagers_bits(tmp_path: Path) -> None:
+    expected = mlp((3, 3, 6))
+    with ab.record() as recording:
+        actual = mlp((3, 3, 6))
+    for e_step, a_step in zip(expected, actual, strict=True):
+        assert all(e is not None and a is not None and torch.equal(e, a) for e, a in zip(e_step, a_step, strict=True))
+    assert len(recording.tapes) == 1 and recording.recorded == 3 and "AddmmBackward0" in str(recording.tapes[0])
+
+
+def test_every_batch_is_one_variant(package: Path) -> None:
+    (structure,) = ab.load(package).manifest.entries["backward"].structures
+    (variant,) = structure.variants  # a batch of 16 is told from the layers of 16 by the batches of other sizes
+    assert len(variant.symbols) == 1 and variant.verdict.status == "verified" and len(variant.verdict.sizes) == 2
+    batches = (2, 2, 5, 7, 9, 64, 16, 33, 8, 3)
+    expected = mlp(batches)
+    with ab.replay(package, strict=True) as replaying:
+        same(expected, mlp(batches))
+    report = replaying.report
+    assert (report.bindings, report.hits, sum(report.misses.values()), sum(report.eager.values())) == (1, 9, 0, 0)
+    assert report.to_json()["bindings"] == 1 and "9 hits" in str(report)
+
+
+def test_sizes_that_vary_by_themselves(tmp_path: Path) -> None:
+    seen = ((2, 5), (2, 5), (16, 5), (2, 7), (5, 16))
+    with ab.record(tmp_path / "bw.pt2") as recording:
+        attention(seen)
+    assert not recording.skipped
+    structures = ab.load(tmp_path / "bw.pt2").manifest.entries["backward"].structures
+    assert [len(s.variants) for s in structures] == [1] and len(structures[0].variants[0].symbols) >= 2
+    never_seen = ((3, 9), (16, 16), (9, 3), (64, 2))
+    expected = attention((*seen, *never_seen))
+    with ab.replay(tmp_path / "bw.pt2", strict=True):
+        same(expected, attention((*seen, *never_seen)))
+
+
+def test_static_first_then_dynamic(tmp_path: Path) -> None:
+    path = tmp_path / "bw.pt2"
+    with ab.record(path):
+        mlp((4, 4))
+    before = ab.load(path).manifest.entries["backward"].structures[0].variants
+    assert len(before) == 1 and not before[0].symbols
+    expected = mlp((4, 6, 4))
+    with ab.replay(path) as replaying:
+        same(expected, mlp((4, 6, 4)))
+    assert replaying.report.hits == 1 and [("has size 6 in dimension 0; expected 4" in m, n) for m, n in replaying.report.misses.items()] == [
+        (True, 1)
+    ]
+    with ab.record(path) as recording:
+        mlp((4, 6))
+    assert recording.recorded == 1  # the batch of 4 is served by what is there
+    after = ab.load(path).manifest.entries["backward"].structures
+    assert [len(s.variants) for s in after] == [2] and after[0].variants[0].symbols
+    expected = mlp((4, 6, 11))
+    with ab.replay(path, strict=True):
+        same(expected, mlp((4, 6, 11)))
+
+
+def test_a_fresh_process_needs_no_compiler_and_no_dynamo(package: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import aot_backward_runtime\n"
+        "from torch import nn\n"
+        "torch.manual_seed(0)\n"
+        "net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 3))\n"
+        "with aot_backward_runtime.replay(sys.argv[1], strict=True) as replaying:\n"
+        "    for i, n in enumerate((2, 7, 12)):\n"
+        "        torch.manual_seed(i)\n"
+        "        net.zero_grad()\n"
+        "        nn.functional.cross_entropy(net(torch.randn(n, 8)), torch.randint(3, (n,))).backward()\n"
+        "new = {m.partition('.')[0] if not m.startswith('torch.') else '.'.join(m.split('.')[:2]) for m in set(sys.modules) - before}\n"
+        "print(json.dumps([replaying.report.to_json(), sorted(new), [p.grad.double().sum().item() for p in net.parameters()]]))\n"
+    )
+    env = {**os.environ, "PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    done = subprocess.run([sys.executable, script, package], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    report, modules, sums = json.loads(done.stdout)
+    assert (report["bindings"], report["hits"], report["misses"], report["eager"]) == (1, 2, {}, {})
+    assert not {"torch._dynamo", "torch._inductor", "sympy", "onnx", "click"} & set(modules) and not (tmp_path / "inductor").exists()
+    assert sums == pytest.approx([float(g.double().sum()) for g in mlp((2, 7, 12))[-1] if g is not None], rel=1e-4, abs=1e-5)
+
+
+def test_a_miss_is_interpreted_counted_and_logged_once(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = mlp((3, 4, 5), activation=nn.Sigmoid)
+    said: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("aot_backward.replay"), "handle", said.append)
+    with ab.replay(package) as replaying:
+        actual = mlp((3, 4, 5), activation=nn.Sigmoid)
+    for e_step, a_step in zip(expected, actual, strict=True):
+        assert all(e is not None and a is not None and torch.equal(e, a) for e, a in zip(e_step, a_step, strict=True))
+    assert len(said) == 1 and "was interpreted" in said[0].getMessage()
+    ((reason, count),) = replaying.report.misses.items()
+    assert count == 3 and "is SigmoidBackward0, in the nearest recorded structure it is TanhBackward0" in reason
+    assert replaying.report.engine and all("node" in r for r in replaying.report.engine)
+
+
+def test_strict_makes_a_miss_an_error_before_anything_ran(package: Path) -> None:
+    leaf = torch.randn(3, requires_grad=True)
+    with ab.replay(package, strict=True):
+        for _ in range(2):  # a binding pass, then one that the engine's cache knows
+            with pytest.raises(ab.MissError, match="was not recorded"):
+                leaf.sin().sum().backward()
+    assert leaf.grad is None
+    leaf.sin().sum().backward()
+    assert torch.equal(leaf.grad, leaf.cos())
+
+
+def test_a_wrong_graph_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Library.run
+    with ab.record(tmp_path / "bw.pt2") as recording:
+        mlp((3, 4))
+        monkeypatch.setattr(Library, "run", lambda self, inputs: [r * 1.01 for r in original(self, inputs)])
+    assert [("is wrong:" in reason) for reason in recording.skipped] == [True] and not (tmp_path / "bw.pt2").exists()
+
+
+def test_leaves_get_gradients_of_their_own(tmp_path: Path) -> None:
+    def step() -> tuple[Tensor, Tensor, Tensor]:
+        a, b, c = (torch.full((4,), 1.0 + i, requires_grad=True) for i in range(3))
+        given = torch.arange(4.0)
+        (a + b + c.view(2, 2).t().reshape(4)).backward(given)
+        return a, b, c
+
+    with ab.record(tmp_path / "bw.pt2") as recording:
+        step()
+    assert not recording.skipped
+    with ab.replay(tmp_path / "bw.pt2", strict=True):
+        a, b, c = step()
+        assert a.grad is not None and b.grad is not None and c.grad is not None
+        a.grad.add_(100)
+        assert b.grad.tolist() == [0, 1, 2, 3] and c.grad.tolist() == [0, 2, 1, 3]
+
+
+def test_gradients_accumulate_in_the_tensor_that_is_there(package: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 3))
+    x, y = torch.randn(5, 8), torch.randint(3, (5,))
+
+    def step() -> None:
+        nn.functional.cross_entropy(net(x), y).backward()
+
+    step()
+    once = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    held = [p.grad for p in net.parameters()]
+    with ab.replay(package, strict=True) as replaying:
+        step()
+        step()
+    assert replaying.report.hits == 1
+    assert all(p.grad is h for p, h in zip(net.parameters(), held, strict=True))
+    same([[3 * g for g in once]], [[p.grad for p in net.parameters()]])
+
+
+def test_what_a_hook_returns_is_looked_at(tmp_path: Path) -> None:
+    """A gradient of other strides is copied; an undefined one sends that piece to the interpreter."""
+    returned: list[Callable[[Tensor], Tensor | None]] = [lambda g: g * 2]
+
+    class Maybe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor | None:
+            return returned[0](grad)
+
+    def step() -> Tensor | None:
+        x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+        Maybe.apply(x.sin().exp()).square().sum().backward()
+        return x.grad
+
+    path = tmp_path / "bw.pt2"
+    with ab.record(path) as recording:
+        step()
+    assert not recording.skipped
+    for change in (lambda g: g * 2, lambda g: (g.t().contiguous() * 2).t(), lambda g: None):
+        returned[0] = change
+        expected = step()
+        with ab.replay(path) as replaying:
+            actual = step()
+        assert (expected is None) == (actual is None)
+        if expected is not None and actual is not None:
+            torch.testing.assert_close(actual, expected)
+        assert [("%v" in m and "undefined" in m) for m in replaying.report.misses] == ([True] if expected is None else [])
+
+
+def test_contexts_nest_and_put_back_what_was_there(package: Path, tmp_path: Path) -> None:
+    with ab.replay(package) as outer:
+        mlp((4, 5))
+        with ab.record() as inner:
+            mlp((4,))
+        mlp((6,))
+        assert not outer.is_cache_empty()
+        outer.clear_cache()
+        assert outer.is_cache_empty()
+        with pytest.raises(ZeroDivisionError), ab.record(tmp_path / "never.pt2"):
+            mlp((4,))
+            _ = 1 / 0
+        mlp((7,))
+    assert inner.recorded == 1 and not (tmp_path / "never.pt2").exists()
+    assert outer.report.bindings == 3 and outer.report.hits == 1 and not outer.report.misses
+    mlp((4,))
+    assert outer.report.bindings + outer.report.hits == 4  # nothing is seen once the context is left
+
+
+def test_threads_one_at_a_time_good_and_bad(package: Path) -> None:
+    expected = mlp((4, 5, 6, 7))
+    errors: list[BaseException] = []
+
+    def good() -> None:
+        try:
+            for _ in range(5):
+                x = torch.linspace(0, 1, 3, requires_grad=True)  # not the random numbers that mlp draws
+                x.sin().sum().backward()
+                assert torch.equal(x.grad, x.cos())
+        except BaseException as error:
+            errors.append(error)
+
+    def bad() -> None:
+        def fails(grad: Tensor) -> None:
+            raise KeyError("the hook's own")
+
+        try:
+            for _ in range(5):
+                x = torch.linspace(0, 1, 3, requires_grad=True)  # not the random numbers that mlp draws
+                x.register_hook(fails)
+                with pytest.raises(KeyError, match="own"):
+                    x.exp().sum().backward()
+        except BaseException as error:
+            errors.append(error)
+
+    with ab.replay(package) as replaying:
+        threads = [threading.Thread(target=t) for t in (good, bad, good, bad)]
+        for t in threads:
+            t.start()
+        actual = mlp((4, 5, 6, 7))
+        for t in threads:
+            t.join(60)
+            assert not t.is_alive()
+    assert not errors
+    same(expected, actual)
+    assert replaying.report.hits >= 3
+
+
+def test_a_thousand_hits_leave_nothing(package: Path) -> None:
+    with ab.replay(package, strict=True):
+        mlp((4,) * 10)
+        gc.collect()
+        before = len(gc.get_objects())
+        mlp((4,) * 300)
+        gc.collect()
+        assert len(gc.get_objects()) - before < 2000  # the gradients that mlp returned, and nothing for each pass
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import sys, torch\n"
+        "from torch import nn\n"
+        "torch.manual_seed(0)\n"
+        "net = nn.Sequential(nn.Linear(4, 8), nn.Tanh() if sys.argv[1] == 'tanh' else nn.Sigmoid(), nn.Linear(8, 2))\n"
+        "for n in (3, 5, 9):\n"
+        "    net(torch.randn(n, 4)).square().sum().backward()\n"
+        "print(__name__, sys.argv[1:], sum(p.grad.sum().item() for p in net.parameters()))\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    return path
+
+
+def test_the_command_line(script: Path, tmp_path: Path) -> None:
+    package, missed = tmp_path / "bw.pt2", tmp_path / "missed"
+    eager = subprocess.run([sys.executable, script, "tanh", "3"], capture_output=True, text=True)
+    done = aot_backward("record", "-o", package, "--json", "--", script, "tanh", "3")
+    assert (done.returncode, done.stdout) == (3, eager.stdout), done.stderr
+    assert json.loads(done.stderr)["recorded"] == 3 and json.loads(done.stderr)["skipped"] == {}
+    done = aot_backward("replay", package, "--strict", "--json", "--", script, "tanh", "0")
+    assert done.returncode == 0 and (json.loads(done.stderr)["bindings"], json.loads(done.stderr)["hits"]) == (2, 1), done.stderr
+
+    done = aot_backward("replay", package, "--strict", "--", script, "sigmoid", "0")
+    assert done.returncode == 1 and done.stderr.startswith("error: the structure"), done.stderr
+    done = aot_backward("replay", package, "--save-misses", missed, "--", script, "sigmoid", "0")
+    assert done.returncode == 0 and "miss x3: the structure" in done.stderr, done.stderr
+    done = aot_backward("compile", missed, "-o", package)
+    assert done.returncode == 0 and done.stdout.startswith(f"wrote {package}"), done.stderr
+    for activation in ("tanh", "sigmoid"):
+        done = aot_backward("replay", package, "--strict", "--json", "--", script, activation, "0")
+        assert done.returncode == 0 and json.loads(done.stderr)["misses"] == {}, done.stderr
+
+    done = aot_backward("record", "-o", tmp_path / "none.pt2", "--", tmp_path / "absent.py")
+    assert done.returncode == 2 and "absent.py does not exist" in done.stderr
+    done = aot_backward("compile", script, "-o", package)
+    assert done.returncode == 1 and "as a file of missed passes" in done.stderr
+
+
+def test_a_script_that_fails_writes_nothing(script: Path, tmp_path: Path) -> None:
+    done = aot_backward("record", "-o", tmp_path / "bw.pt2", "--", script, "tanh", "three")
+    assert done.returncode == 1 and "ValueError" in done.stderr and not (tmp_path / "bw.pt2").exists()
+
+
+def test_a_package_of_modules_gets_a_replay_entry(tmp_path: Path) -> None:
+    path = tmp_path / "net.pt2"
+    net = nn.Linear(3, 2)
+    ab.export_module(net, (torch.randn(4, 3),), path=path)
+    copy = shutil.copy(path, tmp_path / "copy.pt2")
+    with ab.record(path):
+        mlp((3, 4))
+    loaded = ab.load(path)
+    assert loaded.entries == {"module": "module", "backward": "replay"}
+    x = torch.randn(4, 3)
+    assert torch.equal(loaded.module()(x), ab.load(copy).module()(x))
+    with ab.replay(path, strict=True):
+        mlp((3, 4))
+    with pytest.raises(ab.AotBackwardError, match="has 0 entries of kind 'replay'"):
+        ab.replay(copy)
