@@ -18,8 +18,8 @@ from .errors import AotBackwardError
 from .interpreter import MATERIALIZE
 
 _sessions: list[Session] = []
-_eager: Callable[..., Any] = torch.autograd.graph._engine_run_backward
-_engine = torch.autograd.Variable._execution_engine
+_eager: Callable[..., Any] = torch_api.engine_run_backward
+_engine = torch_api.execution_engine
 _set_materialize_grads = torch.autograd.function.FunctionCtx.set_materialize_grads
 _modules = (torch.autograd, torch.autograd.graph)  # the first imports it by name
 
@@ -62,8 +62,8 @@ class Session:
         if not _sessions:
             for module in _modules:
                 module._engine_run_backward = _run  # type: ignore[attr-defined]
-            torch.autograd.function.FunctionCtx.set_materialize_grads = _noting_materialize_grads  # type: ignore[method-assign]
-            torch.autograd.Variable._execution_engine = _Engine()  # type: ignore[assignment]
+            torch.autograd.function.FunctionCtx.set_materialize_grads = _noting_materialize_grads  # type: ignore[method-assign, assignment]
+            torch_api.set_execution_engine(_Engine())
         _sessions.append(self)
         return self
 
@@ -75,7 +75,7 @@ class Session:
             for module in _modules:
                 module._engine_run_backward = _eager  # type: ignore[attr-defined]
             torch.autograd.function.FunctionCtx.set_materialize_grads = _set_materialize_grads  # type: ignore[method-assign]
-            torch.autograd.Variable._execution_engine = _engine
+            torch_api.set_execution_engine(_engine)
         torch_api.clear_cache()
         torch_api.set_autograd_compiler(*self._prior)
         self._prior = (None, False)
@@ -101,7 +101,10 @@ class Session:
         """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
         if args[2]:
             self.left_to_eager("create_graph=True: the engine keeps such passes to itself")
-            return _eager(roots, *args, **kwargs)
+            return self._without(roots, args, kwargs)
+        if torch_api.in_functorch() or any(g is not None and torch_api.is_batched(g) for g in args[0]):
+            self.left_to_eager("batched gradients (is_grads_batched=True), or within a transform of functorch")
+            return self._without(roots, args, kwargs)
         while not self._turn.acquire(timeout=0.02):
             if self.outside:  # the thread whose turn it is may be waiting for this very pass
                 self.left_to_eager("ran while another thread's hook was called")
@@ -126,7 +129,11 @@ class Session:
                 self.roots = self.targets = ()
                 self.callbacks.clear()
             result = self._without(roots, args, kwargs)  # raises what eager would where the pass itself is wrong
-            self.left_to_eager(reason.partition(" You can disable")[0].partition(" Please ")[0])
+            for rest in (" You can disable", " Please ", " Exception raised from"):
+                reason = reason.partition(rest)[0]
+            if reason.startswith("!vlogger"):  # it walks to where a recording was given up, and has nothing to say about it
+                reason = "a structure that was left to eager before"
+            self.left_to_eager(reason)
             return result
         finally:
             self._turn.release()

@@ -27,7 +27,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     **{n: getattr(operator, n) for n in ("add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv")},
     "min": min,
     "max": max,
+    "pad": lambda grads, count: [*grads[: int(count)], *[None] * (int(count) - len(grads))],
 }  # fmt: skip
+_TRACING = "[Compiled Autograd Tracing:]"  # how the engine's own checks begin where eager would name the node
 
 
 class Run:
@@ -45,7 +47,8 @@ class Run:
         """``outside``: entered while a hook or a custom function is called."""
         self.outside = outside
         self.values: dict[int, Any] = {}
-        self.operands = {"input": inputs, "size": sizes, "scalar": scalars, "hook": hooks, "packed": packed, "value": self.values}
+        self.operands: dict[str, Any] = {"input": inputs, "size": sizes, "scalar": scalars, "hook": hooks, "packed": packed, "value": self.values}
+        self.latest: Op | None = None  # the last node that ran, for the words of errors
         self.check_nans = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
     def execute(self, ops: Iterable[Op], outputs: Sequence[Any]) -> Tensors:
@@ -76,6 +79,7 @@ class Run:
 
     def apply(self, op: Op) -> Sequence[Any]:
         grads, *args = op.operands
+        self.latest = op
         results = _bound(op.name)(self.get(grads), *self.get(tuple(args)))
         if self.check_nans:
             for i, result in enumerate(results):
@@ -85,7 +89,20 @@ class Run:
 
     def validate(self, op: Op) -> Sequence[Any]:
         grads, metadata = op.operands
-        return _bound("validate_outputs")(self.get(grads), self.get(metadata)) if op.results else ()
+        if not op.results:
+            return ()
+        try:
+            return _bound("validate_outputs")(self.get(grads), self.get(metadata))
+        except RuntimeError as error:
+            text = str(error)
+            if not text.startswith(_TRACING):
+                raise
+            text = text.removeprefix(_TRACING)
+            raise RuntimeError(text if self.latest is None else f"Function {self._name(self.latest)} returned an {text}") from None
+
+    def _name(self, op: Op) -> str:
+        """As eager names the node of an "apply" or "custom" operation."""
+        return self.get(op.operands[0]).name() if op.kind == "custom" else op.name
 
     def add(self, op: Op) -> Sequence[Any]:
         old, new = self.get(op.operands[0]), self.get(op.operands[1])
@@ -104,11 +121,12 @@ class Run:
 
     def custom(self, op: Op) -> Sequence[Any]:
         context, saved, grads, metadata = (self.get(o) for o in op.operands)
-        results = call_custom(context, op.name, saved, grads, [m is not None for m in metadata])
+        self.latest = op
+        results = call_custom(context, saved, grads, [m is not None for m in metadata])
         if self.check_nans:
             for i, result in enumerate(results):
                 if result is not None and torch.isnan(result).any():
-                    raise RuntimeError(f"Function '{op.name}' returned nan values in its {i}th output.")
+                    raise RuntimeError(f"Function '{context.name()}' returned nan values in its {i}th output.")
         return results
 
     def zeros(self, op: Op) -> Sequence[Any]:
@@ -187,15 +205,17 @@ class _Context:
         setattr(self._context, name, value)
 
 
-def call_custom(context: Any, name: str, saved: Sequence[Any], grads: Sequence[Any], differentiable: Sequence[bool]) -> Tensors:
+def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differentiable: Sequence[bool]) -> Tensors:
     """Calls the backward of an ``autograd.Function``; ``differentiable``: which of the forward's inputs were tensors."""
     function = context._forward_cls
-    backward = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
+    backward = backward_of(function)
     if context.__dict__.get(MATERIALIZE, True):
         looks = context._input_metadata
         grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g for g, m in zip(grads, looks, strict=True)]
-    results = backward(_Context(context, saved), *grads)
-    results = list(results) if isinstance(results, (tuple, list)) else [results]
+    given = (list(grads),) if function.boxed_grads_call else grads  # a forward that torch.compile made frees them as it goes
+    results = backward(_Context(context, saved), *given)
+    results = list(results) if isinstance(results, tuple) else [results]
+    name = context.name()
     expected = len(differentiable)
     if len(results) > expected and all(r is None for r in results[expected:]):
         del results[expected:]
@@ -211,36 +231,48 @@ def call_custom(context: Any, name: str, saved: Sequence[Any], grads: Sequence[A
     return results
 
 
+def backward_of(function: Any) -> Any:
+    """What the author of an ``autograd.Function`` wrote: ``backward``, or ``vjp`` by its other name."""
+    return function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
+
+
 def _bound(name: str) -> Callable[..., Any]:
     try:
         return functional[name]
     except KeyError:
-        raise PackageError(f"the backward of {name} is not known to this process: a tape that was read from a file can be compared, not run") from None
+        raise PackageError(
+            f"the backward of {name} is not known to this process: a tape that was read from a file can be compared, not run"
+        ) from None
 
 
 def _check_replacement(hook: Any, old: torch.Tensor | None, new: Any) -> None:
-    """As eager checks what a hook puts in the place of a gradient."""
-    name = getattr(hook, "__name__", type(hook).__name__)
+    """As eager checks what a hook puts in the place of a gradient (``check_single_result`` in ``python_hook.cpp``)."""
     if not isinstance(new, torch.Tensor):
-        raise TypeError(f"hook '{name}' has returned an incorrect value, expected Variable, but got {type(new).__name__}")
+        raise TypeError(f"expected Variable, but hook returned '{type(new).__name__}'")
     if old is None:
         raise RuntimeError("can't replace a None gradient with a non-None value")
     if new.dtype != old.dtype or new.device.type != old.device.type or new.layout != old.layout:
-        raise TypeError(f"hook '{name}' has changed the type of value (was {old.type()} got {new.type()})")
+        raise RuntimeError(f"hook '{_name_of(hook)}' has changed the type of value (was torch.{_type(old)} got torch.{_type(new)})")
     if new.device != old.device:
-        raise RuntimeError(f"hook '{name}' has changed the device of value")
+        raise RuntimeError(f"hook '{_name_of(hook)}' has changed the device of value")
     if new.shape != old.shape:
-        raise RuntimeError(f"hook '{name}' has changed the size of value")
+        raise RuntimeError(f"hook '{_name_of(hook)}' has changed the size of value")
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__name__", "<unknown>")
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return tensor.type().removeprefix("torch.")
 
 
 def _replacement_of(hook: Any, old: Sequence[Any], new: Any) -> Sequence[Any]:
-    new = new if isinstance(new, tuple) else (new,)
+    if not isinstance(new, tuple):
+        raise TypeError(f"expected tuple, but hook returned '{type(new).__name__}'")
     if len(new) != len(old):
-        name = getattr(hook, "__name__", type(hook).__name__)
-        raise RuntimeError(f"hook '{name}' has returned an incorrect number of values (got {len(new)}, but expected {len(old)})")
+        raise RuntimeError(f"hook '{_name_of(hook)}' has returned an incorrect number of values (got {len(new)}, but expected {len(old)})")
     for before, after in zip(old, new, strict=True):
-        if after is not before and not (after is None and before is not None):
-            if before is None and after is not None:
-                raise RuntimeError("can't replace a None gradient with a non-None value")
+        if after is not before and after is not None:
             _check_replacement(hook, before, after)
     return list(new)

@@ -164,6 +164,7 @@ class Recorder:
         self._reasons: list[str] = []
         self.read: list[Symbol] = []  # sizes that the engine asked the number of
         self.refused = ""
+        self._ear = torch_api.ZerosEar(self._zeros)
 
     # -- slots
 
@@ -223,6 +224,7 @@ class Recorder:
             stand_ins.append(self._stand_in(Slot("input", i), alias))
         symbols = [torch.SymInt(Symbol(self, Slot("size", i), v)) for i, v in enumerate(sizes)]
         lifted = [(torch.SymFloat if type(v) is float else torch.SymInt)(Symbol(self, Slot("scalar", i), v)) for i, v in enumerate(scalars)]
+        self._ear.open()
         return "aot-backward", stand_ins, symbols, lifted
 
     def log_compile_reasons(self, reasons: Sequence[str]) -> None:
@@ -253,7 +255,23 @@ class Recorder:
         results, numbers = self._new(len(grads))
         if numbers:
             self._emit("validate", "", (list(grads), args[0]), numbers)
+            self._count_outputs()
         return results
+
+    def _count_outputs(self) -> None:
+        """The engine's key for a node that gives as many outputs as there are rows says how many it gave only the first time."""
+        *_, op, looks = self._ops if len(self._ops) > 1 else (None, None)
+        if op is None or looks is None or op.kind != "apply" or op.name not in ("UnbindBackward0", "SplitBackward0", "UnsafeSplitBackward0"):
+            return
+        sizes = looks.operands[1][0][1]
+        count = sizes[op.operands[2]]
+        if op.name != "UnbindBackward0":
+            rows = Derived("neg", (Derived("floordiv", (Derived("neg", (count,)), Derived("max", (op.operands[-1], 1)))),))
+            count = Derived("max", (rows, 1))
+        grads = list(op.operands[0])
+        while grads and grads[-1] is None:
+            grads.pop()
+        self._ops[-2] = replace(op, operands=(Derived("pad", (tuple(grads), count)), *op.operands[1:]))
 
     def accumulate(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         (result,), numbers = self._new(1)
@@ -274,7 +292,9 @@ class Recorder:
         return result
 
     def tensor_pre_hook(self, grads: list[Any], hook: int, i: int) -> list[Any]:
-        if grads[i] is not None:
+        if grads[i] is None:  # the hook is called all the same, and may change nothing
+            self._emit("tensor_pre_hook", "", (self._hook(hook), None), (-1,))
+        else:
             grads[i] = self._hooked("tensor_pre_hook", self._hook(hook), grads[i])
         return grads
 
@@ -314,24 +334,16 @@ class Recorder:
     ) -> tuple[torch.Tensor | None, ...]:
         if state is not None or opaque:
             self.refused = self.refused or "a torch.compile'd forward keeps hook state or opaque objects for its backward"
-        given = [self._known_or_zeros(g) for g in grads]
         results, numbers = self._new(len(metadata))
         function = real._forward_cls
         name = f"{function.__module__}.{function.__qualname__}"
-        self._emit("custom", name, (self._hook(context), tuple(saved), given, list(metadata)), numbers)
+        self._emit("custom", name, (self._hook(context), tuple(saved), list(grads), list(metadata)), numbers)
         return tuple(None if m is None else r for m, r in zip(metadata, results, strict=True))
 
-    def _known_or_zeros(self, grad: Any) -> Any:
-        """The engine makes zeros by itself for an undefined gradient of a custom function; the sizes that it read for them are their shape."""
-        if grad is None or id(grad) in self._slots:
-            return grad
-        shape = [s for s in self.read[-grad.dim() :]] if grad.dim() else []
-        if [s.value for s in shape] != list(grad.shape):
-            self.refused = self.refused or "a custom function gets a gradient from nowhere that the engine names"
-            return None
-        self.read.clear()
+    def _zeros(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What the engine makes by itself, for an undefined gradient of a custom function."""
         (result,), numbers = self._new(1)
-        self._ops.append(Op("zeros", "", (tuple(s.operand for s in shape), grad.dtype, grad.device), numbers, len(self._nodes) - 1))
+        self._emit("zeros", "", (tuple(size), dtype, device), numbers)
         return result
 
     def call_copy_slices_prologue(self, grads: Sequence[Any], *geometry: Any) -> list[torch.Tensor]:
@@ -345,6 +357,7 @@ class Recorder:
         return results
 
     def end_capture(self, outputs: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        self._ear.close()
         if self.read:
             self.refused = self.refused or f"the engine branches on the size {self.read[0].operand} of {self._nodes[-1]}"
         order = self._order(self._nodes)
@@ -353,9 +366,11 @@ class Recorder:
         if self.refused:
             raise Refused(self.refused)
         assert order is not None
-        results = tuple(map(self._operand, outputs))
+        results = tuple(_before_hooks(self._operand(o), self._ops) for o in outputs)
         ops = in_order(self._ops, results, order, self._values)
-        picked = sorted({s.index for op in ops for s in slots(op.operands) if s.kind == "input"} | {s.index for s in slots(results) if s.kind == "input"})
+        picked = sorted(
+            {s.index for op in ops for s in slots(op.operands) if s.kind == "input"} | {s.index for s in slots(results) if s.kind == "input"}
+        )
         place = {old: new for new, old in enumerate(picked)}
         tape = Tape(
             ops=tuple(replace(op, operands=_moved(op.operands, place)) for op in ops),
@@ -371,7 +386,18 @@ class Recorder:
         return _call, self._finish(tape, picked, self._reasons)
 
     def close(self) -> None:
-        pass
+        self._ear.close()
+
+
+def _before_hooks(output: Any, ops: Sequence[Op]) -> Any:
+    """Eager returns the gradient of a tensor within the graph as it was before the tensor's hooks, if the walk goes on from there."""
+    kinds = ("tensor_pre_hook", "cpp_tensor_pre_hook")
+    while isinstance(output, Slot) and output.kind == "value":
+        op = next(op for op in ops if output.index in op.results)
+        if op.kind not in kinds or not any(o.node == op.node and o.kind not in kinds for o in ops):
+            break
+        output = op.operands[1]
+    return output
 
 
 def _moved(operand: Any, place: dict[int, int]) -> Any:
@@ -379,6 +405,8 @@ def _moved(operand: Any, place: dict[int, int]) -> Any:
         return Slot("input", place[operand.index]) if operand.kind == "input" else operand
     if isinstance(operand, (list, tuple)):
         return type(operand)(_moved(o, place) for o in operand)
+    if isinstance(operand, Derived):
+        return Derived(operand.operator, _moved(operand.operands, place))
     return operand
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch._C import _functions, _functorch
 from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function of five times the cost
 from torch._C import _get_float32_matmul_precision as matmul_precision
@@ -29,23 +29,35 @@ from torch._C._dynamo.guards import TensorGuards
 SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.11 on the GPU machine, 2.12 was read
 
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
+is_batched = _functorch.is_legacy_batchedtensor
 DelayedError = _functions.DelayedError
+foreach_add_ = torch._foreach_add_
 call_cpp_tensor_pre_hooks = _engine.call_cpp_tensor_pre_hooks
 clear_cache = _engine.clear_cache
 is_cache_empty = _engine.is_cache_empty
 set_autograd_compiler = _engine.set_autograd_compiler
 set_verbose_logger = _engine.set_verbose_logger
 make_subclass = Tensor._make_subclass
+engine_run_backward = torch.autograd.graph._engine_run_backward
+execution_engine = torch.autograd.Variable._execution_engine
+push_dispatch_mode = _C._push_on_torch_dispatch_stack
+pop_dispatch_mode = _C._pop_torch_dispatch_stack
 
 __all__ = [
     "AOTIModelContainerRunnerCpu",
     "DelayedError",
     "TensorGuards",
+    "ZerosEar",
     "adopt_functional",
     "call_cpp_tensor_pre_hooks",
     "clear_cache",
     "deterministic",
     "dtype_of_number",
+    "engine_run_backward",
+    "execution_engine",
+    "foreach_add_",
+    "in_functorch",
+    "is_batched",
     "is_cache_empty",
     "is_functorch_wrapped",
     "make_subclass",
@@ -53,9 +65,46 @@ __all__ = [
     "opaque_to_dynamo",
     "runner",
     "set_autograd_compiler",
+    "set_execution_engine",
     "set_verbose_logger",
     "share_functional",
 ]
+
+
+def set_execution_engine(engine: Any) -> None:
+    """What scripts that queue callbacks take for the engine."""
+    torch.autograd.Variable._execution_engine = engine
+
+
+def in_functorch() -> bool:
+    """Whether a ``vmap`` or another transform of functorch is at work in this thread."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+class ZerosEar:
+    """While open, every ``zeros`` that C++ makes in this thread is made by ``zeros(size, dtype, device)``.
+
+    A dispatch mode, without the base class: that one imports Dynamo when it is used. Sizes may be symbols, for which no kernel has an ear.
+    """
+
+    def __init__(self, zeros: Callable[[Sequence[Any], torch.dtype, torch.device], Tensor]):
+        self._zeros, self._open = zeros, False
+
+    def open(self) -> None:
+        push_dispatch_mode(self)  # type: ignore[arg-type]
+        self._open = True
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            pop_dispatch_mode(None)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten.zeros.default:
+            return self._zeros(args[0], kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device") or torch.device("cpu"))
+        return function(*args, **kwargs)
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -98,7 +147,7 @@ def dtype_of_number(number: int) -> torch.dtype:
     name = _NUMBERED[number] if 0 <= number < len(_NUMBERED) else None
     if name is None:
         raise ValueError(f"dtype number {number} is not known")
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    return getattr(torch, name)
 
 
 _PACKAGE = "torch._dynamo"

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Target:
-    """A figure that issue 2 asks for. ``off_by`` says how much is missing; it is dropped where the target is met."""
+    """A figure that an issue asks for. ``off_by`` says how much is missing; it is dropped where the target is met."""
 
     asked: str
     reached: str
