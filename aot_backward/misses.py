@@ -117,7 +117,7 @@ def _program_to_json(program: Program, shape_env: Any, met: Met, numbers: dict[s
         examples.append({"shapes": example.shapes, "sizes": example.sizes, "inputs": about, "values": looks, "undefined": undefined})
     return {
         "fingerprint": program.fingerprint, "name": program.name, "tape": met.tape.to_json(), "seconds": min(met.seconds, 1e9), "spec": plain(spec),
-        "hints": hints, "pieces": pieces, "examples": examples, "hook_groups": list(program.observation.hook_groups),
+        "hints": hints, "pieces": pieces, "examples": examples, "cut": [[list(p.ops), p.compiled] for p in program.pieces],
     }  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _program_from_json(form: dict[str, Any], number: int, mode: Any, numbers: Ma
         looks = tuple(
             Looks(getattr(torch, s.dtype), s.device, tuple(0 for _ in s.shape), tuple(0 for _ in s.stride), s.requires_grad) for s in spec.inputs
         )
-        observation = Observation(looks, (), spec.scalars, spec.ambient, tuple(form["hook_groups"]))
+        observation = Observation(looks, (), spec.scalars, spec.ambient)
         traced = []
         for piece in form["pieces"]:
             places = [(kind, where, fake(look)) for (kind, where), look in zip(piece["placeholders"], piece["looks"], strict=True)]
@@ -161,7 +161,7 @@ def _program_from_json(form: dict[str, Any], number: int, mode: Any, numbers: Ma
             results = list(next(iter(module.graph.find_nodes(op="output"))).args[0])
             whole = recorded.Piece(tuple(piece["ops"]), True)
             traced.append(recorded.Traced(whole, module, places, results, piece["gives"], piece["undefined"], set(piece["own"])))
-        pieces = recorded.cut(tape, observation.hook_groups)
+        pieces = [recorded.Piece(tuple(ops), compiled) for ops, compiled in form["cut"]]
         examples = [_example(form, n, e, numbers) for n, e in enumerate(form["examples"])]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PackageError(f"this is no file of missed passes: {type(error).__name__}: {error}") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from aot_backward_runtime.function_code import PlainContext
 from aot_backward_runtime.interpreter import Run
 from aot_backward_runtime.package import load
 from aot_backward_runtime.passes import Operands, Structure
@@ -45,6 +46,7 @@ class Met:
     observations: dict[Observation, int] = field(default_factory=dict)  # and how often
     examples: dict[Any, list[tuple[Observation, Example]]] = field(default_factory=dict)  # by Observation.kind()
     seconds: float = float("inf")
+    contexts: dict[int, PlainContext] = field(default_factory=dict)  # of custom functions that may be traced, by the number of the hook
 
 
 class Collecting(Replaying):
@@ -57,7 +59,11 @@ class Collecting(Replaying):
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
         tape = structure.tape
-        met = self.met.setdefault(tape.fingerprint(), Met(tape))
+        fingerprint = tape.fingerprint()
+        if fingerprint not in self.met:
+            hooks = [tape.ops[n].operands[0].index for n in tape.plain_customs]
+            self.met[fingerprint] = Met(tape, contexts={h: PlainContext(operands.hooks[h]) for h in hooks})
+        met = self.met[fingerprint]
         observation = observe(operands)
         known = met.examples.setdefault(observation.kind(), []) if len(met.examples) < _KINDS or observation.kind() in met.examples else None
         if known is not None and len(known) < _EXAMPLES and observation not in met.observations:
@@ -144,7 +150,7 @@ def observe(operands: Operands) -> Observation:
 
 def _kept(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Copies of the tensors that computing operations read."""
-    read = {s.index for op in tape.ops if op.kind not in ("accumulate", "custom") for s in slots(op.operands) if s.kind == "input"}
+    read = {s.index for op in tape.ops if op.kind != "accumulate" for s in slots(op.operands) if s.kind == "input"}
     out = {}
     for i in sorted(read):
         kept = copied(inputs[i])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -12,12 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import aot_backward as ab
+from aot_backward_runtime.function_code import digest_of
 from aot_backward_runtime.plan import Library
 
 from .conftest import aot_backward
@@ -258,6 +261,114 @@ def test_what_a_hook_returns_is_looked_at(tmp_path: Path) -> None:
         if expected is not None and actual is not None:
             torch.testing.assert_close(actual, expected)
         assert [("%v" in m and "undefined" in m) for m in replaying.report.misses] == ([True] if expected is None else [])
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward reads a number that the forward kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.factor + 0 * x, None
+
+
+class Counted(torch.autograd.Function):
+    """Its backward does something beside computing."""
+
+    calls: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Counted.calls.append(1)
+        return grad * 2
+
+
+def test_a_plain_custom_backward_becomes_part_of_the_graph(tmp_path: Path) -> None:
+    def step(factor: float) -> Tensor | None:
+        x = torch.linspace(-1, 1, 6, requires_grad=True)
+        Scaled.apply(x.exp(), factor).sin().sum().backward()
+        return x.grad
+
+    path = tmp_path / "bw.pt2"
+    with ab.record(path) as recording:
+        for factor in (2.0, 2.0, 3.0):
+            step(factor)
+    assert not recording.skipped
+    structures = ab.load(path).manifest.entries["backward"].structures
+    assert [sum(bool(s.library) for s in t.variants[0].segments) for t in structures] == [1, 1]  # one for each number, each in one piece
+    assert all(len(s.ops) == 1 or s.library for t in structures for s in t.variants[0].segments)
+    expected = [step(f) for f in (3.0, 2.0, 2.0, 4.0, 3.0)]
+    with ab.replay(path) as replaying:
+        actual = [step(f) for f in (3.0, 2.0, 2.0, 4.0, 3.0)]
+    torch.testing.assert_close(actual, expected)
+    report = replaying.report
+    assert (report.bindings, report.hits, sum(report.misses.values())) == (1, 3, 1)  # the engine's cache does not see the number; we do
+
+
+def test_a_custom_backward_that_does_more_is_called(tmp_path: Path) -> None:
+    def step() -> Tensor | None:
+        x = torch.linspace(-1, 1, 6, requires_grad=True)
+        Counted.apply(x.exp()).sin().sum().backward()
+        return x.grad
+
+    with ab.record(tmp_path / "bw.pt2") as recording:
+        step()
+    assert not recording.skipped
+    Counted.calls.clear()
+    with ab.replay(tmp_path / "bw.pt2", strict=True):
+        actual = [step() for _ in range(3)]
+    assert len(Counted.calls) == 3
+    torch.testing.assert_close(actual, [step()] * 3)
+
+
+def test_what_makes_a_custom_backward_plain() -> None:
+    def digest(backward: Callable[..., Any], **attributes: Any) -> str:
+        function = type(
+            "Function", (torch.autograd.Function,), {"forward": staticmethod(lambda ctx, x: x.clone()), "backward": staticmethod(backward)}
+        )
+        context = function.apply(torch.ones(2, requires_grad=True)).grad_fn
+        context.__dict__.update(attributes)
+        return digest_of(context)
+
+    seen: list[Tensor] = []
+    factor = 2.0
+
+    def helper(grad: Tensor) -> Tensor:
+        return grad * factor
+
+    plain = [
+        digest(lambda ctx, g: g * 2),
+        digest(lambda ctx, g: g * 3),
+        digest(lambda ctx, g: torch.where(g > 0, g, math.pi * g)),
+        digest(lambda ctx, g: helper(g)),
+        digest(lambda ctx, g: g * 2, scale=1.0),
+        digest(lambda ctx, g: g * 2, scale=2.0),
+    ]
+    assert all(plain) and len(set(plain)) == len(plain)
+    factor = 3.0
+    assert digest(lambda ctx, g: helper(g)) not in plain
+    called = [
+        digest(lambda ctx, g: seen.append(g) or g),
+        digest(lambda ctx, g: print(g) or g),
+        digest(lambda ctx, g: g * g.item()),
+        digest(lambda ctx, g: g + torch.randn_like(g)),
+        digest(lambda ctx, g: setattr(ctx, "x", 1) or g),
+        digest(lambda ctx, g: torch.autograd.grad(g, g)),
+        digest(lambda ctx, g: g, kept=torch.ones(1)),
+        digest(lambda ctx, g: g, kept=[1]),
+        digest(lambda ctx, g: json.loads("1") * g),
+    ]
+    assert called == [""] * len(called)
 
 
 def test_contexts_nest_and_put_back_what_was_there(package: Path, tmp_path: Path) -> None:

@@ -25,8 +25,12 @@ NAMES = (
     "mixed_dtypes", "module_hooks", "node_hooks", "post_accumulate_hooks", "queued_callbacks", "retained_gradients", "retained_graph",
     "saved_tensor_hooks", "several_roots", "tensor_hooks", "tied_weights", "transposed_leaf_gradient", "two_threads", "view_of_a_clone", "views",
 )  # fmt: skip
-INTERPRETED: dict[str, str] = {}
-"""Scenarios of which a part is not in the package, and why."""
+INTERPRETED = {
+    "custom_that_raises": "expected 5",  # a pass that raises is not recorded
+    "hook_that_raises": "was not recorded",
+    "node_hooks": "expected 2",  # unbind: as many gradients as rows, which a graph has in a fixed number
+}
+"""Scenarios of which a part is not in the package: what the miss says."""
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
 
 
@@ -43,7 +47,7 @@ def package() -> Path:
         with ab.record(path) as recording:
             for name in NAMES:
                 run(name)
-        assert not recording.skipped, recording.skipped
+        assert not recording.skipped, list(recording.skipped)
 
     return shared("recorded-scenarios", make)
 

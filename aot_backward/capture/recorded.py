@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +62,9 @@ class Traced:
     operands: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # the placeholders that are left, and what errors call them
 
 
-def cut(tape: Tape, hook_groups: Sequence[int]) -> list[Piece]:
-    """The pieces of a pass in the order in which they run. ``hook_groups``: which hooks are one object.
+def cut(tape: Tape, hook_groups: Sequence[int], traced: bool = True) -> list[Piece]:
+    """The pieces of a pass in the order in which they run. ``hook_groups``: which hooks are one object. ``traced``: whether custom functions
+    whose backward is plain (``function_code.py``) become part of the graphs.
 
     A hook sees what eager would have done by then, so everything before it runs before it. Only the hooks that unpack saved tensors look at
     nothing: those of one object are called together, before the operations between them (the next object is another checkpoint, whose
@@ -90,7 +91,7 @@ def cut(tape: Tape, hook_groups: Sequence[int]) -> list[Piece]:
     for n, op in enumerate(tape.ops):
         if op.kind == "accumulate":
             leaves.append(n)
-        elif op.kind not in CALLS_OUT and op.name not in OPAQUE:
+        elif (op.kind not in CALLS_OUT and op.name not in OPAQUE) or (traced and n in tape.plain_customs):
             graph.append(n)
         else:
             group = None
@@ -124,8 +125,17 @@ def cut(tape: Tape, hook_groups: Sequence[int]) -> list[Piece]:
     return out
 
 
-def trace(tape: Tape, piece: Piece, shapes: Shapes, values: dict[int, Any], scalars: Sequence[Any], ambient: Ambient, fake_mode: Any) -> Traced:
-    """The graph of a compiled piece. ``values``: what earlier pieces give, fake; this one's are added."""
+def trace(
+    tape: Tape,
+    piece: Piece,
+    shapes: Shapes,
+    values: dict[int, Any],
+    scalars: Sequence[Any],
+    ambient: Ambient,
+    contexts: Mapping[int, Any],
+    fake_mode: Any,
+) -> Traced:
+    """The graph of a compiled piece. ``values``: what earlier pieces give, fake; this one's are added. ``contexts``: of custom functions."""
     leaves = {op.operands[1].index: op.operands[0].index for op in tape.ops if op.kind == "accumulate" and isinstance(op.operands[1], Slot)}
     given: list[tuple[str, Any, torch.Tensor]] = [("input", i, shapes.inputs[i]) for i in piece.inputs]
     given += [("value", v, values[v]) for v in piece.needs if values[v] is not None]
@@ -143,7 +153,7 @@ def trace(tape: Tape, piece: Piece, shapes: Shapes, values: dict[int, Any], scal
                 inputs[where] = tensor
             elif kind == "value":
                 run_values[where] = tensor
-        state = Run(inputs, shapes.sizes, scalars, (), ())  # type: ignore[arg-type]
+        state = Run(inputs, shapes.sizes, scalars, contexts, ())  # type: ignore[arg-type]
         state.values.update(run_values)
         for n in piece.ops:
             state.step(tape.ops[n])
@@ -181,7 +191,7 @@ def trace(tape: Tape, piece: Piece, shapes: Shapes, values: dict[int, Any], scal
     return traced
 
 
-def assume(op: Op, examples: Sequence[Any], values: dict[int, Any], shapes: Shapes, group: Sequence[Any], fake_mode: Any) -> None:
+def assume(op: Op, examples: Sequence[Any], values: dict[int, Any], shapes: Shapes, fake_mode: Any) -> None:
     """What an operation that stays as it is will give, as far as the recorded passes tell: its looks are checked when it has run.
 
     ``examples``: ``record.Example``; their values give ranks, dtypes and strides. A size that is a symbol's number in every example is

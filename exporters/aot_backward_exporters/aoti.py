@@ -23,6 +23,7 @@ import json
 import math
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,7 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),
+        _torchs_own_warnings_ignored(),
         V.set_aot_compilation(True),
         config.patch({**_options(), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
         config.patch(torch_api.get_cpp_wrapper_config()),
@@ -190,6 +192,15 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
     )
     _check_constants(graph, lowered.constants())
     return lowered
+
+
+@contextlib.contextmanager
+def _torchs_own_warnings_ignored() -> Iterator[None]:
+    """Lowerings call functions that torch has deprecated since; where the person's filters make warnings errors, the graph would be refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 @contextlib.contextmanager

@@ -23,14 +23,15 @@ _BUILTINS = frozenset({
     "NotImplementedError", "staticmethod",
 })  # fmt: skip
 _MODULES = ("torch", "math", "operator")
-_REFUSED = frozenset({
-    "backward", "grad", "item", "tolist", "numpy", "distributed", "cuda", "save", "load", "seed", "manual_seed", "get_rng_state", "set_rng_state",
-    "random", "bernoulli", "bernoulli_", "dropout", "multinomial", "normal", "normal_", "uniform_", "rand", "randn", "randint", "randperm", "rand_like",
-    "randn_like", "randint_like", "autograd", "compile", "compiler", "jit", "fork", "wait", "queue_callback", "save_for_backward", "register_hook",
-    "retain_grad", "requires_grad_", "set_", "resize_", "data", "share_memory_", "apply",
-})  # fmt: skip
+_REFUSED = frozenset(
+    "backward grad item tolist numpy distributed cuda save load seed manual_seed get_rng_state set_rng_state random bernoulli bernoulli_ dropout "
+    "multinomial normal normal_ uniform_ rand randn randint randperm rand_like randn_like randint_like autograd compile compiler jit fork wait "
+    "queue_callback save_for_backward register_hook retain_grad requires_grad_ set_ resize_ data share_memory_ apply".split()
+)
 """Names of attributes with an effect or a source that a graph would not have: other gradients, values, random numbers, other processes."""
-_WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME", "IMPORT_NAME", "YIELD_VALUE", "SEND", "DELETE_DEREF"})
+_WRITES = frozenset(
+    {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME", "IMPORT_NAME", "YIELD_VALUE", "SEND", "DELETE_DEREF"}
+)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEEPEST = 8  # functions that call functions
 
@@ -43,16 +44,17 @@ class PlainContext:
     """A custom function's context without its tensors: what of it the digest covers."""
 
     def __init__(self, context: Any):
-        self._forward_cls = context._forward_cls
-        self.needs_input_grad = tuple(context.needs_input_grad)
-        self.attributes = dict(context.__dict__)
-        self.__dict__.update(self.attributes)
+        attributes = dict(context.__dict__)
+        self.__dict__.update(attributes)
+        self.attributes, self._forward_cls, self.needs_input_grad = attributes, context._forward_cls, tuple(context.needs_input_grad)
+        self._name = context.name()
+
+    def name(self) -> str:
+        return self._name
 
     def fits(self, context: Any) -> bool:
         """Whether ``context`` has the same digest; a few comparisons, on every pass."""
-        return (
-            context._forward_cls is self._forward_cls and context.__dict__ == self.attributes and context.needs_input_grad == self.needs_input_grad
-        )
+        return context._forward_cls is self._forward_cls and context.__dict__ == self.attributes and context.needs_input_grad == self.needs_input_grad
 
 
 def digest_of(context: Any) -> str:

@@ -120,7 +120,7 @@ class Run:
         return ()
 
     def custom(self, op: Op) -> Sequence[Any]:
-        context, saved, grads, metadata = (self.get(o) for o in op.operands)
+        context, saved, grads, metadata = (self.get(o) for o in op.operands[:4])
         self.latest = op
         results = call_custom(context, saved, grads, [m is not None for m in metadata])
         if self.check_nans:
@@ -209,7 +209,7 @@ def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differ
     """Calls the backward of an ``autograd.Function``; ``differentiable``: which of the forward's inputs were tensors."""
     function = context._forward_cls
     backward = backward_of(function)
-    if context.__dict__.get(MATERIALIZE, True):
+    if any(g is None for g in grads) and context.__dict__.get(MATERIALIZE, True):
         looks = context._input_metadata
         grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g for g, m in zip(grads, looks, strict=True)]
     given = (list(grads),) if function.boxed_grads_call else grads  # a forward that torch.compile made frees them as it goes

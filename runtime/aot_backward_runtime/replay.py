@@ -20,6 +20,7 @@ import torch
 from . import torch_api
 from .engine import Session
 from .errors import InputError, MissError
+from .function_code import PlainContext, digest_of
 from .interpreter import Run
 from .manifest import StructureSpec
 from .package import Package, load
@@ -113,14 +114,17 @@ class Replaying(Session):
     def _bind(self, tape: Tape, picked: Sequence[int], reasons: Sequence[str]) -> Callable[..., Any]:
         self.report.bindings += 1
         self.report.engine.update(reasons)
-        fingerprint = tape.fingerprint()
-        structure = self._met.get(fingerprint)
-        if structure is None:
-            structure = self._met[fingerprint] = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
-            self.tapes.append(tape)
-        program = _Bound(self, structure, picked)
         self._curious(True)
-        return program
+        return _Bound(self, self.structure(tape), picked)
+
+    def structure(self, tape: Tape) -> Structure:
+        """What the package has for ``tape``."""
+        fingerprint = tape.fingerprint()
+        known = self._met.get(fingerprint)
+        if known is None:
+            known = self._met[fingerprint] = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
+            self.tapes.append(tape)
+        return known
 
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
         """One pass whose structure is known. ``binding``: the first of it."""
@@ -189,6 +193,17 @@ class _Bound:
     def __init__(self, session: Replaying, structure: Structure, picked: Sequence[int]):
         self.session, self.structure, self.picked = session, structure, list(picked)
         self.binding = True
+        self.customs: list[tuple[int, int, PlainContext | None]] = [
+            (n, structure.tape.ops[n].operands[0].index, None) for n in structure.tape.plain_customs
+        ]
+
+    def _follow_contexts(self, hooks: Sequence[Any]) -> None:
+        """The engine's cache does not look into contexts; where one holds other numbers than last time, the pass is another structure."""
+        if all(plain is not None and plain.fits(hooks[index]) for _, index, plain in self.customs):
+            return
+        digests = {n: digest_of(hooks[index]) for n, index, _ in self.customs}
+        self.structure = self.session.structure(self.structure.tape.redigested(digests))
+        self.customs = [(n, index, PlainContext(hooks[index])) for n, index, _ in self.customs]
 
     def __call__(
         self, inputs: list[torch.Tensor], sizes: list[int], scalars: list[Any], hooks: tuple[Any, ...], packed: tuple[Any, ...] = ()
@@ -196,6 +211,8 @@ class _Bound:
         session = self.session
         session.running = True
         binding, self.binding = self.binding, False
+        if self.customs:
+            self._follow_contexts(hooks)
         if len(self.picked) != len(inputs):
             inputs = [inputs[i] for i in self.picked]
         results = session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -60,7 +60,7 @@ KINDS = {
     "validate": "(gradients, what each must look like) -> gradients: cast, summed to size, or an error",
     "add": "fan-in: (sum so far, one more) -> sum",
     "accumulate": "AccumulateGrad: (leaf, gradient) into the leaf's .grad",
-    "custom": "a Python autograd.Function: (context, saved tensors, gradients, what its gradients look like) -> gradients",
+    "custom": "a Python autograd.Function: (context, saved tensors, gradients, their looks, digest of its code or '') -> gradients",
     "copy_slices_prologue": "of an in-place update of a view",
     "copy_slices_epilogue": "of an in-place update of a view",
     "zeros": "(sizes, dtype, device) -> zeros that a custom function gets for an undefined gradient",
@@ -140,6 +140,16 @@ class Tape:
     def fingerprint(self) -> str:
         """SHA-256 of the canonical form, in hexadecimal."""
         return self._fingerprint
+
+    @cached_property
+    def plain_customs(self) -> tuple[int, ...]:
+        """The operations that call a custom function which may be part of a compiled graph (``function_code.py``)."""
+        return tuple(n for n, op in enumerate(self.ops) if op.kind == "custom" and op.operands[4])
+
+    def redigested(self, digests: Mapping[int, str]) -> Tape:
+        """The same pass with other digests, by the number of the operation."""
+        ops = tuple(replace(op, operands=(*op.operands[:4], digests[n])) if n in digests else op for n, op in enumerate(self.ops))
+        return replace(self, ops=ops)
 
     def to_json(self) -> str:
         """The canonical form with the nodes' names, to keep or to send; see :func:`tape_from_json`."""

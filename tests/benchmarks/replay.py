@@ -31,7 +31,9 @@ _SCRIPT = "import sys; from tests.benchmarks.replay import main; main(sys.argv[1
 def measure(quick: bool, threads: list[int]) -> Result:
     nodes, shapes = (NODES[:3], SHAPES[:2]) if quick else (NODES, SHAPES)
     package = processes.package("recorded")
-    _, figures = processes.run(_SCRIPT, json.dumps({"nodes": nodes, "shapes": shapes, "rounds": 1 if quick else 3, "package": str(package)}), threads=1)
+    _, figures = processes.run(
+        _SCRIPT, json.dumps({"nodes": nodes, "shapes": shapes, "rounds": 1 if quick else 3, "package": str(package)}), threads=1
+    )
     result = Result("replay", TITLE, ["what", "number", "eager", "compiled autograd, empty body", "ours", "ours / compiled autograd", "ours / eager"])
     for row in figures["rows"]:
         eager, theirs, ours = (row["times"].get(p, 0.0) * 1e6 for p in ("eager", "torch", "ours"))
