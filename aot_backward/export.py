@@ -25,7 +25,7 @@ from aot_backward_runtime.tree import describe
 from . import selfcheck, undisturbed
 from .capture import joint as joints
 from .capture import split, trees
-from .package import library_spec, write_package
+from .package import check_destination, library_spec, write_package
 from .program import VERSION, Graph
 
 Progress = Callable[[str, int, int], None]
@@ -88,7 +88,7 @@ def export(path: str | os.PathLike[str], entries: Entries, *, target: str = "cpu
         raise ExportError("nothing to export: entries is empty")
     if target.partition(":")[0] not in ("cpu", "cuda"):
         raise ExportError(f"unknown target {target!r}; known: cpu, cuda")
-    _check_destination(path)
+    check_destination(path)
     say = progress or (lambda *_: None)
     with _undisturbed(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         built = _Build(target, Path(folder), say)
@@ -402,13 +402,3 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _below(name: str, asked: str) -> bool:
     """Whether the leaf ``name`` is the argument ``asked`` or lies in it."""
     return name == asked or (name.startswith(asked) and name[len(asked)] in "[.")
-
-
-def _check_destination(path: Path) -> None:
-    """What would fail after minutes of compiling is found out before them."""
-    if path.is_dir():
-        raise ExportError(f"{path} is a directory; give the name of a file, such as {path / 'model.pt2'}")
-    if not path.absolute().parent.is_dir():
-        raise ExportError(f"the folder {path.absolute().parent} does not exist; make it first")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise ExportError(f"the folder {path.absolute().parent} cannot be written to")

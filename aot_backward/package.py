@@ -110,6 +110,16 @@ def write_package(
         raise ExportError(f"cannot write package {path}: {error.strerror or error}; nothing was changed") from error
 
 
+def check_destination(path: Path) -> None:
+    """What would fail after minutes of compiling is found out before them."""
+    if path.is_dir():
+        raise ExportError(f"{path} is a directory; give the name of a file, such as {path / 'model.pt2'}")
+    if not path.absolute().parent.is_dir():
+        raise ExportError(f"the folder {path.absolute().parent} does not exist; make it first")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ExportError(f"the folder {path.absolute().parent} cannot be written to")
+
+
 class _Writer:
     def __init__(self, archive: zipfile.ZipFile, file: BinaryIO) -> None:
         self.archive, self.file = archive, file

@@ -21,6 +21,7 @@ from aot_backward_runtime.tape import Tape, slots
 
 from .capture.ambient import current_ambient
 from .capture.observation import Looks, Observation
+from .package import check_destination
 
 Progress = Callable[[str, int, int], None]
 ENTRY = "backward"
@@ -92,6 +93,8 @@ class Recording(Collecting):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``skipped``: what could not be compiled, and why."""
 
     def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None):
+        if path is not None:
+            check_destination(path)
         exists = path is not None and path.exists()
         has = exists and path is not None and entry in load(path).entries
         super().__init__(path if has else None, entry if has else None)
@@ -116,6 +119,7 @@ class Saving(Collecting):
     """The context of ``replay(save_misses=FILE)``; ``skipped``: what could not be traced, and why."""
 
     def __init__(self, path: Path, entry: str | None, strict: bool, to: Path):
+        check_destination(to)
         super().__init__(path, entry, strict=strict)
         self.to = to
         self.skipped: Counter[str] = Counter()

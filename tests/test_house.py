@@ -36,7 +36,7 @@ ALLOWED = {
     "aot_backward.once": LIBRARY,
     "aot_backward.diagnosis": (*LIBRARY, "aot_backward_exporters"),
     "aot_backward.export": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
-    "aot_backward.record": (*LIBRARY, "aot_backward.capture", "aot_backward.compiled", "aot_backward.misses"),
+    "aot_backward.record": (*LIBRARY, "aot_backward.capture", "aot_backward.compiled", "aot_backward.misses", "aot_backward.package"),
     "aot_backward.replaying": (*LIBRARY, "aot_backward.record"),
     "aot_backward.compiled": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
     "aot_backward.misses": (

@@ -480,6 +480,16 @@ def test_the_command_line(script: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "as a file of missed passes" in done.stderr
 
 
+def test_what_cannot_be_written_is_found_out_first(tmp_path: Path, package: Path) -> None:
+    for path, said in ((tmp_path / "none" / "bw.pt2", "does not exist"), (tmp_path, "is a directory")):
+        with pytest.raises(ab.ExportError, match=said):
+            ab.record(path)
+        with pytest.raises(ab.ExportError, match=said):
+            ab.replay(package, save_misses=path)
+    with pytest.raises(ab.PackageError, match="cannot open package"):
+        ab.replay(tmp_path / "none.pt2")
+
+
 def test_a_script_that_fails_writes_nothing(script: Path, tmp_path: Path) -> None:
     done = aot_backward("record", "-o", tmp_path / "bw.pt2", "--", script, "tanh", "three")
     assert done.returncode == 1 and "ValueError" in done.stderr and not (tmp_path / "bw.pt2").exists()
