@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test bench lint venv clean
+.PHONY: demo test test-slow bench lint venv clean
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -22,6 +22,10 @@ demo: $(STAMP)
 # Whole files go to one worker, so that what a file compiles is compiled once.
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+# Clients that train in three processes each: minutes, so not part of `make test`.
+test-slow: $(STAMP)
+	@$(BIN)/python -m pytest -q -m slow
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.benchmarks

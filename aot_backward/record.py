@@ -25,7 +25,6 @@ from .package import check_destination
 
 Progress = Callable[[str, int, int], None]
 ENTRY = "backward"
-_EXAMPLES = 2  # passes of one program whose numbers are kept for the self-check
 _KINDS = 8  # programs of one structure
 
 
@@ -67,10 +66,11 @@ class Collecting(Replaying):
         met = self.met[fingerprint]
         observation = observe(operands)
         known = met.examples.setdefault(observation.kind(), []) if len(met.examples) < _KINDS or observation.kind() in met.examples else None
-        if known is not None and len(known) < _EXAMPLES and observation not in met.observations:
+        if known is not None and observation not in met.observations and _tells_more(observation, [o for o, _ in known]):
             example = Example(_kept(tape, operands.inputs), tuple(t.shape for t in observation.inputs), observation.sizes)
             results = self._watched(structure, operands, example)
-            known.append((observation, example))
+            known[1:] = [(observation, example)] if known else []
+            known[:1] = known[:1] or [(observation, example)]
         else:
             start = time.perf_counter()
             results = super().interpret(structure, operands)
@@ -150,6 +150,16 @@ def observe(operands: Operands) -> Observation:
     inputs = tuple(map(Looks.of, operands.inputs))
     device = inputs[0].device if inputs else "cpu"
     return Observation(inputs, tuple(operands.sizes), tuple(operands.scalars), current_ambient(device), groups)
+
+
+def _tells_more(observation: Observation, kept: list[Observation]) -> bool:
+    """Whether the numbers of this pass are worth keeping: those of the first are, and of the one that differs from it in most sizes."""
+    if not kept:
+        return True
+    first = kept[0].every_size()
+    return sum(a != b for a, b in zip(observation.every_size(), first, strict=True)) > sum(
+        a != b for a, b in zip(kept[-1].every_size(), first, strict=True)
+    )
 
 
 def _kept(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:

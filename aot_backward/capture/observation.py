@@ -35,6 +35,10 @@ class Observation:
     ambient: Ambient
     hook_groups: tuple[int, ...] = ()  # hooks that were one object have one number
 
+    def every_size(self) -> tuple[int, ...]:
+        """The sizes of all tensors, then those of the pass."""
+        return (*(n for t in self.inputs for n in t.shape), *self.sizes)
+
     def kind(self) -> Any:
         """What two passes must have in common to be one program: all but the sizes, and where those are 0 or 1."""
 

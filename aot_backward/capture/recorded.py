@@ -224,9 +224,9 @@ def _symbol_numbers(shapes: Shapes, example: Any) -> dict[Any, int]:
 
 def _as_size(seen: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: Shapes) -> Any:
     for symbol, carried in shapes.carried.items():
-        if len(set(seen)) > 1 or len(seen) == 1:
-            if all(n[symbol] == s for n, s in zip(numbers, seen, strict=True)):
-                return carried
+        # also where it is one number in all of them: the examples may be of one batch size though the group is not
+        if all(n[symbol] == s for n, s in zip(numbers, seen, strict=True)):
+            return carried
     if len(set(seen)) == 1:
         return seen[0]
     raise ExportError(f"a size of what a hook or custom function gives changes ({list(seen)}) and is no size of the pass")
