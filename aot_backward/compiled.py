@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +131,8 @@ def _traced(fingerprint: str, seen: Any, known: Sequence[PassSpec], mode: Any, s
 
 def _trace_group(fingerprint: str, name: str, seen: Any, group: Sequence[Observation], mode: Any) -> Program:
     tape, observation = seen.tape, group[0]
+    if not all(map(math.isfinite, observation.scalars)):
+        raise ExportError(f"the pass holds the scalars {observation.scalars}, which a package cannot")
     shapes = observed.symbolic(group, mode, name.replace(".", "_"))
     examples = [e for o, e in seen.examples.get(observation.kind(), [])]
     for with_customs in (True, False) if tape.plain_customs else (False,):

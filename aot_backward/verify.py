@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from aot_backward_runtime import load
+from aot_backward_runtime import host, load
 from aot_backward_runtime.archive import open_package
-from aot_backward_runtime.manifest import Ambient, VariantSpec
+from aot_backward_runtime.manifest import Ambient, EntrySpec, VariantSpec
 from aot_backward_runtime.package import Package
 from aot_backward_runtime.tree import unflatten
 from aot_backward_runtime.weights import load_examples
@@ -36,13 +36,25 @@ class VariantReport:
 
 
 @dataclass(frozen=True)
+class RecordedReport:
+    """A ``replay`` entry. It stores no numbers to compare with: ``compared`` says when it was, ``unproved`` how many of its variants never were."""
+
+    entry: str
+    structures: int
+    variants: int
+    unproved: int
+    compared: str = "compared with the recorded numbers when it was built"
+
+
+@dataclass(frozen=True)
 class Report:
-    """``not_run``: why numbers were not compared, or ""."""
+    """``not_run``: why numbers were not compared, or "". ``recorded``: entries that are never run here."""
 
     members: int
     bytes: int
     variants: tuple[VariantReport, ...]
     not_run: str
+    recorded: tuple[RecordedReport, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -52,8 +64,8 @@ class Report:
 def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: Progress | None = None) -> Report:
     """Compares every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's at export.
 
-    With ``run=False`` no native code is opened. Raises :class:`PackageError` naming the first member that differs, and
-    :class:`IncompatibleError` where the native code cannot run here.
+    A ``replay`` entry stores no numbers, and is only reported. With ``run=False`` no native code is opened. Raises
+    :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` where the native code cannot run here.
     """
     say = progress or (lambda *_: None)
     say("digests", 0, 1)
@@ -62,12 +74,17 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
     say("digests", 1, 1)
     members = archive.members()
     total = sum(m.size for m in members.values())
+    entries = archive.manifest.entries
+    recorded = tuple(_recorded(name, entry) for name, entry in entries.items() if entry.kind == "replay")
     not_run = "" if run else "not asked for"
     examples: dict[str, torch.Tensor] = {}
     if run:
         examples = load_examples(archive)
         if not archive.manifest.has_weights:
             not_run = "the package has no weights"
+        elif recorded and len(recorded) == len(entries):
+            host.check_target(archive.manifest)
+            not_run = "recorded passes store no example inputs"
         elif not examples:
             not_run = "the package stores no example inputs"
     reports = []
@@ -80,7 +97,12 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
             say("numbers", done, len(todo))
             reports.append(_verify_variant(package, name, i, examples))
         say("numbers", len(todo), len(todo))
-    return Report(len(members), total, tuple(reports), not_run)
+    return Report(len(members), total, tuple(reports), not_run, recorded)
+
+
+def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
+    verdicts = [v.verdict.status for s in entry.structures for v in s.variants]
+    return RecordedReport(name, len(entry.structures), len(verdicts), sum(v != "verified" for v in verdicts))
 
 
 def _verify_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> VariantReport:

@@ -1,8 +1,9 @@
-"""Writes the golden package of the present format version; see golden/README.md."""
+"""Writes the golden packages of the present format version; see golden/README.md."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,25 @@ def arguments() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return torch.randn(4, 3, requires_grad=True), {"bias": torch.randn(3)}
 
 
-def main(path: Path) -> None:
+def backward_passes(batches: Sequence[int]) -> list[list[torch.Tensor]]:
+    """A script's passes: the gradients of a small net's parameters, a list for each batch."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    out = []
+    for n in batches:
+        net.zero_grad()
+        net(torch.randn(n, 4)).square().mean().backward()
+        out.append([p.grad for p in net.parameters() if p.grad is not None])
+    return out
+
+
+def write_passes(path: Path) -> None:
+    with ab.record(path) as recording:
+        backward_passes((3, 5, 6))
+    assert not recording.skipped
+
+
+def write_pair(path: Path) -> None:
     net = Pair()
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -53,4 +72,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    {"pair": write_pair, "passes": write_passes}[Path(sys.argv[1]).stem.rpartition("-")[2]](Path(sys.argv[1]))

@@ -7,28 +7,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from aot_backward_runtime import IncompatibleError, load
+from aot_backward_runtime import IncompatibleError, load, replay
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.manifest import FORMAT_VERSION
 from aot_backward_runtime.weights import load_weights
 
-from .golden_packages import Pair, arguments
+from .golden_packages import Pair, arguments, backward_passes
 from .oracle import assert_same, run
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
+PAIRS, PASSES = ([p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes"))
 
 
 def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
+    assert {*PAIRS, *PASSES} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
-def test_it_is_read(path: Path) -> None:
+def test_it_is_whole(path: Path) -> None:
+    open_package(path).verify_digests()
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.name)
+def test_a_pair_is_read(path: Path) -> None:
     archive = open_package(path)
-    archive.verify_digests()
     weights = load_weights(archive)
     expected = Pair()
     torch.testing.assert_close(weights["first.weight"], expected.first.weight.detach())
@@ -38,12 +44,42 @@ def test_it_is_read(path: Path) -> None:
     assert entry.variants[0].verdict.status == "verified"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
-def test_it_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
+@pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)
+def test_recorded_passes_are_read(path: Path) -> None:
+    entry = open_package(path).manifest.entries["backward"]
+    assert entry.kind == "replay"
+    (structure,) = entry.structures
+    (variant,) = structure.variants
+    assert [n.rpartition("::")[2] for n in structure.nodes].count("AddmmBackward0") == 2
+    assert variant.verdict.status == "verified" and [(s.minimum, s.maximum) for s in variant.symbols] == [(2, None)]
+
+
+def runs_here(path: Path) -> bool:
+    """Whether torch is what ``path`` was built for; if not, that it is refused by name."""
     built = open_package(path).manifest.torch.split(".")[:2]
-    if built != torch.__version__.split(".")[:2]:
-        with pytest.raises(IncompatibleError, match=rf"torch {'.'.join(built)}"):
-            load(path)
+    if built == torch.__version__.split(".")[:2]:
+        return True
+    with pytest.raises(IncompatibleError, match=rf"torch {'.'.join(built)}"):
+        load(path)
+    return False
+
+
+@pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)
+def test_recorded_passes_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
+    if not runs_here(path):
+        return
+    batches = (3, 17, 5, 2)
+    expected = backward_passes(batches)
+    with replay(path, strict=True) as replaying:
+        actual = backward_passes(batches)
+    torch.testing.assert_close(actual, expected)
+    assert (replaying.report.bindings, replaying.report.hits) == (1, 3)
+    assert not replaying.report.misses and not replaying.report.eager
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.name)
+def test_a_pair_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
+    if not runs_here(path):
         return
     package = load(path)
     assert_same(run(package.module("pair"), arguments(), 2), run(Pair(), arguments(), 2))

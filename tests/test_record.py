@@ -230,6 +230,22 @@ def test_gradients_accumulate_in_the_tensor_that_is_there(package: Path) -> None
     same([[3 * g for g in once]], [[p.grad for p in net.parameters()]])
 
 
+def test_a_tensor_of_lower_rank_is_a_miss(tmp_path: Path) -> None:
+    def step(mask: Tensor) -> Tensor | None:
+        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+        x.masked_fill(mask, 0.0).sum().backward()
+        return x.grad
+
+    wide, narrow = torch.tensor([[True], [False]]), torch.tensor([True, False, False])
+    with ab.record(tmp_path / "bw.pt2"):
+        step(wide)
+        step(torch.eye(2, 3).bool())
+    with ab.replay(tmp_path / "bw.pt2") as replaying:
+        actual = [step(wide), step(narrow)]
+    torch.testing.assert_close(actual, [step(wide), step(narrow)])
+    assert ["dimensions" in r for r in replaying.report.misses] == [True]
+
+
 def test_what_a_hook_returns_is_looked_at(tmp_path: Path) -> None:
     """A gradient of other strides is copied; an undefined one sends that piece to the interpreter."""
     returned: list[Callable[[Tensor], Tensor | None]] = [lambda g: g * 2]

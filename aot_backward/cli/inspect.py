@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .failures import EXIT_CODES, debug_option
-from .tables import size, table
+from .tables import count, size, table
 
 if TYPE_CHECKING:
     from aot_backward_runtime.archive import Archive
-    from aot_backward_runtime.manifest import TensorSpec, VariantSpec
+    from aot_backward_runtime.manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec, VariantSpec
 
 
 @click.command(epilog=EXIT_CODES)
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 @debug_option
 def inspect(package: Path, as_json: bool) -> None:
-    """Show the entries of OUT.pt2, their variants, guards and sizes, and what it was built for. Runs nothing of it.
+    """Show the entries of OUT.pt2, their variants, guards and sizes, recorded passes, and what it was built for. Runs nothing of it.
 
     Sizes and structure are checked, digests are not: that is what verify does.
     """
@@ -56,6 +58,7 @@ def _described(archive: Archive) -> dict[str, Any]:
             "buffers": sum(not s.parameter for s in entry.state),
             "gradients": list(entry.names),
             "variants": [_variant(v) for v in entry.variants],
+            "structures": [_structure(s) for s in entry.structures],
         }
         for name, entry in manifest.entries.items()
     }
@@ -97,6 +100,52 @@ def _variant(variant: VariantSpec) -> dict[str, Any]:
     }
 
 
+def _structure(structure: StructureSpec) -> dict[str, Any]:
+    return {
+        "fingerprint": structure.fingerprint,
+        "nodes": list(structure.nodes),
+        "operations": structure.operations,
+        "seconds_uncompiled": structure.seconds,
+        "variants": [_pass(v) for v in structure.variants],
+    }
+
+
+def _pass(spec: PassSpec) -> dict[str, Any]:
+    from aot_backward_runtime.passes import PassContract
+
+    contract = PassContract(spec)
+    return {
+        "inputs": [dataclasses.asdict(s) for s in spec.inputs],
+        "sizes": list(spec.sizes),
+        "scalars": list(spec.scalars),
+        "symbols": [dataclasses.asdict(s) | {"read_from": _place(s, spec)} for s in spec.symbols],
+        "guards": list(spec.guards),
+        "guards_in_words": [contract.words(g) for g in spec.guards],
+        "segments": [dataclasses.asdict(s) for s in spec.segments],
+        "steps": _steps(spec.segments),
+        "ambient": dataclasses.asdict(spec.ambient),
+        "verdict": dataclasses.asdict(spec.verdict),
+    }
+
+
+def _place(symbol: SymbolSpec, spec: PassSpec) -> str:
+    return f"size {symbol.dim} of the pass" if symbol.input < 0 else f"{spec.inputs[symbol.input].name}.shape[{symbol.dim}]"
+
+
+def _steps(segments: tuple[Segment, ...]) -> list[str]:
+    """The segments in words, neighbours that run without native code together."""
+    out = []
+    for kind, group in groupby(segments, lambda s: s.library or (("leaf",) if s.operands else ("as it stands",))):
+        steps = list(group)
+        if isinstance(kind, str):
+            out += [f"{kind} ({count(len(s.ops), 'operation')})" for s in steps]
+        elif kind == ("leaf",):
+            out.append(f"{count(len(steps), 'gradient')} handed to the leaves")
+        else:
+            out.append(f"{count(len(steps), 'operation')} as recorded (hooks, custom functions, leaves)")
+    return out
+
+
 def _tensor(spec: TensorSpec, contract: Any) -> dict[str, Any]:
     shape = [s if isinstance(s, int) else contract.words(s) for s in spec.shape]
     return {"name": spec.name, "dtype": spec.dtype, "device": spec.device, "shape": shape, "requires_grad": spec.requires_grad}
@@ -117,6 +166,11 @@ def _show(d: dict[str, Any]) -> None:
     stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
     click.echo(f"weights: {len(weights['tensors'])} tensors, {stored}")
     for name, entry in d["entries"].items():
+        if entry["kind"] == "replay":
+            click.echo(f"\nentry {name!r}: replay, backward passes of {count(len(entry['structures']), 'structure')}")
+            for structure in entry["structures"]:
+                _show_structure(structure)
+            continue
         click.echo(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
         if entry["gradients"]:
             click.echo(f"  gradients of {', '.join(entry['gradients'])}")
@@ -130,7 +184,7 @@ def _show(d: dict[str, Any]) -> None:
 
 
 def _show_variant(number: int, v: dict[str, Any]) -> None:
-    verdict, mode = v["verdict"], f", {v['mode']} mode" if v["mode"] else ""
+    mode = f", {v['mode']} mode" if v["mode"] else ""
     click.echo(f"  variant {number}{mode}: {v['arguments']} -> {v['returns']}")
     for kind in ("inputs", "outputs"):
         for t in v[kind]:
@@ -139,10 +193,37 @@ def _show_variant(number: int, v: dict[str, Any]) -> None:
     for label, bounds in v["sizes"].items():
         top = "" if bounds["maximum"] is None else f" to {bounds['maximum']}"
         click.echo(f"    {label}: from {bounds['minimum']}{top}")
-    for guard in v["guards"]:
-        click.echo(f"    only where {guard}")
-    if v["ambient"]["autocast"]:
-        click.echo(f"    under autocast {v['ambient']['autocast']}")
+    _show_conditions(v["guards"], v["ambient"], "    ")
+    click.echo(f"    compared with eager: {_verdict(v['verdict'])}")
+
+
+def _show_structure(s: dict[str, Any]) -> None:
+    counts = Counter(n.rpartition("::")[2] for n in s["nodes"])
+    seconds = f", {s['seconds_uncompiled'] * 1e6:.0f} µs uncompiled" if s["seconds_uncompiled"] else ""
+    click.echo(f"  structure {s['fingerprint'][:12]}: {count(len(s['nodes']), 'node')}, {count(s['operations'], 'operation')}{seconds}")
+    click.echo(f"    {', '.join(n if k == 1 else f'{n} x{k}' for n, k in counts.items())}")
+    for i, v in enumerate(s["variants"]):
+        scalars = f", {count(len(v['scalars']), 'scalar')}" if v["scalars"] else ""
+        click.echo(f"    variant {i}: {count(len(v['inputs']), 'tensor')}, {count(len(v['sizes']), 'size')}{scalars}")
+        for symbol in v["symbols"]:
+            scaled = f"{symbol['scale']} * " if symbol["scale"] != 1 else ""
+            offset = f" + {symbol['offset']}" if symbol["offset"] else ""
+            label = f" ({symbol['label']})" if symbol["label"] != symbol["name"] else ""
+            top = "" if symbol["maximum"] is None else f" to {symbol['maximum']}"
+            click.echo(f"      {symbol['read_from']} = {scaled}{symbol['name']}{offset}{label}: from {symbol['minimum']}{top}")
+        _show_conditions(v["guards_in_words"], v["ambient"], "      ")
+        click.echo(f"      runs {', then '.join(v['steps']) or 'nothing'}")
+        click.echo(f"      compared with the recorded numbers: {_verdict(v['verdict'])}")
+
+
+def _show_conditions(guards: list[str], ambient: dict[str, Any], indent: str) -> None:
+    for guard in guards:
+        click.echo(f"{indent}only where {guard}")
+    if ambient["autocast"]:
+        click.echo(f"{indent}under autocast {ambient['autocast']}")
+
+
+def _verdict(verdict: dict[str, Any]) -> str:
     worst = f", worst {verdict['worst']} at {verdict['error']:.2g} of what is allowed" if verdict["worst"] else ""
     sizes = f", at {'; '.join(verdict['sizes'])}" if verdict["sizes"] else ""
-    click.echo(f"    compared with eager: {verdict['status']}{worst}{sizes}")
+    return f"{verdict['status']}{worst}{sizes}"

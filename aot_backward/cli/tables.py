@@ -29,6 +29,11 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -
         click.echo("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
 
 
-def size(count: int) -> str:
+def size(number: int) -> str:
     """Bytes for people."""
-    return f"{count} B" if count < 1000 else f"{count / 1e3:.1f} kB" if count < 1e6 else f"{count / 1e6:.2f} MB"
+    return f"{number} B" if number < 1000 else f"{number / 1e3:.1f} kB" if number < 1e6 else f"{number / 1e6:.2f} MB"
+
+
+def count(number: int, what: str) -> str:
+    """``3 nodes``, ``1 node``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

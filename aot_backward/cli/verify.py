@@ -11,7 +11,7 @@ import click
 
 from .failures import EXIT_CODES, FAILED, debug_option
 from .progress import shown
-from .tables import size
+from .tables import count, size
 
 if TYPE_CHECKING:
     from ..verify import Report
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 @click.pass_context
 def verify(context: click.Context, package: Path, run: bool, as_json: bool) -> None:
     """Compare OUT.pt2 with its digests, then its outputs and gradients with eager's, which were stored when it was built.
+
+    Recorded passes store none: they were compared with the recorded numbers when they were built, and are not run here.
 
     Digests find damage, not intent. Comparing numbers runs the package's native code: use --no-run on one that you do not trust.
     """
@@ -51,6 +53,10 @@ def verify(context: click.Context, package: Path, run: bool, as_json: bool) -> N
 
 def _show(package: Path, report: Report) -> None:
     click.echo(f"{package}: {report.members} members, {size(report.bytes)}: digests are right")
+    for r in report.recorded:
+        passes = f"recorded passes of {count(r.structures, 'structure')}, {count(r.variants, 'variant')}"
+        unproved = f" ({r.unproved} of them never were)" if r.unproved else ""
+        click.echo(f"entry {r.entry!r}: {passes}: {r.compared}{unproved}; not run here")
     for v in report.variants:
         if v.wrong:
             click.echo(f"entry {v.entry!r} variant {v.variant}: WRONG: {'; '.join(v.wrong)}")

@@ -1,7 +1,7 @@
 """An ordinary training script: nothing in it knows of aot-backward. Run it as it is, or
 
-    aot-backward record -o bw.pt2 -- examples/replay/train.py
-    aot-backward replay bw.pt2 -- examples/replay/train.py
+aot-backward record -o bw.pt2 -- examples/replay/train.py
+aot-backward replay bw.pt2 -- examples/replay/train.py
 """
 
 import argparse

@@ -1,5 +1,5 @@
 """Opens a package and hands out its parts, each checked against the manifest before anyone sees it. Nothing is unpickled, compiled or
-executed here; ``docs/format.md``, section 5, lists what is refused, in the order in which it is done."""
+executed here; ``docs/format.md``, section 6, lists what is refused, in the order in which it is done."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .elf import numeric, read_elf
 from .errors import PackageError
 from .manifest import LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, EntrySpec, LibrarySpec, Manifest, Member
 from .manifest_json import from_json
+from .structures import check_structures
 from .zip_directory import Place, read_at, read_directory
 
 LIBRARY_FOLDER = "data/aotinductor"
@@ -171,6 +172,10 @@ class Archive:
                 self._check_reference(f"entry {name}: {state.name}", state.weight, self.manifest.weights)
             for library in _called(entry):
                 self._check_reference(f"entry {name}", library, self.manifest.libraries)
+            try:
+                check_structures(entry, self.manifest.libraries)
+            except PackageError as error:
+                raise self.corrupt(f"entry {name}: {error}") from error
 
     def _check_reference(self, what: str, key: str, known: Mapping[str, object]) -> None:
         if key not in known:

@@ -38,9 +38,17 @@ def _compiled(text: str) -> tuple[Any, frozenset[str]]:
             raise PackageError(f"expression {text[:80]!r} holds the constant {node.value!r}; only 64-bit integers are allowed")
         if isinstance(node, ast.Call) and (not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS or node.keywords):
             raise PackageError(f"expression {text[:80]!r} calls something other than max and min")
+        if isinstance(node, ast.Call) and len(node.args) < 2:
+            raise PackageError(f"expression {text[:80]!r} calls max or min with less than two arguments")
         if isinstance(node, ast.Name) and node.id not in _FUNCTIONS:
             symbols.add(node.id)
-    return compile(tree, "<size expression>", "eval"), frozenset(symbols)
+    named = sum(isinstance(n, ast.Name) and n.id in _FUNCTIONS for n in ast.walk(tree))
+    if named != sum(isinstance(n, ast.Call) for n in ast.walk(tree)):
+        raise PackageError(f"expression {text[:80]!r} names max or min without calling it")
+    try:
+        return compile(tree, "<size expression>", "eval"), frozenset(symbols)
+    except (RecursionError, MemoryError) as error:
+        raise PackageError(f"expression {text[:80]!r} is nested too deep") from error
 
 
 def symbols_of(expression: str | int) -> frozenset[str]:
@@ -56,4 +64,7 @@ def evaluate(expression: str | int, values: Mapping[str, int]) -> int:
     missing = symbols - values.keys()
     if missing:
         raise PackageError(f"expression {expression!r} needs the unknown symbol {min(missing)!r}")
-    return eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(values))  # noqa: S307 (only the nodes listed above)
+    try:
+        return eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(values))  # noqa: S307 (only the nodes listed above)
+    except ZeroDivisionError as error:
+        raise PackageError(f"expression {expression!r} divides by zero at {', '.join(f'{n}={values[n]}' for n in sorted(symbols))}") from error

@@ -24,9 +24,52 @@ _BUILTINS = frozenset({
 })  # fmt: skip
 _MODULES = ("torch", "math", "operator")
 _REFUSED = frozenset(
-    "backward grad item tolist numpy distributed cuda save load seed manual_seed get_rng_state set_rng_state random bernoulli bernoulli_ dropout "
-    "multinomial normal normal_ uniform_ rand randn randint randperm rand_like randn_like randint_like autograd compile compiler jit fork wait "
-    "queue_callback save_for_backward register_hook retain_grad requires_grad_ set_ resize_ data share_memory_ apply".split()
+    [
+        "backward",
+        "grad",
+        "item",
+        "tolist",
+        "numpy",
+        "distributed",
+        "cuda",
+        "save",
+        "load",
+        "seed",
+        "manual_seed",
+        "get_rng_state",
+        "set_rng_state",
+        "random",
+        "bernoulli",
+        "bernoulli_",
+        "dropout",
+        "multinomial",
+        "normal",
+        "normal_",
+        "uniform_",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "autograd",
+        "compile",
+        "compiler",
+        "jit",
+        "fork",
+        "wait",
+        "queue_callback",
+        "save_for_backward",
+        "register_hook",
+        "retain_grad",
+        "requires_grad_",
+        "set_",
+        "resize_",
+        "data",
+        "share_memory_",
+        "apply",
+    ]
 )
 """Names of attributes with an effect or a source that a graph would not have: other gradients, values, random numbers, other processes."""
 _WRITES = frozenset(

@@ -7,6 +7,7 @@ in memory. What it has accepted as it was is remembered as a :class:`Fast` check
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -73,8 +74,8 @@ class Contract:
 
     def words(self, guard: str) -> str:
         """A guard with the symbols' own names in it."""
-        for symbol in self.symbols:
-            guard = guard.replace(symbol.name, self._label(symbol.name))
+        labels = {s.name: self._label(s.name) for s in self.symbols}
+        guard = re.sub(r"\b[A-Za-z_]\w*", lambda m: labels.get(m[0], m[0]), guard)
         return guard.removeprefix("(").removesuffix(")") if guard.count("(") == 1 else guard
 
     def _size(self, symbol: SymbolSpec, tensors: Sequence[torch.Tensor]) -> int:

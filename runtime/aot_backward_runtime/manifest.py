@@ -216,7 +216,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class EntrySpec:
-    kind: str  # "module" or "grad"
+    kind: str  # "module", "grad" or "replay"
     state: tuple[StateSpec, ...]
     variants: tuple[VariantSpec, ...]
     modules: tuple[str, ...] = ()  # every submodule's name, so that empty ones are rebuilt too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -136,7 +137,7 @@ def _decoder(kind: Any) -> Decoder:
 
         return mapping
     if kind is float:
-        return lambda value, path, depth: float(value) if type(value) in (float, int) else _raise(path, kind, value)
+        return lambda value, path, depth: float(value) if type(value) in (float, int) and math.isfinite(value) else _raise(path, kind, value)
     if kind is types.NoneType:
         return lambda value, path, depth: None if value is None else _raise(path, kind, value)
     return lambda value, path, depth: value if type(value) is kind else _raise(path, kind, value)

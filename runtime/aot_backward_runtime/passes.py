@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from . import torch_api
-from .errors import InputError, PackageError
+from .errors import InputError
 from .expressions import evaluate
 from .guards import Contract, Fast, check_ambient, check_kind, laid_out
 from .interpreter import Run
 from .manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
 from .plan import Library
-from .tape import Op, Tape
+from .structures import check_against
+from .tape import Op, Slot, Tape
 
 _REMEMBERED = 1024  # lists of shapes with a fast check, per structure
 
@@ -96,12 +98,17 @@ class CompiledPass:
         self.contract = PassContract(spec)
         self.device = next((s.device for s in spec.inputs), "cpu")
         self._binding = (constants, ())
-        self.steps = list(self._steps(libraries))
+        self._libraries = libraries
+
+    @cached_property
+    def steps(self) -> list[_Call | _Accumulate | _Single]:
+        """Made by the first pass that runs them, not before: what is wrong with a package is then its caller's error, where the engine takes one
+        while it captures as a reason to leave the pass to eager."""
+        return list(self._steps(self._libraries))
 
     def _steps(self, libraries: Mapping[str, Library]) -> Iterator[_Call | _Accumulate | _Single]:
         ops = self.tape.ops
-        if sorted(n for s in self.spec.segments for n in s.ops) != list(range(len(ops))):
-            raise PackageError("a recorded pass does not run each operation of its tape once")
+        check_against(self.spec, self.tape)
         compiled: set[int] = set()  # values that come out of native code, whose looks are known
         leaves: _Accumulate | None = None
         for segment in self.spec.segments:
@@ -111,7 +118,7 @@ class CompiledPass:
                 yield _Call(library, segment, covered, compiled, self._binding)
                 compiled.update(segment.results)
                 leaves = None
-            elif covered[0].kind == "accumulate":
+            elif covered[0].kind == "accumulate" and isinstance(covered[0].operands[1], Slot):
                 leaf, grad = covered[0].operands
                 if leaves is None:
                     leaves = _Accumulate()
@@ -223,7 +230,10 @@ class Structure:
         What was accepted before is found by the few sizes that differ between passes, so a hundred batch sizes cost what one does.
         """
         inputs, sizes = operands.inputs, operands.sizes
-        key = tuple([sizes[d] if i < 0 else inputs[i].shape[d] for i, d in self._telling])
+        try:
+            key = tuple([sizes[d] if i < 0 else inputs[i].shape[d] for i, d in self._telling])
+        except IndexError:  # a tensor of lower rank, which no variant serves
+            key = ()
         known = self._fast.get(key)
         if known is not None and known.holds(operands):
             variant = known.variant
@@ -268,7 +278,9 @@ def _telling(variants: Sequence[PassSpec]) -> list[tuple[int, int]]:
         others = variants[1:]
         found += [(-1, k) for k, n in enumerate(first.sizes) if any(v.sizes[k : k + 1] != (n,) for v in others)][:8]
         for i, spec in enumerate(first.inputs):
-            found += [(i, d) for d, n in enumerate(spec.shape) if any(v.inputs[i].shape[d] != n for v in others)][:2] if len(found) < 16 else []
+            found += (
+                [(i, d) for d, n in enumerate(spec.shape) if any(v.inputs[i].shape[d : d + 1] != (n,) for v in others)][:2] if len(found) < 16 else []
+            )
     return list(dict.fromkeys(found))
 
 
