@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import fcntl
+import hashlib
 import math
+import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ import torch
 
 from aot_backward_exporters import aoti, targets
 from aot_backward_runtime.archive import Archive, open_package
-from aot_backward_runtime.errors import ExportError, InputError
+from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.expressions import evaluate
 from aot_backward_runtime.guards import laid_out
 from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec
@@ -62,18 +66,30 @@ def add_passes(path: Path, entry: str, met: Mapping[str, Any], *, target: str = 
     is for another torch or target, or cannot be written.
     """
     say = progress or (lambda *_: None)
-    base = _Base.read(path, entry, target)
-    skipped: Counter[str] = Counter()
-    mode = observed.fake_mode()
-    programs = traced_passes(met, base.variants, mode, skipped, say)
-    return skipped + _add(base, programs, met, mode, target, say)
+    with _alone(path):
+        base = _Base.read(path, entry, target)
+        skipped: Counter[str] = Counter()
+        mode = observed.fake_mode()
+        programs = traced_passes(met, base.variants, mode, skipped, say)
+        return skipped + _add(base, programs, met, mode, target, say)
 
 
 def add_programs(
     path: Path, entry: str, programs: list[Program], met: Mapping[str, Any], mode: Any, *, target: str = "cpu", progress: Progress | None = None
 ) -> Counter[str]:
     """:func:`add_passes` of what is traced already."""
-    return _add(_Base.read(path, entry, target), programs, met, mode, target, progress or (lambda *_: None))
+    with _alone(path):
+        return _add(_Base.read(path, entry, target), programs, met, mode, target, progress or (lambda *_: None))
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process of this user at a time reads a package, adds to it, and writes it: else the last would undo what the others added."""
+    folder = Path(tempfile.gettempdir()) / f"aot-backward-locks-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / hashlib.sha256(str(path.resolve()).encode()).hexdigest()).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def traced_passes(
@@ -99,7 +115,7 @@ def _add(base: _Base, programs: list[Program], met: Mapping[str, Any], mode: Any
             try:
                 spec = spelled(program, mode.shape_env)
                 spec = dataclasses.replace(spec, **_checked(program, spec, artifacts))
-            except (ExportError, InputError, RuntimeError) as error:  # the last from native code
+            except (ExportError, InputError, PackageError, RuntimeError) as error:  # the last from native code
                 skipped[f"{program.name}: {str(error).partition(chr(10))[0]}"] += 1
                 continue
             finished.setdefault(program.fingerprint, []).append(spec)
@@ -208,6 +224,8 @@ def spelled(program: Program, shape_env: Any) -> PassSpec:
         traced = next(t for t in program.traced if t.name == graph.name)
         inputs, outputs = recorded.specs(traced, sizes)
         program.graphs[n] = dataclasses.replace(graph, inputs=inputs, outputs=outputs)
+        given = recorded.operands(traced, sizes)
+        program.segments = [dataclasses.replace(s, operands=given) if s.library == graph.name else s for s in program.segments]
     return PassSpec(
         inputs=tuple(
             sizes.spec(recorded.origin(tape, i), fake, looks.requires_grad)

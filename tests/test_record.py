@@ -357,27 +357,30 @@ def test_what_makes_a_custom_backward_plain() -> None:
         return digest_of(context)
 
     seen: list[Tensor] = []
-    factor = 2.0
-
-    def helper(grad: Tensor) -> Tensor:
-        return grad * factor
-
     plain = [
         digest(lambda ctx, g: g * 2),
         digest(lambda ctx, g: g * 3),
         digest(lambda ctx, g: torch.where(g > 0, g, math.pi * g)),
-        digest(lambda ctx, g: helper(g)),
+        digest(lambda ctx, g: nn.functional.relu(g).to(torch.float32)),
         digest(lambda ctx, g: g * 2, scale=1.0),
         digest(lambda ctx, g: g * 2, scale=2.0),
+        digest(lambda ctx, g: g * ctx.scale, scale=0.0),
+        digest(lambda ctx, g: g * ctx.scale, scale=-0.0),
     ]
     assert all(plain) and len(set(plain)) == len(plain)
-    factor = 3.0
-    assert digest(lambda ctx, g: helper(g)) not in plain
     called = [
         digest(lambda ctx, g: seen.append(g) or g),
+        digest(lambda ctx, g: g * len(seen)),
+        digest(lambda ctx, g: g * NUMBER),
+        digest(lambda ctx, g: g * close_to(g)),
+        digest(lambda ctx, g, factor=2: g * factor),
         digest(lambda ctx, g: print(g) or g),
         digest(lambda ctx, g: g * g.item()),
         digest(lambda ctx, g: g + torch.randn_like(g)),
+        digest(lambda ctx, g: g * torch.get_num_threads()),
+        digest(lambda ctx, g: g * g.requires_grad),
+        digest(lambda ctx, g: g * g._version),
+        digest(lambda ctx, g: g * ctx._forward_cls.alpha),
         digest(lambda ctx, g: setattr(ctx, "x", 1) or g),
         digest(lambda ctx, g: torch.autograd.grad(g, g)),
         digest(lambda ctx, g: g, kept=torch.ones(1)),
@@ -385,6 +388,133 @@ def test_what_makes_a_custom_backward_plain() -> None:
         digest(lambda ctx, g: json.loads("1") * g),
     ]
     assert called == [""] * len(called)
+
+
+NUMBER = 2.0
+
+
+def close_to(grad: Tensor) -> Tensor:
+    return grad + 1
+
+
+def test_numbers_that_keep_changing_end_in_one_structure(tmp_path: Path) -> None:
+    def step(factor: float) -> Tensor | None:
+        x = torch.linspace(-1, 1, 6, requires_grad=True)
+        Scaled.apply(x.exp(), factor).sin().sum().backward()
+        return x.grad
+
+    path = tmp_path / "bw.pt2"
+    with ab.record(path) as recording:
+        for factor in range(30):
+            step(1.0 + factor)
+    assert not recording.skipped and len(ab.load(path).manifest.entries["backward"].structures) == 5
+    factors = [40.0, 1.0, 2.0, -0.0, 0.0]
+    expected = [step(f) for f in factors]
+    with ab.replay(path, strict=True):
+        torch.testing.assert_close([step(f) for f in factors], expected)
+
+
+def test_gradients_that_were_absent_and_come(tmp_path: Path) -> None:
+    """A custom function that gave None while recording, a changed number of hooks' order, and a leaf's own gradient coming in."""
+    given: list[float | None] = [None]
+
+    class Sometimes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            return x * y
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+            return grad * 2, None if given[0] is None else grad * given[0]
+
+    def step() -> list[Tensor | None]:
+        x, y = (torch.linspace(-1, 1, 6, requires_grad=True) for _ in range(2))
+        Sometimes.apply(x.tanh(), y.tanh()).sum().backward()
+        return [x.grad, y.grad]
+
+    with ab.record(tmp_path / "bw.pt2"):
+        step()
+    given[0] = 3.0
+    expected = step()
+    with ab.replay(tmp_path / "bw.pt2") as replaying:
+        actual = step()
+    torch.testing.assert_close(actual, expected)
+    assert ["is defined" in r for r in replaying.report.misses] == [True]
+
+
+def test_the_order_of_the_forward_decides_the_order_of_hooks(tmp_path: Path) -> None:
+    def step(first: str) -> tuple[list[str], Tensor | None]:
+        log: list[str] = []
+        x, y = (torch.linspace(-1, 1, 6, requires_grad=True) for _ in range(2))
+        made = {n: t.cos() if n == "a" else t.sin() for n, t in ((("a", x), ("b", y)) if first == "a" else (("b", y), ("a", x)))}
+        for name in ("a", "b"):
+            made[name].register_hook(lambda g, n=name: log.append(n))
+        (made["a"] + made["b"]).exp().sum().backward()
+        return log, x.grad
+
+    with ab.record(tmp_path / "bw.pt2") as recording:
+        step("a")
+        step("b")
+    assert not recording.skipped
+    expected = [step(f) for f in ("b", "a", "b", "b")]
+    with ab.replay(tmp_path / "bw.pt2", strict=True) as replaying:
+        actual = [step(f) for f in ("b", "a", "b", "b")]
+    assert [log for log, _ in actual] == [log for log, _ in expected] and expected[0][0] != expected[1][0]
+    torch.testing.assert_close([g for _, g in actual], [g for _, g in expected])
+    assert replaying.report.bindings == 1
+
+
+def test_memory_that_changes_under_a_pass(tmp_path: Path) -> None:
+    w1, w2 = (torch.linspace(-1, 1, 9).reshape(3, 3).requires_grad_() for _ in range(2))
+    relay = [False]
+
+    def hook(parameter: Tensor) -> None:
+        if relay[0]:
+            w1.data = w1.data.t().contiguous().t()  # the same numbers, laid out otherwise
+
+    w2.register_post_accumulate_grad_hook(hook)
+
+    def step() -> list[Tensor | None]:
+        x = torch.linspace(0, 1, 6).reshape(2, 3).requires_grad_()
+        w1.grad = w2.grad = None
+        w1.data = torch.linspace(-1, 1, 9).reshape(3, 3)
+        ((x @ w1).tanh() @ w2).sum().backward()
+        return [x.grad, w1.grad, w2.grad]
+
+    def accumulated(grad_of_leaf: bool) -> Tensor | None:
+        a, b = (torch.linspace(-1, 1, 4, requires_grad=True) for _ in range(2))
+        a.grad = torch.ones(4)
+        (b.tanh() * 2 + a.cos() * 3).backward(a.grad if grad_of_leaf else torch.ones(4))
+        return b.grad
+
+    with ab.record(tmp_path / "bw.pt2") as recording:
+        step()
+        accumulated(False)
+    assert not recording.skipped
+    relay[0] = True
+    expected = [*step(), accumulated(True)]
+    with ab.replay(tmp_path / "bw.pt2") as replaying:
+        actual = [*step(), accumulated(True)]
+    torch.testing.assert_close(actual, expected)
+    assert sorted("laid out anew" in r for r in replaying.report.misses) == [False, True]
+
+
+def test_a_size_that_turns_out_to_be_another(tmp_path: Path) -> None:
+    def step(n: int) -> Tensor | None:
+        x = torch.linspace(-1, 1, n * 6).reshape(n, 6).requires_grad_()
+        x.tanh()[1 : n - 1].exp().sum().backward()
+        return x.grad
+
+    with ab.record(tmp_path / "bw.pt2") as recording:
+        for n in (4, 7, 9):
+            step(n)
+        mlp((3, 5))
+    assert not [r for r in recording.skipped if "unknown symbol" in r]
+    expected = [step(n) for n in (4, 5, 12)]
+    with ab.replay(tmp_path / "bw.pt2") as replaying:
+        torch.testing.assert_close([step(n) for n in (4, 5, 12)], expected)
+        mlp((3, 8))
+    assert replaying.report.hits >= 1
 
 
 def test_contexts_nest_and_put_back_what_was_there(package: Path, tmp_path: Path) -> None:
@@ -504,6 +634,16 @@ def test_what_cannot_be_written_is_found_out_first(tmp_path: Path, package: Path
             ab.replay(package, save_misses=path)
     with pytest.raises(ab.PackageError, match="cannot open package"):
         ab.replay(tmp_path / "none.pt2")
+
+
+def test_two_processes_record_into_one_package(script: Path, tmp_path: Path) -> None:
+    package = tmp_path / "bw.pt2"
+    argv = [sys.executable, "-m", "aot_backward.cli", "record", "-o", str(package), "--", str(script)]
+    both = [subprocess.Popen([*argv, name, "0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for name in ("tanh", "sigmoid")]
+    for process in both:
+        _, said = process.communicate()
+        assert process.returncode == 0, said
+    assert len(ab.load(package).manifest.entries["backward"].structures) == 2
 
 
 def test_a_script_that_fails_writes_nothing(script: Path, tmp_path: Path) -> None:

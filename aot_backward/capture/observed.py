@@ -35,9 +35,10 @@ class Shapes:
     def spelled(self, shape_env: Any) -> Sizes:
         """Symbols and guards as the package states them, after whatever the trace found out."""
         sizes = Sizes(shape_env)
-        remaining = [s for s in self.symbols if expression_of(self.carried[s]) == s]
         specs = []
-        for n, symbol in enumerate(remaining):
+        for n, symbol in enumerate(self.symbols):  # a symbol keeps its name when another turns out to be a number
+            if expression_of(self.carried[symbol]) != symbol:
+                continue
             known = self.symbols[symbol]
             sizes.names[symbol] = f"s{n}"
             bounds = shape_env.var_to_range[symbol]

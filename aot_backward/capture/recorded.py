@@ -59,7 +59,8 @@ class Traced:
     undefined: list[int]
     own: set[int] = field(default_factory=set)  # values whose memory is theirs alone
     name: str = ""
-    operands: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # the placeholders that are left, and what errors call them
+    operands: list[tuple[str, Any, torch.Tensor]] = field(default_factory=list)  # the placeholders that are left
+    absent: list[int] = field(default_factory=list)  # values that were undefined when it was traced
 
 
 def cut(tape: Tape, hook_groups: Sequence[int], traced: bool = True) -> list[Piece]:
@@ -177,7 +178,8 @@ def trace(
         values[v] = node.meta["val"]
     for v in known["undefined"]:
         values[v] = None
-    traced = Traced(piece, module, given, results, known["gives"], known["undefined"])
+    absent = [v for v in piece.needs if values[v] is None]
+    traced = Traced(piece, module, given, results, known["gives"], known["undefined"], absent=absent)
     roots = [root_of(r) for r in results]
     readers: dict[int, int] = {}
     for op in tape.ops:
@@ -237,28 +239,31 @@ def finish(name: str, piece: Piece, traced: Traced | None, sizes: Sizes, tape: T
     graph = traced.module if traced is not None else None
     if traced is None or graph is None or not any(r.op == "call_function" for r in traced.results):
         return None, [Segment((n,)) for n in piece.ops]
-    operands: list[str] = []
-    inputs: list[tuple[str, torch.Tensor]] = []
+    inputs: list[tuple[str, Any, torch.Tensor]] = []
     for node, (kind, where, fake) in zip(graph.graph.find_nodes(op="placeholder"), traced.placeholders, strict=True):
         if not node.users:
             graph.graph.erase_node(node)
             continue
-        called = f"tensor {where}" if kind == "input" else f"the gradient %v{where}" if kind == "value" else f"size {where}"
-        operands.append(f"size:{sizes.size(fake.shape[0])}" if kind == "size" else f"{kind}:{where}")
-        inputs.append((called, fake))
+        inputs.append((kind, where, fake))
     constants: dict[str, tuple[str, torch.Tensor]] = {}
     lift_constants(graph, constants)
     graph.graph.lint()
     graph.recompile()
     traced.name, traced.operands = name, inputs
     count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
-    segment = Segment(piece.ops, name, tuple(operands), tuple(traced.gives), tuple(traced.undefined))
+    segment = Segment(piece.ops, name, operands(traced, sizes), tuple(traced.gives), tuple(traced.undefined), tuple(traced.absent))
     return Graph(name, graph, *specs(traced, sizes), constants, count), [segment]
+
+
+def operands(traced: Traced, sizes: Sizes) -> tuple[str, ...]:
+    """What the graph is given, as the package states it."""
+    return tuple(f"size:{sizes.size(fake.shape[0])}" if kind == "size" else f"{kind}:{where}" for kind, where, fake in traced.operands)
 
 
 def specs(traced: Traced, sizes: Sizes) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """What the graph takes and gives."""
-    inputs = tuple(sizes.spec(called, fake, False) for called, fake in traced.operands)
+    words = {"input": "tensor {}", "value": "the gradient %v{}", "size": "size {}"}
+    inputs = tuple(sizes.spec(words[kind].format(where), fake, False) for kind, where, fake in traced.operands)
     return inputs, tuple(sizes.spec(f"%v{v}", node.meta["val"], False) for v, node in zip(traced.gives, traced.results, strict=True))
 
 

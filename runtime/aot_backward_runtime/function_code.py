@@ -1,8 +1,9 @@
 """Whether the backward of a custom ``autograd.Function`` may become part of a compiled graph, and a digest of all that its result depends on.
 
-A graph holds what the backward computes, not what else it does. So it is taken in only where the code plainly does nothing else: it calls
-torch's operators and a few builtins, reads plain numbers, and keeps nothing. All that it reads is in the digest, which is part of the tape's
-fingerprint; everything else is called at its place, as eager would.
+A graph holds what the backward computes, not what else it does or reads. So it is taken in only where the code can do nothing else: one
+function without closure, which reads its gradients, saved tensors and plain numbers of its context, and calls torch's operators and a few
+builtins by the names listed here. Its code and those numbers are in the digest, which is part of the tape's fingerprint; every other custom
+function is called at its place, as eager would.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dis
 import hashlib
 import types
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,65 +20,49 @@ import torch
 from .interpreter import MATERIALIZE, backward_of
 
 _BUILTINS = frozenset({
-    "abs", "all", "any", "bool", "complex", "dict", "enumerate", "float", "int", "isinstance", "len", "list", "map", "max", "min", "pow", "range",
-    "reversed", "round", "slice", "sorted", "sum", "tuple", "zip", "ValueError", "RuntimeError", "TypeError", "AssertionError",
-    "NotImplementedError", "staticmethod",
+    "abs", "all", "any", "complex", "enumerate", "float", "int", "len", "list", "max", "min", "pow", "range", "reversed", "round", "slice", "sum",
+    "tuple", "zip",
 })  # fmt: skip
-_MODULES = ("torch", "math", "operator")
-_REFUSED = frozenset(
+_MODULES = ("torch", "math")
+_STRUCTURE = frozenset(
     [
-        "backward",
-        "grad",
-        "item",
-        "tolist",
-        "numpy",
-        "distributed",
-        "cuda",
-        "save",
-        "load",
-        "seed",
-        "manual_seed",
-        "get_rng_state",
-        "set_rng_state",
-        "random",
-        "bernoulli",
-        "bernoulli_",
-        "dropout",
-        "multinomial",
-        "normal",
-        "normal_",
-        "uniform_",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "autograd",
-        "compile",
-        "compiler",
-        "jit",
-        "fork",
-        "wait",
-        "queue_callback",
-        "save_for_backward",
-        "register_hook",
-        "retain_grad",
-        "requires_grad_",
-        "set_",
-        "resize_",
-        "data",
-        "share_memory_",
-        "apply",
+        "saved_tensors",
+        "needs_input_grad",
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "T",
+        "mT",
+        "H",
+        "mH",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type_as",
+        "nn",
+        "functional",
+        "special",
+        "linalg",
+        "fft",
+        "pi",
+        "e",
+        "inf",
+        "sqrt",
+        "exp",
+        "log",
+        "append",
+        "items",
     ]
 )
-"""Names of attributes with an effect or a source that a graph would not have: other gradients, values, random numbers, other processes."""
-_WRITES = frozenset(
-    {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME", "IMPORT_NAME", "YIELD_VALUE", "SEND", "DELETE_DEREF"}
-)
+"""Names of attributes that are no operators."""
+_REFUSED = frozenset("item data record_stream retain_grad requires_grad_ set_ resize_ resize_as_ from_file fill_diagonal_ backward".split())  # noqa: SIM905
+_RANDOM = ("rand", "bernoulli", "normal", "uniform", "dropout", "multinomial", "poisson", "exponential", "geometric", "cauchy", "seed")
+_WRITES = frozenset({
+    "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME", "IMPORT_NAME", "YIELD_VALUE", "SEND", "STORE_DEREF", "DELETE_DEREF",
+})  # fmt: skip
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_DEEPEST = 8  # functions that call functions
 
 
 class _Unplain(Exception):
@@ -87,82 +73,77 @@ class PlainContext:
     """A custom function's context without its tensors: what of it the digest covers."""
 
     def __init__(self, context: Any):
-        attributes = dict(context.__dict__)
-        self.__dict__.update(attributes)
-        self.attributes, self._forward_cls, self.needs_input_grad = attributes, context._forward_cls, tuple(context.needs_input_grad)
-        self._name = context.name()
+        self.__dict__.update(context.__dict__)
+        self._forward_cls, self.needs_input_grad = context._forward_cls, tuple(context.needs_input_grad)
+        self._name, self._code = context.name(), _code_of(context._forward_cls)
+        self._numbers = repr(context.__dict__)
 
     def name(self) -> str:
         return self._name
 
     def fits(self, context: Any) -> bool:
-        """Whether ``context`` has the same digest; a few comparisons, on every pass."""
-        return context._forward_cls is self._forward_cls and context.__dict__ == self.attributes and context.needs_input_grad == self.needs_input_grad
+        """Whether ``context`` has the same digest; a few comparisons, on every pass. By ``repr``, which tells -0.0 from 0.0 and 1 from True."""
+        return (
+            context._forward_cls is self._forward_cls
+            and repr(context.__dict__) == self._numbers
+            and context.needs_input_grad == self.needs_input_grad
+            and _code_of(self._forward_cls) is self._code
+        )
 
 
 def digest_of(context: Any) -> str:
-    """SHA-256 of the backward's code and of what it reads, or "" where it must be called as it is."""
+    """SHA-256 of the backward's code and of the numbers that it reads, or "" where it must be called as it is."""
     function = context._forward_cls
-    if hasattr(function, "_aot_id") or type(function).__module__ not in ("torch.autograd.function", "builtins"):
-        return ""
     try:
+        if hasattr(function, "_aot_id"):
+            raise _Unplain
         parts = [f"{function.__module__}.{function.__qualname__}", repr(tuple(context.needs_input_grad))]
         for name, value in sorted(context.__dict__.items()):
-            parts.append(f"{name}={_plain(value)}" if name != MATERIALIZE else f"{name}={bool(value)}")
-        parts += _code(backward_of(function), set(), 0)
+            parts.append(f"{name}={_plain(value) if name != MATERIALIZE else bool(value)}")
+        parts += _read(backward_of(function), frozenset(context.__dict__) - {MATERIALIZE})
     except _Unplain:
         return ""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _code(function: Any, seen: set[int], depth: int) -> Iterator[str]:
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, types.FunctionType) or depth > _DEEPEST:
+def _code_of(function: Any) -> Any:
+    return getattr(backward_of(function), "__code__", None)
+
+
+def _read(function: Any, own: frozenset[str]) -> Iterator[str]:
+    """``own``: names of the context's numbers."""
+    if type(function) is not types.FunctionType or function.__code__.co_freevars or function.__defaults__ or function.__kwdefaults__:
         raise _Unplain
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    yield from _instructions(function.__code__)
-    yield _plain(function.__defaults__)
-    yield _plain(tuple(sorted((function.__kwdefaults__ or {}).items())))
-    for name in sorted({n for code in _nested(function.__code__) for n in _globals(code)}):
-        if name in function.__globals__:
-            yield from _reached(name, function.__globals__[name], seen, depth)
-        elif name not in _BUILTINS:
-            raise _Unplain
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield from _reached(name, cell.cell_contents, seen, depth)
-        except ValueError:
-            raise _Unplain from None
-
-
-def _reached(name: str, value: Any, seen: set[int], depth: int) -> Iterator[str]:
-    if isinstance(value, types.ModuleType):
-        if value.__name__.partition(".")[0] not in _MODULES:
-            raise _Unplain
-        yield f"{name}: module {value.__name__}"
-    elif isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
-        yield name
-        yield from _code(value, seen, depth + 1)
-    elif getattr(value, "__module__", "").partition(".")[0] in _MODULES and isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-        if getattr(value, "__name__", "") in _REFUSED:
-            raise _Unplain
-        yield f"{name}: {value.__module__}.{value.__qualname__}"
-    else:
-        yield f"{name}: {_plain(value)}"
-
-
-def _instructions(code: types.CodeType) -> Iterator[str]:
-    for nested in _nested(code):
-        for step in dis.get_instructions(nested):
-            if step.opname in _WRITES or (step.opname == "STORE_DEREF" and step.argval in nested.co_freevars):
+    for code in _nested(function.__code__):
+        for step in dis.get_instructions(code):
+            if step.opname in _WRITES:
                 raise _Unplain
-            if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval in _REFUSED:
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval not in own and not _known(step.argval):
                 raise _Unplain
-        yield nested.co_code.hex()
-        yield repr([c for c in nested.co_consts if not isinstance(c, types.CodeType)])
-        yield repr((nested.co_names, nested.co_varnames, nested.co_freevars, nested.co_flags))
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                yield _global(step.argval, function.__globals__)
+        yield code.co_code.hex()
+        yield repr([c for c in code.co_consts if not isinstance(c, types.CodeType)])
+        yield repr((code.co_names, code.co_varnames, code.co_flags))
+
+
+def _global(name: str, names: dict[str, Any]) -> str:
+    value = names.get(name)
+    if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _MODULES:
+        return f"{name}: {value.__name__}"
+    if name in names or name not in _BUILTINS:
+        raise _Unplain
+    return name
+
+
+@cache
+def _known(name: str) -> bool:
+    """Whether an attribute of that name is an operator of torch that only computes, a dtype, or one of the few others."""
+    if name in _STRUCTURE or isinstance(getattr(torch, name, None), torch.dtype):
+        return True
+    if name in _REFUSED or name.startswith(("_", "is_", "get_", "set_")) or any(word in name for word in _RANDOM):
+        return False
+    return hasattr(torch.ops.aten, name)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -170,12 +151,6 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _nested(constant)
-
-
-def _globals(code: types.CodeType) -> Iterator[str]:
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield step.argval
 
 
 def _plain(value: Any) -> str:

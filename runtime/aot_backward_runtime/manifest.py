@@ -168,7 +168,8 @@ class Segment:
     ``ops``: the operations' numbers on the tape. ``library``: the compiled graph, or "" for a single operation. ``operands``, of a graph:
     ``input:I`` a tensor of the pass, ``value:I`` an earlier value, ``size:E`` as in :class:`Call`; of a single ``accumulate``:
     ``("fresh",)`` where the gradient is memory of its own that lies as the leaf's gradient should, so that it can become the leaf's ``.grad``.
-    ``results``: the value that each result of the graph is; a value listed in ``undefined`` is None.
+    ``results``: the value that each result of the graph is; a value listed in ``undefined`` is None. ``absent``: earlier values that the
+    graph was made without, because they were undefined: where one is not, the operations are run one by one.
     """
 
     ops: tuple[int, ...]
@@ -176,6 +177,7 @@ class Segment:
     operands: tuple[str, ...] = ()
     results: tuple[int, ...] = ()
     undefined: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from .interpreter import Run
 from .manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
 from .plan import Library
 from .structures import check_against
-from .tape import Op, Slot, Tape
+from .tape import CALLS_OUT, Op, Slot, Tape
 
 _REMEMBERED = 1024  # lists of shapes with a fast check, per structure
 
@@ -68,7 +68,7 @@ class PassContract(Contract):
             if size != evaluate(wanted, values):
                 raise InputError(f"size {i} of the pass is {size}; expected {self.words(str(wanted))}")
         for i, (scalar, wanted_scalar) in enumerate(zip(operands.scalars, spec.scalars, strict=True)):
-            if scalar != wanted_scalar:
+            if repr(scalar) != repr(wanted_scalar):
                 raise InputError(f"scalar {i} of the pass is {scalar}; expected {wanted_scalar}")
         fitting, untouched = [], True
         for tensor, expected in zip(operands.inputs, self.specs, strict=True):
@@ -99,6 +99,14 @@ class CompiledPass:
         self.device = next((s.device for s in spec.inputs), "cpu")
         self._binding = (constants, ())
         self._libraries = libraries
+        self._calls_out = any(op.kind in CALLS_OUT for op in tape.ops)
+        self._leaves = [op.operands[0].index for op in tape.ops if op.kind == "accumulate"]
+
+    def check_leaves(self, operands: Operands) -> None:
+        """:class:`InputError` where a leaf's present gradient is memory that the pass reads: eager would add to it in between."""
+        held = {g.data_ptr() for i in self._leaves if (g := operands.inputs[i].grad) is not None and g.layout is torch.strided}
+        if held and not held.isdisjoint(map(torch.Tensor.data_ptr, operands.inputs)):
+            raise InputError("the .grad of a leaf is a tensor that the pass reads")
 
     @cached_property
     def steps(self) -> list[_Call | _Accumulate | _Single]:
@@ -110,12 +118,13 @@ class CompiledPass:
         ops = self.tape.ops
         check_against(self.spec, self.tape)
         compiled: set[int] = set()  # values that come out of native code, whose looks are known
+        python = False
         leaves: _Accumulate | None = None
         for segment in self.spec.segments:
             covered = [ops[n] for n in segment.ops]
             if segment.library:
                 library = libraries[segment.library]
-                yield _Call(library, segment, covered, compiled, self._binding)
+                yield _Call(library, segment, covered, compiled, self._binding, python)
                 compiled.update(segment.results)
                 leaves = None
             elif covered[0].kind == "accumulate" and isinstance(covered[0].operands[1], Slot):
@@ -126,11 +135,14 @@ class CompiledPass:
                 leaves.add(covered[0], leaf.index, grad.index, segment.operands == ("fresh",))
             else:
                 yield _Single(covered[0])
+                python = python or covered[0].kind in CALLS_OUT
                 leaves = None
 
     def run(self, operands: Operands, admitted: Admitted, outside: Outside, missed: Missed) -> list[torch.Tensor | None]:
         """The pass. Errors are those of hooks, of custom functions and of native code; ``.grad`` is then as far as eager would have come."""
         run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, outside)
+        if self._calls_out:
+            run.marks = list(map(_mark, operands.inputs))
         for step in self.steps:
             step(run, admitted, missed)
         return [run.get(o) for o in self.tape.outputs]
@@ -139,7 +151,9 @@ class CompiledPass:
 class _Call:
     """A compiled graph between two places where Python runs."""
 
-    def __init__(self, library: Library, segment: Segment, ops: Sequence[Op], known: set[int], binding: Any):
+    def __init__(self, library: Library, segment: Segment, ops: Sequence[Op], known: set[int], binding: Any, after_python: bool):
+        """``after_python``: whether a hook or custom function of the pass runs before."""
+        self.after_python = after_python
         self.library, self.segment, self.ops, self.binding = library, segment, ops, binding
         self.operands = [_parse(o) for o in segment.operands]
         self.checked = [(p, i, library.spec.inputs[p]) for p, (kind, i) in enumerate(self.operands) if kind == "value" and i not in known]
@@ -147,25 +161,13 @@ class _Call:
         self.places = [i for _, i in self.operands]
 
     def __call__(self, run: Run, admitted: Admitted, missed: Missed) -> None:
-        if self.simple:
-            given = [admitted.fitting[i] for i in self.places]
-        else:
-            given = []
-            for kind, where in self.operands:
-                if kind == "input":
-                    given.append(admitted.fitting[where])
-                elif kind == "value":
-                    given.append(run.values[where])
-                else:
-                    given.append(torch.empty((evaluate(where, admitted.values), 0)))
-            for place, number, spec in self.checked:
-                try:
-                    given[place] = _admit_value(run.values[number], spec, admitted.values)
-                except InputError as error:
-                    missed(f"a gradient that Python code returned: {error}")
-                    for op in self.ops:
-                        run.step(op)
-                    return
+        try:
+            given = self._given(run, admitted)
+        except InputError as error:
+            missed(f"after Python code of the pass ran: {error}")
+            for op in self.ops:
+                run.step(op)
+            return
         library = self.library
         with library.lock:
             library.bind(self.binding)
@@ -174,6 +176,29 @@ class _Call:
             run.values[number] = result
         for number in self.segment.undefined:
             run.values[number] = None
+
+    def _given(self, run: Run, admitted: Admitted) -> list[torch.Tensor]:
+        """What goes in; what Python code gave or may have changed since the pass was admitted is looked at again."""
+        if self.after_python:
+            for kind, where in self.operands:
+                if kind == "input" and _mark(run.operands["input"][where]) != run.marks[where]:
+                    raise InputError(f"{self.library.spec.member}: tensor {where} was laid out anew, or given other memory")
+            for number in self.segment.absent:
+                if run.values[number] is not None:
+                    raise InputError(f"the gradient %v{number} is defined; it was not when this was recorded")
+        if self.simple:
+            return [admitted.fitting[i] for i in self.places]
+        given = []
+        for kind, where in self.operands:
+            if kind == "input":
+                given.append(admitted.fitting[where])
+            elif kind == "value":
+                given.append(run.values[where])
+            else:
+                given.append(torch.empty((evaluate(where, admitted.values), 0)))
+        for place, number, spec in self.checked:
+            given[place] = _admit_value(run.values[number], spec, admitted.values)
+        return given
 
 
 class _Accumulate:
@@ -292,6 +317,10 @@ def _admit_value(value: Any, spec: TensorSpec, values: Mapping[str, int]) -> tor
     if value.shape != wanted:
         raise InputError(f"{spec.name} has shape {tuple(value.shape)}; expected {wanted}")
     return laid_out(value, spec, values)
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tensor.stride(), tensor.dtype
 
 
 def _parse(operand: str) -> tuple[str, Any]:

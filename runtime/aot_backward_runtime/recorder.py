@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -145,14 +145,23 @@ class Symbol:
     _graph_repr = __str__ = __repr__ = str
 
 
-class Recorder:
-    """Writes one pass down. ``finish(tape, picked, reasons)`` gives what the engine calls from now on for passes of this structure.
+@dataclass(frozen=True)
+class Recorded:
+    """What was written down. ``arranged(order)`` gives the tape for an order of the nodes; ``order`` is that of this pass.
 
     ``picked``: which of the engine's tensors the tape's inputs are. Those that nothing reads are left out: the present ``.grad`` of each
     leaf is among the engine's, so that the first step of a training, where there is none, would be another tape than the second.
     """
 
-    def __init__(self, order: Order, finish: Callable[[Tape, Sequence[int], Sequence[str]], Callable[..., Any]]):
+    arranged: Callable[[Sequence[int]], Tape]
+    order: list[int]
+    picked: list[int]
+
+
+class Recorder:
+    """Writes one pass down. ``finish(recorded, reasons)`` gives what the engine calls from now on for passes of this structure."""
+
+    def __init__(self, order: Order, finish: Callable[[Recorded, Sequence[str]], Callable[..., Any]]):
         self._order, self._finish = order, finish
         self._ops: list[Op] = []
         self._nodes: list[str] = []
@@ -368,23 +377,26 @@ class Recorder:
             raise Refused(self.refused)
         assert order is not None
         results = tuple(_before_hooks(self._operand(o), self._ops) for o in outputs)
-        ops = in_order(self._ops, results, order, self._values)
-        picked = sorted(
-            {s.index for op in ops for s in slots(op.operands) if s.kind == "input"} | {s.index for s in slots(results) if s.kind == "input"}
-        )
+        used = [s.index for o in (*(op.operands for op in self._ops), results) for s in slots(o) if s.kind == "input"]
+        picked = sorted(set(used))
         place = {old: new for new, old in enumerate(picked)}
-        tape = Tape(
-            ops=tuple(replace(op, operands=_moved(op.operands, place)) for op in ops),
-            outputs=_moved(results, place),
-            inputs=len(picked),
-            sizes=self._counts[1],
-            scalars=self._scalars,
-            hooks=self._hooks,
-            packed=self._packed,
-            nodes=tuple(self._nodes),
-        )
+
+        def arranged(order: Sequence[int]) -> Tape:
+            """The pass as eager runs it in that order of nodes."""
+            ops = in_order(self._ops, results, order, self._values)
+            return Tape(
+                ops=tuple(replace(op, operands=_moved(op.operands, place)) for op in ops),
+                outputs=_moved(results, place),
+                inputs=len(picked),
+                sizes=self._counts[1],
+                scalars=self._scalars,
+                hooks=self._hooks,
+                packed=self._packed,
+                nodes=tuple(self._nodes),
+            )
+
         self._alive.clear()
-        return _call, self._finish(tape, picked, self._reasons)
+        return _call, self._finish(Recorded(arranged, order, picked), self._reasons)
 
     def close(self) -> None:
         self._ear.close()

@@ -26,12 +26,14 @@ from .manifest import StructureSpec
 from .package import Package, load
 from .passes import Operands, Structure
 from .plan import Library
-from .recorder import Recorder
+from .recorder import Recorded, Recorder
 from .schedule import eager_order
 from .tape import Tape
 
 log = logging.getLogger("aot_backward.replay")
 _CALM = 8  # passes in a row that the package served, after which the engine is no longer asked for its reasons (they cost it time)
+
+_NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Replaying(Session):
         if package is not None:
             self._specs, self._libraries, self._constants = package.recorded(entry)
         self._met: dict[str, Structure] = {}
+        self._numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
         self._said: set[str] = set()
         self._calm = 0
 
@@ -111,15 +114,22 @@ class Replaying(Session):
         self.report.eager[reason] += 1
         self._say(f"a backward pass was left to eager: {reason}")
 
-    def _bind(self, tape: Tape, picked: Sequence[int], reasons: Sequence[str]) -> Callable[..., Any]:
+    def _bind(self, recorded: Recorded, reasons: Sequence[str]) -> Callable[..., Any]:
         self.report.bindings += 1
         self.report.engine.update(reasons)
         self._curious(True)
-        return _Bound(self, self.structure(tape), picked)
+        return _Bound(self, recorded)
 
     def structure(self, tape: Tape) -> Structure:
-        """What the package has for ``tape``."""
+        """What the package has for ``tape``. Where the numbers in a custom function's context keep changing, that function is called."""
         fingerprint = tape.fingerprint()
+        if tape.plain_customs and fingerprint not in self._specs:
+            called = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
+            seen = self._numbers.setdefault(called.fingerprint(), set())
+            if fingerprint not in seen and (called.fingerprint() in self._specs or len(seen) >= _NUMBERS):
+                tape, fingerprint = called, called.fingerprint()
+            else:
+                seen.add(fingerprint)
         known = self._met.get(fingerprint)
         if known is None:
             known = self._met[fingerprint] = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
@@ -135,6 +145,7 @@ class Replaying(Session):
             if structure.spec is None:
                 raise InputError(self._unknown(structure.tape))
             admitted = structure.admit(operands)
+            admitted.variant.check_leaves(operands)
         except InputError as miss:
             if self.strict:
                 raise MissError(f"{miss} (replay was told to be strict)") from None
@@ -190,20 +201,29 @@ class Replaying(Session):
 class _Bound:
     """What the engine's cache holds for a structure."""
 
-    def __init__(self, session: Replaying, structure: Structure, picked: Sequence[int]):
-        self.session, self.structure, self.picked = session, structure, list(picked)
+    def __init__(self, session: Replaying, recorded: Recorded):
+        self.session, self.recorded = session, recorded
         self.binding = True
-        self.customs: list[tuple[int, int, PlainContext | None]] = [
-            (n, structure.tape.ops[n].operands[0].index, None) for n in structure.tape.plain_customs
-        ]
+        self.order = recorded.order
+        self.tape = recorded.arranged(recorded.order)
+        self.structure = session.structure(self.tape)
+        self.customs: dict[int, PlainContext | None] = dict.fromkeys(self.tape.ops[n].operands[0].index for n in self.tape.plain_customs)
+
+    def _follow_order(self) -> None:
+        """The engine's cache does not know in which order eager would run the nodes, which is that of the forward. Where it shows, ask."""
+        order = eager_order(self.session.roots, self.session.targets, self.tape.nodes)
+        if order is not None and order != self.order:
+            self.order, self.tape = order, self.recorded.arranged(order)
+            self.customs = dict.fromkeys(self.customs)
+            self.structure = self.session.structure(self.tape)
 
     def _follow_contexts(self, hooks: Sequence[Any]) -> None:
         """The engine's cache does not look into contexts; where one holds other numbers than last time, the pass is another structure."""
-        if all(plain is not None and plain.fits(hooks[index]) for _, index, plain in self.customs):
+        if all(plain is not None and plain.fits(hooks[index]) for index, plain in self.customs.items()):
             return
-        digests = {n: digest_of(hooks[index]) for n, index, _ in self.customs}
-        self.structure = self.session.structure(self.structure.tape.redigested(digests))
-        self.customs = [(n, index, PlainContext(hooks[index])) for n, index, _ in self.customs]
+        digests = {n: digest_of(hooks[self.tape.ops[n].operands[0].index]) for n in self.tape.plain_customs}
+        self.structure = self.session.structure(self.tape.redigested(digests))
+        self.customs = {index: PlainContext(hooks[index]) for index in self.customs}
 
     def __call__(
         self, inputs: list[torch.Tensor], sizes: list[int], scalars: list[Any], hooks: tuple[Any, ...], packed: tuple[Any, ...] = ()
@@ -211,10 +231,12 @@ class _Bound:
         session = self.session
         session.running = True
         binding, self.binding = self.binding, False
+        if not binding and (self.tape.order_matters or (self.structure.spec is None and self.tape.order_rounds)):
+            self._follow_order()
         if self.customs:
             self._follow_contexts(hooks)
-        if len(self.picked) != len(inputs):
-            inputs = [inputs[i] for i in self.picked]
+        if len(self.recorded.picked) != len(inputs):
+            inputs = [inputs[i] for i in self.recorded.picked]
         results = session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)
         if session.callbacks:
             session.final_callbacks()

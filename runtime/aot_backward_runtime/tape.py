@@ -142,6 +142,17 @@ class Tape:
         return self._fingerprint
 
     @cached_property
+    def order_matters(self) -> bool:
+        """Whether Python code could tell in which order eager runs the nodes."""
+        return any(op.kind in CALLS_OUT and op.kind != "unpack_hook" and n not in self.plain_customs for n, op in enumerate(self.ops))
+
+    @cached_property
+    def order_rounds(self) -> bool:
+        """Whether a sum of three gradients or more is rounded by that order."""
+        sums = {op.results[0] for op in self.ops if op.kind == "add"}
+        return any(s.index in sums for op in self.ops if op.kind == "add" for s in slots(op.operands))
+
+    @cached_property
     def plain_customs(self) -> tuple[int, ...]:
         """The operations that call a custom function which may be part of a compiled graph (``function_code.py``)."""
         return tuple(n for n, op in enumerate(self.ops) if op.kind == "custom" and op.operands[4])
