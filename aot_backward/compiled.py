@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 
 from aot_backward_exporters import aoti, targets
@@ -27,13 +26,12 @@ from aot_backward_runtime.guards import laid_out
 from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec
 from aot_backward_runtime.passes import PassContract
 from aot_backward_runtime.plan import Library
-from aot_backward_runtime.tape import Tape
+from aot_backward_runtime.tape import Slot, Tape
 from aot_backward_runtime.weights import load_examples, load_weights
 
 from .capture import observed, recorded
 from .capture.observation import Observation
 from .capture.observed import Shapes
-from .capture.shapes import Sizes, write
 from .package import library_spec, write_package
 from .program import VERSION, Artifact, Graph
 from .selfcheck import RELATIVE
@@ -201,21 +199,6 @@ def _compiled(programs: list[Program], work: Path, mode: Any, target: str, say: 
             attempt += 1
 
 
-def _guards(program: Program, sizes: Sizes) -> tuple[str, ...]:
-    """Everything assumed about this program's sizes beyond the symbols' ranges."""
-    out: list[str] = []
-    for guard in sizes.shape_env.guards:
-        if guard.expr.free_symbols.isdisjoint(program.shapes.symbols):
-            continue
-        expression = sizes.shape_env.simplify(guard.expr)
-        if expression is sympy.true or expression == True or sizes._in_range(expression):  # noqa: E712 (a sympy relation, not a bool)
-            continue
-        text = write(expression, sizes.names)
-        if text not in out:
-            out.append(text)
-    return tuple(out)
-
-
 def spelled(program: Program, shape_env: Any) -> PassSpec:
     """The variant as the package states it, with what lowering assumed."""
     sizes = program.shapes.spelled(shape_env)
@@ -234,7 +217,7 @@ def spelled(program: Program, shape_env: Any) -> PassSpec:
         sizes=tuple(sizes.size(s) for s in program.shapes.sizes),
         scalars=observation.scalars,
         symbols=sizes.symbols,
-        guards=_guards(program, sizes),
+        guards=sizes.guards(program.shapes.symbols.keys()),
         ambient=observation.ambient,
         verdict=Verdict("not run"),
         segments=tuple(program.segments),
@@ -249,7 +232,7 @@ def _checked(program: Program, spec: PassSpec, artifacts: Mapping[str, Artifact]
     """
     libraries = {g.name: _library(g, artifacts[g.name]) for g in program.graphs}
     tape = program.tape
-    leaves = {n: op.operands[1].index for n, op in enumerate(tape.ops) if op.kind == "accumulate"}
+    leaves = {n: op.operands[1].index for n, op in enumerate(tape.ops) if op.kind == "accumulate" and isinstance(op.operands[1], Slot)}
     own = {v for t in program.traced for v in t.own}
     worst, name, at = 0.0, "", []
     served = 0

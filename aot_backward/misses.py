@@ -104,7 +104,7 @@ def _program_to_json(program: Program, shape_env: Any, met: Met, numbers: dict[s
         values = [plain(sizes.spec("", fake, False)) for kind, _, fake in traced.placeholders]
         pieces.append({
             "ops": list(traced.piece.ops), "placeholders": places, "looks": values, "graph": graph_to_json(traced.module),
-            "gives": traced.gives, "undefined": traced.undefined, "own": sorted(traced.own),
+            "gives": traced.gives, "undefined": traced.undefined, "absent": traced.absent, "own": sorted(traced.own),
         })  # fmt: skip
     examples = []
     for n, example in enumerate(program.examples):
@@ -162,7 +162,9 @@ def _program_from_json(form: dict[str, Any], number: int, mode: Any, numbers: Ma
             module = graph_from_json(piece["graph"], [p[2] for p in places], mode)
             results = list(next(iter(module.graph.find_nodes(op="output"))).args[0])
             whole = recorded.Piece(tuple(piece["ops"]), True)
-            traced.append(recorded.Traced(whole, module, places, results, piece["gives"], piece["undefined"], set(piece["own"])))
+            traced.append(
+                recorded.Traced(whole, module, places, results, piece["gives"], piece["undefined"], set(piece["own"]), absent=piece["absent"])
+            )
         pieces = [recorded.Piece(tuple(ops), compiled) for ops, compiled in form["cut"]]
         examples = [_example(form, n, e, numbers) for n, e in enumerate(form["examples"])]
     except Exception as error:  # the file may say anything, and much of it is run on fake tensors to see

@@ -14,7 +14,7 @@ import torch
 
 from aot_backward_runtime.function_code import PlainContext
 from aot_backward_runtime.interpreter import Run
-from aot_backward_runtime.package import load
+from aot_backward_runtime.package import Package, load
 from aot_backward_runtime.passes import Operands, Structure
 from aot_backward_runtime.replay import Replaying
 from aot_backward_runtime.tape import Tape, slots
@@ -52,10 +52,14 @@ class Met:
 class Collecting(Replaying):
     """A replay that watches the passes which it has to interpret. ``met``: by fingerprint."""
 
-    def __init__(self, path: Path | None, entry: str | None, *, strict: bool = False):
-        package = load(path) if path is not None else None
+    def __init__(self, package: Package | None, entry: str | None, *, strict: bool = False):
         super().__init__(package, entry, strict=strict)
         self.met: dict[str, Met] = {}
+
+    @property
+    def watched_some(self) -> bool:
+        """Whether a pass was watched to its end."""
+        return any(m.observations for m in self.met.values())
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
         tape = structure.tape
@@ -95,9 +99,10 @@ class Recording(Collecting):
     def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None):
         if path is not None:
             check_destination(path)
-        exists = path is not None and path.exists()
-        has = exists and path is not None and entry in load(path).entries
-        super().__init__(path if has else None, entry if has else None)
+        package = load(path) if path is not None and path.exists() else None
+        if package is not None and entry not in package.entries:
+            package = None
+        super().__init__(package, entry)
         self.path, self.entry, self.target, self.progress = path, entry, target, progress
         self.skipped: Counter[str] = Counter()
         self.recorded = 0
@@ -109,7 +114,7 @@ class Recording(Collecting):
         super().__exit__(*error)
         kind = error[0]
         done = kind is None or (isinstance(kind, type) and issubclass(kind, SystemExit))  # a script that ends itself has ended well
-        if done and self.path is not None and any(m.observations for m in self.met.values()):
+        if done and self.path is not None and self.watched_some:
             from .compiled import add_passes
 
             self.skipped += add_passes(self.path, self.entry, self.met, target=self.target, progress=self.progress)
@@ -120,13 +125,13 @@ class Saving(Collecting):
 
     def __init__(self, path: Path, entry: str | None, strict: bool, to: Path):
         check_destination(to)
-        super().__init__(path, entry, strict=strict)
+        super().__init__(load(path), entry, strict=strict)
         self.to = to
         self.skipped: Counter[str] = Counter()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        if self.met:
+        if self.watched_some:
             from .misses import save_misses
 
             self.skipped += save_misses(self.to, self.met)

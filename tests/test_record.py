@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import aot_backward as ab
+from aot_backward.misses import compile_misses
 from aot_backward_runtime.function_code import digest_of
 from aot_backward_runtime.plan import Library
 
@@ -414,8 +415,8 @@ def test_numbers_that_keep_changing_end_in_one_structure(tmp_path: Path) -> None
         torch.testing.assert_close([step(f) for f in factors], expected)
 
 
-def test_gradients_that_were_absent_and_come(tmp_path: Path) -> None:
-    """A custom function that gave None while recording, a changed number of hooks' order, and a leaf's own gradient coming in."""
+def test_gradients_that_were_absent_and_come(tmp_path: Path, package: Path) -> None:
+    """A custom function that gave None while recording."""
     given: list[float | None] = [None]
 
     class Sometimes(torch.autograd.Function):
@@ -440,6 +441,35 @@ def test_gradients_that_were_absent_and_come(tmp_path: Path) -> None:
         actual = step()
     torch.testing.assert_close(actual, expected)
     assert ["is defined" in r for r in replaying.report.misses] == [True]
+
+    # the same by way of a file of misses
+    given[0] = None
+    other = shutil.copy(package, tmp_path / "other.pt2")
+    with ab.replay(other, save_misses=tmp_path / "missed"):
+        step()
+    assert not compile_misses(tmp_path / "missed", other)
+    given[0] = 3.0
+    with ab.replay(other) as replaying:
+        actual = step()
+    torch.testing.assert_close(actual, expected)
+    assert ["is defined" in r for r in replaying.report.misses] == [True]
+
+
+def test_a_variant_for_each_precision(tmp_path: Path) -> None:
+    """Ambient state is a guard of its own: what was accepted before must not stand in the way of another variant."""
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with ab.record(tmp_path / "bw.pt2") as recording:
+            for wanted in ("highest", "high"):
+                torch.set_float32_matmul_precision(wanted)
+                mlp((4,))
+        assert not recording.skipped
+        with ab.replay(tmp_path / "bw.pt2", strict=True):
+            for wanted in ("highest", "high", "highest"):
+                torch.set_float32_matmul_precision(wanted)
+                mlp((4, 4))
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def test_the_order_of_the_forward_decides_the_order_of_hooks(tmp_path: Path) -> None:
@@ -580,7 +610,7 @@ def test_a_thousand_hits_leave_nothing(package: Path) -> None:
         mlp((4,) * 10)
         gc.collect()
         before = len(gc.get_objects())
-        mlp((4,) * 300)
+        mlp((4,) * 1000)
         gc.collect()
         assert len(gc.get_objects()) - before < 2000  # the gradients that mlp returned, and nothing for each pass
 

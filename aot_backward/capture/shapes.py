@@ -6,7 +6,7 @@ partitioner or the compiler assumed about a size stands there as a replacement, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,10 +123,13 @@ class Sizes:
             requires_grad=tensor.requires_grad if requires_grad is None else requires_grad,
         )
 
-    def guards(self) -> tuple[str, ...]:
-        """Everything assumed about the sizes beyond the symbols' ranges, in words of the package."""
+    def guards(self, about: Set[sympy.Symbol] | None = None) -> tuple[str, ...]:
+        """Everything assumed about the sizes beyond the symbols' ranges, in words of the package. ``about``: of one program's symbols alone,
+        where several share the shape environment."""
         out: list[str] = []
         for guard in self.shape_env.guards:
+            if about is not None and guard.expr.free_symbols.isdisjoint(about):
+                continue
             expression = self.shape_env.simplify(guard.expr)
             if expression is sympy.true or expression == True or self._in_range(expression):  # noqa: E712 (a sympy relation, not a bool)
                 continue

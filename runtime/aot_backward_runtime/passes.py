@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -183,9 +184,9 @@ class _Call:
             for kind, where in self.operands:
                 if kind == "input" and _mark(run.operands["input"][where]) != run.marks[where]:
                     raise InputError(f"{self.library.spec.member}: tensor {where} was laid out anew, or given other memory")
-            for number in self.segment.absent:
-                if run.values[number] is not None:
-                    raise InputError(f"the gradient %v{number} is defined; it was not when this was recorded")
+        for number in self.segment.absent:
+            if run.values[number] is not None:
+                raise InputError(f"the gradient %v{number} is defined; it was not when this was recorded")
         if self.simple:
             return [admitted.fitting[i] for i in self.places]
         given = []
@@ -261,9 +262,9 @@ class Structure:
             key = ()
         known = self._fast.get(key)
         if known is not None and known.holds(operands):
-            variant = known.variant
-            check_ambient(variant.spec.ambient, variant.device)
-            return Admitted(variant, inputs, known.values)
+            with contextlib.suppress(InputError):  # else another variant may be for this ambient state
+                check_ambient(known.variant.spec.ambient, known.variant.device)
+                return Admitted(known.variant, inputs, known.values)
         failures = []
         for variant in self.variants:
             try:
@@ -291,7 +292,7 @@ class _Remembered:
     values: Mapping[str, int]
 
     def holds(self, operands: Operands) -> bool:
-        same = self.sizes == operands.sizes and self.scalars == operands.scalars
+        same = self.sizes == operands.sizes and repr(self.scalars) == repr(operands.scalars)  # -0.0 is not 0.0
         return same and self.fast.check(*operands.inputs) and self.fast.memory(operands.inputs)
 
 
@@ -319,8 +320,8 @@ def _admit_value(value: Any, spec: TensorSpec, values: Mapping[str, int]) -> tor
     return laid_out(value, spec, values)
 
 
-def _mark(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
-    return tensor.data_ptr(), tensor.stride(), tensor.dtype
+def _mark(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _parse(operand: str) -> tuple[str, Any]:

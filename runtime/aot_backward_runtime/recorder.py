@@ -396,6 +396,7 @@ class Recorder:
             )
 
         self._alive.clear()
+        self._slots.clear()
         return _call, self._finish(Recorded(arranged, order, picked), self._reasons)
 
     def close(self) -> None:
