@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import hashlib
 import os
-import secrets
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +14,7 @@ from typing import BinaryIO
 import torch
 
 from aot_backward_runtime.archive import GRAPH_NAME, LIBRARY_FOLDER
+from aot_backward_runtime.atomic_file import replacing as _replacing
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import (
     EXAMPLES_MEMBER,
@@ -30,6 +28,7 @@ from aot_backward_runtime.manifest import (
 )
 from aot_backward_runtime.manifest_json import to_json
 from aot_backward_runtime.safetensors_header import ALIGNMENT, size_of, stored_as, write_header
+from aot_backward_runtime.tensor_bytes import dtype_name, tensor_chunks
 from aot_backward_runtime.weights import layout_problem
 from aot_backward_runtime.zip_directory import PADDING
 
@@ -145,7 +144,7 @@ class _Writer:
 
     def add_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Writes a safetensors member; the SHA-256 of each tensor."""
-        stored = {key: stored_as(_dtype(t), tuple(t.shape)) for key, t in tensors.items()}
+        stored = {key: stored_as(dtype_name(t), tuple(t.shape)) for key, t in tensors.items()}
         header, order = write_header(stored)
         digests: dict[str, str] = {}
 
@@ -153,38 +152,13 @@ class _Writer:
             yield header
             for key in order:
                 digest = hashlib.sha256()
-                for chunk in _tensor_chunks(tensors[key]):
+                for chunk in tensor_chunks(tensors[key]):
                     digest.update(chunk)
                     yield chunk
                 digests[key] = digest.hexdigest()
 
         self.add(name, len(header) + sum(size_of(*s) for s in stored.values()), chunks())
         return digests
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` when the block ends well, and goes away when it does not."""
-    if path.is_dir():
-        raise IsADirectoryError(None, "it is a folder")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # the mode is the umask's, as for any new file
-    try:
-        with os.fdopen(fd, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(fd)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    # The package is in place; some file systems cannot sync a folder, and then only a power cut could still undo the rename.
-    with contextlib.suppress(OSError):
-        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _named(name: str, spec: LibrarySpec, artifact: Artifact) -> LibrarySpec:
@@ -195,16 +169,12 @@ def _named(name: str, spec: LibrarySpec, artifact: Artifact) -> LibrarySpec:
     return dataclasses.replace(spec, member=f"{stem}.so", metadata=f"{stem}_metadata.json", extern=extern)
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _plain(what: str, tensor: torch.Tensor, with_data: bool) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.layout != torch.strided or (with_data and (type(tensor) is not torch.Tensor or tensor.is_meta)):
         kind = f"{type(tensor).__name__} of layout {tensor.layout} on {tensor.device}"
         raise ExportError(f"{what} is a {kind}; only plain tensors can be stored")
-    if not stored_as(_dtype(tensor), ())[0]:
+    if not stored_as(dtype_name(tensor), ())[0]:
         raise ExportError(f"{what} has dtype {tensor.dtype}, which a package cannot store")
     return tensor
 
@@ -214,19 +184,7 @@ def _weight_spec(name: str, tensor: torch.Tensor) -> WeightSpec:
     problem = layout_problem(shape, stride)
     if problem:
         raise ExportError(f"weight {name!r} has strides {list(stride)} for shape {list(shape)}: {problem}; make it contiguous first")
-    return WeightSpec(_dtype(tensor), shape, stride, sha256="")
-
-
-def _tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The row-major bytes of a tensor, in one piece and without a copy where it is so already."""
-    if not tensor.numel():
-        return
-    tensor = tensor.cpu().contiguous().resolve_conj().resolve_neg()
-    if tensor.dtype == torch.bool:
-        tensor = tensor.view(torch.uint8).ne(0)  # a byte other than 0 and 1 counts as true, but readers refuse it
-    size = tensor.numel() * tensor.element_size()
-    # torch has no buffer protocol, and numpy, which would give one, is not among its requirements.
-    yield memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    return WeightSpec(dtype_name(tensor), shape, stride, sha256="")
 
 
 def _file_chunks(path: Path) -> Iterator[bytes]:

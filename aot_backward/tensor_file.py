@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from aot_backward_runtime.atomic_file import replacing
 from aot_backward_runtime.errors import AotBackwardError
 from aot_backward_runtime.safetensors_header import stored_as, write_header
-
-from .package import _dtype, _replacing, _tensor_chunks
+from aot_backward_runtime.tensor_bytes import dtype_name, tensor_chunks
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -29,15 +29,15 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes ``path``; the old file stays where that fails."""
-    unknown = [f"{name!r} of {t.dtype}" for name, t in tensors.items() if not stored_as(_dtype(t), ())[0] or t.dtype is torch.complex128]
+    unknown = [f"{name!r} of {t.dtype}" for name, t in tensors.items() if not stored_as(dtype_name(t), ())[0] or t.dtype is torch.complex128]
     if unknown:
         raise AotBackwardError(f"safetensors has no dtype for {', '.join(unknown)}")
-    header, order = write_header({name: stored_as(_dtype(t), tuple(t.shape)) for name, t in tensors.items()})
+    header, order = write_header({name: stored_as(dtype_name(t), tuple(t.shape)) for name, t in tensors.items()})
     try:
-        with _replacing(path.resolve()) as file:
+        with replacing(path.resolve()) as file:
             file.write(header)
             for name in order:
-                for chunk in _tensor_chunks(tensors[name].detach()):
+                for chunk in tensor_chunks(tensors[name].detach()):
                     file.write(chunk)
     except OSError as error:
         raise AotBackwardError(f"cannot write {path}: {error.strerror or error}; nothing was changed") from error

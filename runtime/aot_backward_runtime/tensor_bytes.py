@@ -1,0 +1,30 @@
+"""The row-major bytes of a tensor, as packages and safetensors files hold them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """PyTorch's name of the tensor's dtype, such as ``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU that is not empty, writable, valid as long as ``tensor`` is alive."""
+    # torch has no buffer protocol, and numpy, which would give one, is not among its requirements.
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The row-major bytes of a tensor, in one piece and without a copy where it is so already."""
+    if not tensor.numel():
+        return
+    tensor = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8).ne(0)  # a byte other than 0 and 1 counts as true, but readers refuse it
+    yield memory_of(tensor)
