@@ -18,6 +18,7 @@ from .program import VERSION as __version__
 if TYPE_CHECKING:
     from aot_backward_runtime import (
         AotBackwardError,
+        DistributedError,
         ExportError,
         GradientError,
         IncompatibleError,
@@ -33,13 +34,25 @@ if TYPE_CHECKING:
     from .replaying import replay
 
 _HOME = dict.fromkeys(("Grad", "Module", "Variant", "export", "export_grad", "export_module"), "aot_backward.export") | dict.fromkeys(
-    ("AotBackwardError", "ExportError", "GradientError", "IncompatibleError", "InputError", "MissError", "PackageError", "WeightsError", "load"),
+    (
+        "AotBackwardError",
+        "DistributedError",
+        "ExportError",
+        "GradientError",
+        "IncompatibleError",
+        "InputError",
+        "MissError",
+        "PackageError",
+        "WeightsError",
+        "load",
+    ),
     "aot_backward_runtime",
 )
 _HOME |= {"record": "aot_backward.record", "replay": "aot_backward.replaying"}
 
 __all__ = [
     "AotBackwardError",
+    "DistributedError",
     "ExportError",
     "Grad",
     "GradientError",

@@ -7,13 +7,24 @@
 Nothing here imports Dynamo or Inductor, and no compiler is started.
 """
 
-from .errors import AotBackwardError, ExportError, GradientError, IncompatibleError, InputError, MissError, PackageError, WeightsError
+from .errors import (
+    AotBackwardError,
+    DistributedError,
+    ExportError,
+    GradientError,
+    IncompatibleError,
+    InputError,
+    MissError,
+    PackageError,
+    WeightsError,
+)
 from .package import Package, load
 from .replay import replay
 
 __version__ = "0.1.0"
 __all__ = [
     "AotBackwardError",
+    "DistributedError",
     "ExportError",
     "GradientError",
     "IncompatibleError",
