@@ -20,6 +20,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     kernel drops with the process, so that the next writer of ``path`` can tell what was left behind, and removes it."""
     if path.is_dir():
         raise IsADirectoryError(None, "it is a folder")
+    if path.exists() and not path.is_file():
+        raise OSError(None, "it is not a plain file")  # who is root could rename over /dev/null
     _remove_abandoned(path)
     temporary, fd = _locked(path)
     try:
