@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         InputError,
         MissError,
         PackageError,
+        StateError,
         WeightsError,
         load,
     )
@@ -43,6 +44,7 @@ _HOME = dict.fromkeys(("Grad", "Module", "Variant", "export", "export_grad", "ex
         "InputError",
         "MissError",
         "PackageError",
+        "StateError",
         "WeightsError",
         "load",
     ),
@@ -61,6 +63,7 @@ __all__ = [
     "MissError",
     "Module",
     "PackageError",
+    "StateError",
     "Variant",
     "WeightsError",
     "__version__",

@@ -16,6 +16,7 @@ from .errors import (
     InputError,
     MissError,
     PackageError,
+    StateError,
     WeightsError,
 )
 from .package import Package, load
@@ -32,6 +33,7 @@ __all__ = [
     "MissError",
     "Package",
     "PackageError",
+    "StateError",
     "WeightsError",
     "load",
     "replay",

@@ -35,3 +35,7 @@ class ExportError(AotBackwardError):
 
 class MissError(AotBackwardError):
     """``replay(strict=True)``: a backward pass that the package does not hold. Nothing of it was run."""
+
+
+class StateError(AotBackwardError):
+    """A training state could not be saved, and the old file stays; or the file to resume from is not a whole, unaltered one."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import PackageError
 
 ALIGNMENT = 64  # bytes; what PyTorch's own allocator gives
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
+METADATA = "__metadata__"  # no tensor may be called so
+FROM_PYTORCH = {"format": "pt"}
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -37,6 +39,16 @@ class Stored:
     end: int
 
 
+@dataclass(frozen=True)
+class Header:
+    """What a header says. ``size`` is that of the whole file which it describes."""
+
+    tensors: dict[str, Stored]  # in the order of their bytes
+    metadata: dict[str, str]
+    start: int  # of the data, in the file
+    size: int
+
+
 def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """How a tensor of PyTorch's ``dtype`` is stored: the format's dtype, "" where it has none, and shape."""
     return ("F64", (*shape, 2)) if dtype == "complex128" else (DTYPES.get(dtype, ""), shape)
@@ -47,7 +59,7 @@ def size_of(dtype: str, shape: Iterable[int]) -> int:
     return math.prod(shape) * BYTES.get(dtype, 1)
 
 
-def write_header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
+def write_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = FROM_PYTORCH) -> tuple[bytes, list[str]]:
     """The header for tensors of these (format's) dtypes and shapes, and the order in which their data must follow.
 
     A tensor whose size is a multiple of 64 comes before one whose size is a multiple of 32 only, and so on, because the format allows no
@@ -57,7 +69,7 @@ def write_header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
         return math.gcd(size, ALIGNMENT)
 
     order = sorted(tensors, key=lambda name: (-largest_divisor(size_of(*tensors[name])), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: dict(metadata)}
     offset = 0
     for name in order:
         dtype, shape = tensors[name]
@@ -70,27 +82,54 @@ def write_header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
 
 def read_header(data: bytes | memoryview) -> tuple[dict[str, Stored], int]:
     """The tensors of the file ``data``, in the order of their bytes, and where those begin. :class:`PackageError` names the tensor."""
-    if len(data) < 8:
-        raise PackageError(f"{len(data)} bytes are no safetensors file")
-    length = struct.unpack_from("<Q", data)[0]
-    if length > min(len(data) - 8, LARGEST_HEADER):
-        raise PackageError(f"a header of {length} bytes in a file of {len(data)}")
+    length = _length(bytes(data[:8]), len(data))
+    header = parse_header(bytes(data[8 : 8 + length]))
+    if header.size != len(data):
+        raise PackageError(f"tensors take {header.size - header.start} bytes, but there are {len(data) - header.start}")
+    return header.tensors, header.start
+
+
+def read_header_text(file: BinaryIO, size: int) -> bytes:
+    """The header's JSON as it stands in ``file``, of ``size`` bytes, which is left at the data."""
+    length = _length(file.read(8), size)
+    return file.read(length)
+
+
+def parse_header(text: bytes) -> Header:
+    """What a header's JSON says, checked against itself; whether the file is as long as it says is the caller's to check."""
     try:
-        raw = json.loads(bytes(data[8 : 8 + length]), object_pairs_hook=_unique)
+        raw = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise PackageError(f"its header is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise PackageError(f"its header is a {type(raw).__name__}, not an object")
-    raw.pop("__metadata__", None)
+    metadata = raw.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise PackageError(f"its {METADATA} is not an object of strings")
     tensors = sorted(((name, _stored(name, value)) for name, value in raw.items()), key=lambda pair: (pair[1].begin, pair[1].end))
     expected = 0
     for name, stored in tensors:
         if stored.begin != expected:
             raise PackageError(f"tensor {name!r} begins at byte {stored.begin}, expected {expected}, where the one before ends")
         expected = stored.end
-    if expected != len(data) - 8 - length:
-        raise PackageError(f"tensors take {expected} bytes, but there are {len(data) - 8 - length}")
-    return dict(tensors), 8 + length
+    return Header(dict(tensors), metadata, 8 + len(text), 8 + len(text) + expected)
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads(object_pairs_hook=…)``, which would let the last of two equal keys win."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return out
+
+
+def _length(first: bytes, size: int) -> int:
+    if size < 8 or len(first) < 8:
+        raise PackageError(f"{size} bytes are no safetensors file")
+    length: int = struct.unpack("<Q", first)[0]
+    if length > min(size - 8, LARGEST_HEADER):
+        raise PackageError(f"a header of {length} bytes in a file of {size}")
+    return length
 
 
 def _stored(name: str, value: Any) -> Stored:
@@ -109,10 +148,3 @@ def _stored(name: str, value: Any) -> Stored:
     if end - begin != size_of(dtype, shape):
         raise PackageError(f"tensor {name!r}: {dtype} of shape {shape} takes {size_of(dtype, shape)} bytes, not {end - begin}")
     return Stored(dtype, tuple(shape), begin, end)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return out

@@ -7,6 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
+from .safetensors_header import DTYPES
+
+TORCH_DTYPES = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
+"""PyTorch's dtype by the safetensors format's name."""
+
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """PyTorch's name of the tensor's dtype, such as ``float32``."""
