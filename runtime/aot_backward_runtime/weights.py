@@ -14,10 +14,10 @@ from .archive import Archive
 from .cache import remember, remembered
 from .errors import PackageError
 from .manifest import EXAMPLES_MEMBER, WEIGHTS_MEMBER, WeightSpec
-from .safetensors_header import ALIGNMENT, DTYPES, Stored, read_header, stored_as
+from .safetensors_header import ALIGNMENT, Stored, read_header, stored_as
+from .tensor_bytes import TORCH_DTYPES
 
 HASHED_ALWAYS = 8 << 20  # bytes; 5 ms. What is larger is hashed once per file and user
-_TORCH = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
 
 
 def load_weights(archive: Archive) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ def _verify_each(archive: Archive, data: memoryview, stored: dict[str, Stored], 
 
 
 def _tensor(data: memoryview, place: Stored, start: int, is_complex: bool) -> torch.Tensor:
-    dtype = _TORCH[place.dtype]
+    dtype = TORCH_DTYPES[place.dtype]
     if place.begin == place.end:
         tensor = torch.empty(place.shape, dtype=dtype)
     else:
