@@ -130,7 +130,7 @@ def _read(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, torch.Tensor
         raise StateError(f"corrupt training state {path}: it {how}: it has {size} bytes, but says {header.size}")
     try:
         expected = header.metadata.get("sha256", "")
-        digest = hashlib.sha256(struct.pack("<Q", len(text)) + text.replace(expected.encode(), _BLANK.encode(), 1))
+        digest = hashlib.sha256(struct.pack("<Q", len(text)) + text.replace(expected.encode(errors="replace"), _BLANK.encode(), 1))
         wide = _complex_names(header)
         tensors = {name: _tensor(file, name, place, name in wide, digest) for name, place in header.tensors.items()}
         if digest.hexdigest() != expected:

@@ -1,0 +1,455 @@
+"""The file that training is saved to: what comes back is what was saved, whoever is killed while saving; and damage never comes back."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from aot_backward_runtime import StateError, atomic_file
+from aot_backward_runtime.state_file import FORMAT, read_state, write_state
+
+from .test_weights import every_dtype, same
+
+ABOUT = {"steps": 3, "lr": [1e-3, 0.1 + 0.2], "name": 'é " \\ 𝄞', "nested": {"none": None, "yes": True}, "": []}
+
+
+def small() -> dict[str, torch.Tensor]:
+    tensors = {"w": torch.arange(12.0).reshape(3, 4), "steps": torch.tensor(7), "mask": torch.tensor([True, False, True])}
+    return tensors | {"z": torch.tensor([1 + 2j], dtype=torch.complex128), "none": torch.empty(0, 5)}
+
+
+def temporaries(folder: Path) -> list[str]:
+    return [p.name for p in folder.iterdir() if p.name.endswith(".tmp")]
+
+
+# Before the code of another process, which needs the runtime and nothing else of this project.
+ALONE = """
+import os, sys
+import torch
+from pathlib import Path
+from aot_backward_runtime import StateError, atomic_file, state_file
+from aot_backward_runtime.state_file import read_state, write_state
+strangers = {"aot_backward", "safetensors"} & set(sys.modules)
+assert not strangers, strangers
+torch.set_num_threads(1)
+"""
+
+
+def alone(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", "-c", ALONE + code, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_every_dtype_comes_back_to_the_bit(tmp_path: Path) -> None:
+    tensors = {}
+    for name, tensor in every_dtype().items():
+        for view in (tensor, tensor[:24].reshape(2, 3, 4), tensor[3], tensor[:0], tensor[:0].reshape(0, 3)):
+            tensors[f"{name} {list(view.shape)}"] = view
+    write_state(tmp_path / "state", tensors, ABOUT)
+    loaded, about = read_state(tmp_path / "state")
+    assert about == ABOUT and loaded.keys() == tensors.keys() and len(loaded) == 100
+    for name, tensor in tensors.items():
+        assert same(tensor, loaded[name]), name
+        assert loaded[name].untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and loaded[name]._base is None
+    write_state(tmp_path / "state", {}, {})
+    assert read_state(tmp_path / "state") == ({}, {})
+
+
+def test_views_are_saved_as_what_they_mean(tmp_path: Path) -> None:
+    base, z = torch.arange(24.0).reshape(2, 3, 4), torch.tensor([1 + 2j, 3 - 4j])
+    views = {"t": base.transpose(0, 2), "slice": base[..., 1:3], "expand": base[:, :1].expand(2, 5, 4), "conj": z.conj(), "neg": z.conj().imag}
+    views["odd"] = torch.tensor([2, 0], dtype=torch.uint8).view(torch.bool)
+    views["parameter"] = torch.nn.Parameter(torch.ones(2))
+    write_state(tmp_path / "state", views, {})
+    loaded, _ = read_state(tmp_path / "state")
+    assert all(torch.equal(loaded[n], view) and loaded[n].is_contiguous() for n, view in views.items())
+    assert loaded["odd"].view(torch.uint8).tolist() == [1, 0] and type(loaded["parameter"]) is torch.Tensor
+
+
+def test_safetensors_reads_it(tmp_path: Path) -> None:
+    tensors = {n: t for n, t in every_dtype().items() if n not in ("uint16", "uint32", "uint64", "float8_e8m0fnu")}  # some versions lack these
+    write_state(tmp_path / "state.safetensors", tensors, ABOUT)
+    theirs = safetensors.torch.load_file(tmp_path / "state.safetensors")
+    assert torch.view_as_complex(theirs.pop("complex128").reshape(-1, 2)).equal(tensors.pop("complex128"))
+    assert theirs.keys() == tensors.keys() and all(same(theirs[n], tensors[n]) for n in tensors)
+    with safetensors.safe_open(tmp_path / "state.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["about"]) == ABOUT and file.metadata()["format"] == FORMAT
+
+
+def test_what_was_read_is_memory_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_state(path, small(), {})
+    before = path.read_bytes()
+    with torch.device("meta"):
+        loaded, _ = read_state(path)
+    for tensor in loaded.values():
+        tensor.zero_()
+    assert path.read_bytes() == before
+    path.write_bytes(b"")  # in place: what is mapped from it would be gone
+    assert all(not tensor.any() for tensor in loaded.values())
+
+
+def test_a_thread_that_trains_on_does_not_spoil_the_file(tmp_path: Path) -> None:
+    weight, done = torch.zeros(1 << 20), threading.Event()
+
+    def train() -> None:
+        while not done.is_set():
+            weight.add_(1)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(10):
+            write_state(tmp_path / "state", {"w": weight}, {})
+            read_state(tmp_path / "state")
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_what_cannot_be_saved_is_refused_before_the_old_file_is_touched(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_state(path, small(), ABOUT)
+    before = path.read_bytes()
+    deep: dict[str, Any] = {}
+    for _ in range(64):
+        deep = {"deeper": deep}
+    circle: list[Any] = []
+    circle.append(circle)
+    for tensor, message in (
+        (torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "has dtype torch.float4_e2m1fn_x2"),
+        (torch.eye(3).to_sparse(), "of layout torch.sparse_coo"),
+        (torch.empty(3, device="meta"), "on meta"),
+    ):
+        with pytest.raises(StateError, match=f"cannot save training state {path}: tensor 'x' .*{message}"):
+            write_state(path, {"x": tensor}, {})
+    with pytest.raises(StateError, match="tensor '__metadata__' has a name that"):
+        write_state(path, {"__metadata__": torch.ones(1)}, {})
+    with pytest.raises(StateError, match="surrogates not allowed"):
+        write_state(path, {"\ud800": torch.ones(1)}, {})
+    for about, message in (
+        ({"x": torch.ones(1)}, "not JSON serializable"),
+        ({"x": circle}, "Circular"),
+        (deep, "nested more than 64 deep"),
+        ({1: 2, "1": 3}, "a key occurs twice"),
+        ({"x": 10**5000}, "4300 digits"),
+    ):
+        with pytest.raises(StateError, match=f"cannot save training state {path}: .*{message}"):
+            write_state(path, {}, about)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    write_state(path, {}, deep["deeper"])
+    assert read_state(path) == ({}, deep["deeper"])
+
+
+def refused(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    with pytest.raises(StateError) as caught:
+        read_state(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_part_of_a_file_passes_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_state(path, small(), ABOUT)
+    data = path.read_bytes()
+    for size in range(len(data)):
+        assert "cut short" in refused(path, data[:size]), size
+    for more in (b"\0", b" ", bytes(64), data):
+        assert "it has bytes left over" in refused(path, data + more)
+    for left_out in range(0, len(data), 7):
+        refused(path, data[:left_out] + data[left_out + 1 :])
+        refused(path, data[:left_out] + bytes(64) + data[left_out + 64 :])
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """Names, shapes, what is said about the tensors and the digest itself included."""
+    path = tmp_path / "state"
+    write_state(path, small(), ABOUT)
+    data = bytearray(path.read_bytes())
+    for place in range(len(data)):
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            refused(path, bytes(data))
+            data[place] ^= 1 << bit
+    path.write_bytes(data)
+    assert read_state(path)[1] == ABOUT
+
+
+def test_flipped_bits_in_a_large_file(tmp_path: Path) -> None:
+    path, chance = tmp_path / "state", random.Random(0)
+    write_state(path, {"w": torch.randn(700_000), "b": torch.randn(100, 100)}, ABOUT)  # 2.8 MB: several chunks
+    data = bytearray(path.read_bytes())
+    for place in (len(data) - 1, (1 << 20) + 5, *(chance.randrange(len(data)) for _ in range(40))):
+        bit = 1 << chance.randrange(8)
+        data[place] ^= bit
+        assert "SHA-256 is" in refused(path, bytes(data)) or place < 1000
+        data[place] ^= bit
+
+
+def forged(metadata: Any, *, tensors: dict[str, Any] | None = None, data: bytes = b"", sign: bool = True) -> bytes:
+    """A file whose digest is right."""
+    header = {"__metadata__": metadata, **(tensors or {})}
+    text = json.dumps(header).encode()
+    whole = struct.pack("<Q", len(text)) + text + data
+    return whole.replace(b"0" * 64, hashlib.sha256(whole).hexdigest().encode(), 1) if sign else whole
+
+
+SOUND = {"format": FORMAT, "version": "1", "sha256": "0" * 64, "complex128": "[]", "about": "{}"}
+F64 = {"x": {"dtype": "F64", "shape": [1, 2], "data_offsets": [0, 16]}}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no safetensors file, or was damaged or cut short: 0 bytes"),
+        (b"PK\3\4" + bytes(100), "no safetensors file"),
+        (safetensors.torch.save({"w": torch.ones(3)}), "has no training state: was it written by step.save"),
+        (safetensors.torch.save({"w": torch.ones(3)}, {"format": "pt"}), "has no training state: was it written by step.save"),
+        (forged({**SOUND, "version": "2"}), "version '2'; this runtime reads '1'"),
+        (forged({**SOUND, "version": None}), "__metadata__ is not an object of strings"),
+        (forged([1]), "__metadata__ is not an object of strings"),
+        (forged({**SOUND, "sha256": "f" * 64}), "SHA-256 is .*, expected 'ffff"),
+        (forged({**SOUND, "sha256": "é\ud800"}), "expected 'é"),
+        (forged({k: v for k, v in SOUND.items() if k != "sha256"}), "SHA-256 is .*, expected ''"),
+        (forged({k: v for k, v in SOUND.items() if k != "about"}), "about is not JSON"),
+        (forged({**SOUND, "about": "[]"}), "about is a list, not an object"),
+        (forged({**SOUND, "about": "{"}), "about is not JSON"),
+        (forged({**SOUND, "about": '{"a": {"b": 1, "b": 2}}'}), "about is not JSON: a key occurs twice"),
+        (forged({**SOUND, "about": '{"a":' + "[" * 64 + "]" * 64 + "}"}), "about is nested more than 64 deep"),
+        (forged({**SOUND, "about": '{"a":' + "[" * 99999 + "]" * 99999 + "}"}), "about is not JSON: maximum recursion"),
+        (forged({**SOUND, "about": '{"a":' + "9" * 9999 + "}"}), "about is not JSON: Exceeds the limit"),
+        (forged({**SOUND, "complex128": '{"x": 1}'}, tensors=F64, data=bytes(16)), "complex128 is not a list of names"),
+        (forged({**SOUND, "complex128": '["y"]'}, tensors=F64, data=bytes(16)), "'y' is not stored as complex128 is"),
+        (forged({**SOUND, "complex128": '["x"]'}, tensors={"x": {**F64["x"], "shape": [2, 1]}}, data=bytes(16)), "'x' is not stored as complex128"),
+        (forged(SOUND, tensors={"x": {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}}, data=b"\1\2"), "a boolean that is neither 0 nor 1"),
+        (forged(SOUND, tensors=F64, data=bytes(8)), "it was cut short: it has .* bytes, but says"),
+        (forged(SOUND, tensors={"x": {**F64["x"], "dtype": "PICKLE"}}, data=bytes(16)), "tensor 'x': dtype 'PICKLE' is unknown"),
+        (forged(SOUND, tensors={"x": {**F64["x"], "shape": [1 << 40, 1 << 40]}}), "tensor 'x': its shape is too large"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "state"
+    refused(path, data)
+    with pytest.raises(StateError, match=message):
+        read_state(path)
+
+
+def test_what_forged_signs_is_read(tmp_path: Path) -> None:
+    """So the test above is about what each of its files says."""
+    (tmp_path / "state").write_bytes(forged({**SOUND, "complex128": '["x"]', "about": '{"a": NaN}'}, tensors=F64, data=struct.pack("<2d", 1, 2)))
+    tensors, about = read_state(tmp_path / "state")
+    assert tensors["x"].tolist() == [1 + 2j] and about["a"] != about["a"]
+
+
+# Saves states of 8 MB, in children that it forks when told to. Every tensor of one state holds one number.
+SAVE = """
+shapes = {"a": (1000, 1000), "b": (500, 2000), "count": ()}
+states = {n: {k: torch.full(shape, n, dtype=torch.float32) for k, shape in shapes.items()} for n in (1, 2)}
+path, number = Path(sys.argv[1]), 1
+write_state(path, states[1], {"number": 1})
+for line in sys.stdin:
+    number, child = 3 - number, os.fork()
+    if not child:
+        try:
+            while True:
+                write_state(path, states[number], {"number": number})
+                number = 3 - number
+        finally:
+            os._exit(1)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def kill_while_saving(path: Path, times: int, spoil: str = "") -> int:
+    """How often there was something left behind. AssertionError or StateError where the file was not whole after a kill."""
+    chance, left, seen = random.Random(1), 0, set()
+    process = alone(spoil + SAVE, path)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    try:
+        for _ in range(times):
+            process.stdin.write("save\n")
+            process.stdin.flush()
+            child = process.stdout.readline()
+            assert child, process.stderr.read()
+            time.sleep(chance.uniform(0, 0.06))
+            os.kill(int(child), signal.SIGKILL)
+            assert process.stdout.readline() == f"{-signal.SIGKILL}\n", "it ended by itself"
+            tensors, about = read_state(path)
+            assert {n for t in tensors.values() for n in t.unique().tolist()} == {about["number"]} and len(tensors) == 3
+            seen.add(about["number"])
+            assert len(temporaries(path.parent)) <= 1, "what killed writers left behind piles up"
+            left += len(temporaries(path.parent))
+    finally:
+        process.communicate()
+    assert seen == {1, 2}
+    return left
+
+
+def test_killed_fifty_times_while_saving(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    assert kill_while_saving(path, 50) >= 10  # that many at least were in the middle of it
+    write_state(path, {}, {})
+    assert list(tmp_path.iterdir()) == [path]
+
+
+IN_PLACE = """
+import contextlib
+@contextlib.contextmanager
+def in_place(path):
+    with path.open("wb") as file:
+        yield file
+state_file.replacing = in_place
+"""
+NEVER_REMOVED = "atomic_file._remove_abandoned = lambda path: None\n"
+
+
+@pytest.mark.parametrize(("spoil", "message"), [(IN_PLACE, "corrupt|cut short|SHA-256"), (NEVER_REMOVED, "piles up")])
+def test_the_test_above_can_fail(tmp_path: Path, spoil: str, message: str) -> None:
+    with pytest.raises((AssertionError, StateError), match=message):
+        kill_while_saving(tmp_path / "state", 50, spoil)
+
+
+def test_two_processes_save_to_one_file(tmp_path: Path) -> None:
+    code = """
+path, own, other = Path(sys.argv[1]), *map(int, sys.argv[2:])
+path.with_name(f"ready{own}").touch()
+while not path.with_name(f"ready{other}").exists(): pass  # or the first would be done before the second has imported torch
+for _ in range(60): write_state(path, {"a": torch.full((50_000,), own), "b": torch.full((3, 3), own)}, {"number": own})
+"""
+    path = tmp_path / "state"
+    write_state(path, {"a": torch.zeros(1)}, {"number": 0})
+    writers, seen = [alone(code, path, *numbers) for numbers in ((1, 2), (2, 1))], []
+    while any(w.poll() is None for w in writers):
+        tensors, about = read_state(path)
+        assert {n for t in tensors.values() for n in t.unique().tolist()} == {about["number"]}
+        seen.append(about["number"])
+    assert [(w.communicate(), w.returncode) for w in writers] == [(("", ""), 0)] * 2
+    assert set(seen) >= {1, 2} and temporaries(tmp_path) == []
+
+
+def test_a_living_writers_file_stays(tmp_path: Path) -> None:
+    path, chosen = tmp_path / "state", tmp_path / ".state.0123abcd.tmp"
+    others = [tmp_path / name for name in (".state.xyz.tmp", ".state.0123abcd.tmp2", ".other.0123abcd.tmp", "state.0123abcd.tmp")]
+    for file in (chosen, *others):
+        file.touch()
+    with atomic_file.replacing(path) as file:
+        file.write(b"first")
+        assert not chosen.exists()  # nobody holds it
+        (held,) = {*temporaries(tmp_path)} - {o.name for o in others}
+        write_state(path, {}, {})
+        assert (tmp_path / held).exists()
+    assert path.read_bytes() == b"first" and all(o.exists() for o in others)
+    with pytest.raises(ZeroDivisionError), atomic_file.replacing(path):
+        1 / 0  # noqa: B018
+    assert sorted(tmp_path.iterdir()) == sorted([path, *others])
+
+
+def test_a_temporary_file_may_go_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another writer, which sees it at just that moment."""
+    taken, lock = [], fcntl.flock
+
+    def late(fd: int, how: int) -> None:
+        if len(taken) < 3:
+            taken.append(Path(f"/proc/self/fd/{fd}").readlink())
+            taken[-1].unlink()
+        lock(fd, how)
+
+    monkeypatch.setattr(atomic_file.fcntl, "flock", late)
+    write_state(tmp_path / "state", small(), ABOUT)
+    assert len(set(taken)) == 3 and read_state(tmp_path / "state")[1] == ABOUT and temporaries(tmp_path) == []
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(fd: int, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(atomic_file.fcntl, "flock", unsupported)
+    (tmp_path / ".state.0123abcd.tmp").touch()
+    write_state(tmp_path / "state", small(), ABOUT)
+    assert read_state(tmp_path / "state")[1] == ABOUT
+    assert temporaries(tmp_path) == [".state.0123abcd.tmp"]  # its writer may be alive
+
+
+def test_a_disk_that_is_full_at_any_byte(tmp_path: Path) -> None:
+    code = """
+import resource
+path = Path(sys.argv[1])
+write_state(path, {"w": torch.ones(30_000)}, {})
+size, old = path.stat().st_size, path.read_bytes()
+for limit in (0, 1, 100, 4096, 8192, size // 2, size - 1):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try: write_state(path, {"w": torch.zeros(30_000)}, {})
+    except StateError as error: assert str(error) == f"cannot save training state {path}: File too large; nothing was changed", error
+    else: raise AssertionError(limit)
+    assert path.read_bytes() == old and list(path.parent.iterdir()) == [path]
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+write_state(path, {"w": torch.zeros(30_000)}, {})
+assert not read_state(path)[0]["w"].any()
+"""
+    process = alone(code, tmp_path / "state")
+    assert (process.communicate(), process.returncode) == (("", ""), 0)
+
+
+def test_a_folder_that_cannot_be_written_to() -> None:
+    """Permissions do not bind root, so the writer becomes nobody."""
+    code = """
+import tempfile
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder, "state")
+    write_state(path, {}, {"kept": True})
+    os.chmod(folder, 0o555)
+    if os.getuid() == 0: os.seteuid(65534)
+    try: write_state(path, {}, {})
+    except StateError as error: print(str(error).replace(folder, "FOLDER"))
+    print(read_state(path)[1], os.listdir(folder))
+    if os.getuid() == 0: os.seteuid(0)
+    os.chmod(folder, 0o755)
+"""
+    process = alone(code)
+    expected = "cannot save training state FOLDER/state: Permission denied; nothing was changed\n{'kept': True} ['state']\n"
+    assert process.communicate() == (expected, "")
+
+
+def test_paths_that_cannot_be_saved_to_or_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "circle").symlink_to("circle")
+    before = sorted(tmp_path.iterdir())
+    for path, writing, reading in (
+        (tmp_path, "it is a folder", "Is a directory"),
+        (tmp_path / "none" / "state", "No such file or directory", "No such file or directory"),
+        (tmp_path / "pipe", "it is not a plain file", "it is not a plain file"),
+        (tmp_path / ("x" * 300), "File name too long", "File name too long"),
+        (tmp_path / "circle", "Symlink loop|Too many levels|is not a plain", "Symlink loop|Too many levels"),
+        (tmp_path / "\0", "null", "null"),
+    ):
+        with pytest.raises(StateError, match=f"cannot save training state .*({writing}).*; nothing was changed"):
+            write_state(path, {}, {})
+        with pytest.raises(StateError, match=f"cannot read training state .*({reading})"):
+            read_state(path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "latest").symlink_to("runs/1")
+    for _ in range(2):  # to nothing yet, then to a file
+        write_state(tmp_path / "latest", small(), ABOUT)
+        assert (tmp_path / "latest").is_symlink() and read_state(tmp_path / "runs/1")[1] == read_state(tmp_path / "latest")[1] == ABOUT
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["1", "latest", "runs"]
