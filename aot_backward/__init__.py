@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aot_backward_runtime import (
         AotBackwardError,
         DistributedError,
+        ExecutionError,
         ExportError,
         GradientError,
         IncompatibleError,
@@ -30,14 +31,18 @@ if TYPE_CHECKING:
         load,
     )
 
-    from .export import Grad, Module, Variant, export, export_grad, export_module
+    from .entries import Grad, Module, Step, Variant
+    from .export import export, export_grad, export_module, export_step
     from .record import record
     from .replaying import replay
 
-_HOME = dict.fromkeys(("Grad", "Module", "Variant", "export", "export_grad", "export_module"), "aot_backward.export") | dict.fromkeys(
+_HOME = dict.fromkeys(("export", "export_grad", "export_module", "export_step"), "aot_backward.export")
+_HOME |= dict.fromkeys(("Grad", "Module", "Step", "Variant"), "aot_backward.entries")
+_HOME |= dict.fromkeys(
     (
         "AotBackwardError",
         "DistributedError",
+        "ExecutionError",
         "ExportError",
         "GradientError",
         "IncompatibleError",
@@ -55,6 +60,7 @@ _HOME |= {"record": "aot_backward.record", "replay": "aot_backward.replaying"}
 __all__ = [
     "AotBackwardError",
     "DistributedError",
+    "ExecutionError",
     "ExportError",
     "Grad",
     "GradientError",
@@ -64,12 +70,14 @@ __all__ = [
     "Module",
     "PackageError",
     "StateError",
+    "Step",
     "Variant",
     "WeightsError",
     "__version__",
     "export",
     "export_grad",
     "export_module",
+    "export_step",
     "load",
     "record",
     "replay",

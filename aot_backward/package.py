@@ -67,7 +67,7 @@ def write_package(
 
     ``manifest`` comes with entries and ``libraries`` (see :func:`library_spec`; one for each of ``artifacts``); ``weights``, ``members``
     and the libraries' members are filled in here. ``weights`` are the tensors by key; where ``manifest.has_weights`` is false only what
-    they look like is written. Devices do not matter, strides are kept for weights only.
+    they look like is written, and those with a ``fill`` in ``manifest.weights`` are not stored. Devices do not matter, strides are kept for weights only.
     Raises :class:`ExportError`; then, and when the process is killed, the old file at ``path`` is untouched.
     """
     path = Path(path)
@@ -76,6 +76,8 @@ def write_package(
     libraries = {name: _named(name, spec, artifacts[name]) for name, spec in manifest.libraries.items()}
     if len({name.casefold() for name in libraries}) != len(libraries):
         raise ExportError(f"names of graphs differ in case only: {sorted(libraries)}")
+    filled = {name: spec for name, spec in manifest.weights.items() if spec.fill is not None}
+    weights = {name: tensor for name, tensor in weights.items() if name not in filled}
     kept = {f"weight {name!r}": _plain(f"weight {name!r}", t, manifest.has_weights) for name, t in weights.items()}
     specs = {name: _weight_spec(name, kept[f"weight {name!r}"]) for name in weights}
 
@@ -95,7 +97,7 @@ def write_package(
         complete = dataclasses.replace(
             manifest,
             libraries=libraries,
-            weights={name: dataclasses.replace(spec, sha256=digests[name]) for name, spec in specs.items()},
+            weights={name: dataclasses.replace(spec, sha256=digests[name]) for name, spec in specs.items()} | filled,
             members=dict(archive.members),
         )
         data = to_json(complete)

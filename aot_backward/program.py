@@ -30,6 +30,7 @@ class Graph:
     outputs: tuple[TensorSpec, ...]
     constants: dict[str, tuple[str, torch.Tensor]]
     nodes: int
+    round_as_eager: bool = False  # to 16 bits after each operator, also within a fused loop
 
 
 @dataclass(frozen=True)

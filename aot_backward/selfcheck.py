@@ -63,7 +63,7 @@ class _Unwritten:
     """Stands for an archive whose libraries still lie where the compiler put them."""
 
     def __init__(self, manifest: Manifest, libraries: Mapping[str, Path]):
-        self.manifest, self._libraries, self.path = manifest, libraries, Path("the package being built")
+        self.manifest, self._libraries, self.path, self.manifest_digest = manifest, libraries, Path("the package being built"), ""
 
     def library(self, name: str) -> Path:
         return self._libraries[name]
@@ -83,7 +83,7 @@ def check(package: Package, entry: str, number: int, program: nn.Module, example
     """
     spec = package.manifest.entries[entry].variants[number]
     worst, sizes = Difference("", 0.0, 0.0, 0.0), list[str]()
-    for values, args, kwargs in _sizes(spec, example):
+    for values, args, kwargs in sizes_of(spec, example):
         at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
         cotangents = _cotangents(spec, values)
         try:
@@ -121,7 +121,7 @@ def artifact(package: Package, entry: str, spec: VariantSpec, mode: str, args: A
         grad = package.grad(entry)
         if mode:
             grad.train(mode == "train")
-        with _undone({n: t for n, t in grad.parameters.items() if not t.requires_grad}):
+        with undone({n: t for n, t in grad.parameters.items() if not t.requires_grad}):
             value, grads = grad(*args, **kwargs)
             _outputs(out, value)
             names = package.manifest.entries[entry].names
@@ -129,7 +129,7 @@ def artifact(package: Package, entry: str, spec: VariantSpec, mode: str, args: A
             out.update({f"gradient of {n}": g for n, g in grads.items()})
             return {n: None if v is None else v.detach().clone() for n, v in out.items()}
     module = package.module(entry).train(mode == "train")
-    with _undone(dict(module.named_buffers())):
+    with undone(dict(module.named_buffers())):
         value = module(*args, **kwargs)
         flat = _outputs(out, value)
         targets = _targets(spec, dict(module.named_parameters(remove_duplicate=False)), args, kwargs)
@@ -152,7 +152,7 @@ def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotange
         with (
             undisturbed.in_mode(program, example.mode),
             undisturbed.slots_kept(program),
-            _undone(dict(program.named_buffers())),
+            undone(dict(program.named_buffers())),
             torch.enable_grad(),
         ):
             if example.wrt is not None:
@@ -190,13 +190,13 @@ def _truth(
     values = [t for t in [*program.parameters(), *eager.values()] if t is not None]
     if any(t.is_complex() for t in values) or not any(t.is_floating_point() and t.dtype is not torch.float64 for t in values):
         return eager, {}
-    (args, kwargs), cotangents = _doubled(args, kwargs), [c.double() for c in cotangents]
+    (args, kwargs), cotangents = doubled(args, kwargs), [c.double() for c in cotangents]
     try:
         with torch.autocast(_device(eager), enabled=False):
-            with _in_float64(program):
+            with in_float64(program):
                 truth = _eager(program, example, args, kwargs, cotangents, spec)
-            with _in_float64(program, rounded=True):
-                near = _eager(program, example, _rounded(args), _rounded(kwargs), cotangents, spec)
+            with in_float64(program, rounded=True):
+                near = _eager(program, example, rounded_values(args), rounded_values(kwargs), cotangents, spec)
     except Exception:  # whatever stands against float64, eager is the next best
         return eager, {}
     if {n: None if t is None else t.shape for n, t in truth.items()} != {n: None if e is None else e.shape for n, e in eager.items()}:
@@ -266,7 +266,7 @@ def _same_form(entry: str, actual: Named, eager: Named) -> None:
             raise ExportError(f"{entry}: {name} has strides {a.stride()}, eager's has {e.stride()}")
 
 
-def _sizes(spec: VariantSpec, example: Example) -> Iterator[tuple[dict[str, int], Any, Any]]:
+def sizes_of(spec: VariantSpec, example: Example) -> Iterator[tuple[dict[str, int], Any, Any]]:
     """The example as it is, then, where sizes are dynamic, at others: one larger, and the smallest allowed."""
     flat = [v for v in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(v, torch.Tensor)]
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
@@ -365,14 +365,14 @@ def _leaves_again(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return pytree.tree_map(lambda v: v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v, (args, kwargs))
 
 
-def _doubled(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def doubled(args: Any, kwargs: Any) -> tuple[Any, Any]:
     def double(v: Any) -> Any:
         return v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
 
     return pytree.tree_map(double, (args, kwargs))
 
 
-def _rounded(value: Any) -> Any:
+def rounded_values(value: Any) -> Any:
     """``value`` with each floating-point element changed by a random relative amount of up to float32's eps."""
 
     def other(v: Any) -> Any:
@@ -386,13 +386,13 @@ def _rounded(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
+def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
     """The program's own parameters and buffers as float64, wherever the program reaches them from; put back afterwards."""
     kept = [(t, t.data) for t in {id(t): t for t in [*program.parameters(), *program.buffers()]}.values() if t.is_floating_point()]
     default = torch.get_default_dtype()
     try:
         for tensor, data in kept:
-            tensor.data = _rounded(data.double()) if rounded else data.double()
+            tensor.data = rounded_values(data.double()) if rounded else data.double()
         torch.set_default_dtype(torch.float64)
         yield
     finally:
@@ -402,7 +402,7 @@ def _in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _undone(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def undone(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     before = [(t, t.detach().clone()) for t in tensors.values()]
     try:
         yield

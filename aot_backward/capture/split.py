@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,18 +44,20 @@ class Pieces:
     backward: Plan | None = None
     inference: Plan | None = None
     gradient: Plan | None = None
+    step: Plan | None = None
+    accumulate: Plan | None = None
 
 
-def split_module(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Tensor]], *, forward_only: bool) -> Pieces:
+def split_module(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch.Tensor]], *, forward_only: bool) -> Pieces:
     """``name``: prefix of the graphs' names. ``weights``: state name -> (weight key, tensor). ``forward_only``: also a graph without gradients."""
     pieces = Pieces()
     joint.graph.graph.set_codegen(torch.fx.CodeGen())
     if not joint.has_backward:
-        _truncate(joint.graph, _results(joint.graph)[: joint.forward_values])
-        graph = _joint_passes(joint.graph, joint)
-        pieces.inference = _finish_forward(pieces, _Cut(joint, graph, f"{name}.inference", weights), _Crossing())
+        truncate(joint.graph, results_of(joint.graph)[: joint.forward_values])
+        graph = joint_passes(joint.graph, joint)
+        pieces.inference = _finish_forward(pieces, Cut(joint, graph, f"{name}.inference", weights), _Crossing())
         return pieces
-    _sum_ties(joint, weights)
+    sum_ties(joint, weights)
     depends = _dependence(joint)
     with torch.no_grad(), _partition_settings():
         forward, backward = torch_api.partition_fn(
@@ -64,19 +66,36 @@ def split_module(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Te
     forward.graph.set_codegen(torch.fx.CodeGen())
     backward.graph.set_codegen(torch.fx.CodeGen())
     if forward_only:
-        alone = GraphModule(forward, _copy(forward.graph))
-        _truncate(alone, _results(alone)[: joint.forward_values])
-        pieces.inference = _finish_forward(pieces, _Cut(joint, alone, f"{name}.inference", weights), _Crossing())
+        alone = GraphModule(forward, copied(forward.graph))
+        truncate(alone, results_of(alone)[: joint.forward_values])
+        pieces.inference = _finish_forward(pieces, Cut(joint, alone, f"{name}.inference", weights), _Crossing())
 
     crossing = _crossing(joint, forward, backward)
-    pieces.forward = _finish_forward(pieces, _Cut(joint, forward, f"{name}.forward", weights), crossing)
-    pieces.backward = _finish_backward(pieces, _Cut(joint, backward, f"{name}.backward", weights), crossing, depends)
+    pieces.forward = _finish_forward(pieces, Cut(joint, forward, f"{name}.forward", weights), crossing)
+    pieces.backward = _finish_backward(pieces, Cut(joint, backward, f"{name}.backward", weights), crossing, depends)
     return pieces
 
 
-def split_grad(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Tensor]], wrt: Iterable[tuple[str, Any]]) -> Pieces:
+def split_grad(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch.Tensor]], wrt: Iterable[tuple[str, Any]]) -> Pieces:
     """One graph that gives the outputs and the gradients of the first of them, which must be a scalar."""
     pieces = Pieces()
+    graph = joint.graph
+    from_a_scalar(joint, name, weights)
+    asked = [(target, joint.gradients.get(target)) for target in wrt]
+    truncate(graph, [*results_of(graph)[: joint.forward_values], *(n for _, n in asked)])
+    cut = Cut(joint, joint_passes(graph, joint), f"{name}.gradient", weights)
+    # passes rewrite nodes: what is what now stands in the output, in the same order
+    results = results_of(cut.graph)
+    user = current_outputs(joint, cut, results)
+    gradients = []
+    for (target, _), node in zip(asked, results[joint.forward_values :], strict=True):
+        gradients.append(Gradient(_target(target), cut.result(node) if isinstance(node, Node) else ""))
+    pieces.gradient = cut.plan(pieces, outputs=user, gradients=tuple(gradients))
+    return pieces
+
+
+def from_a_scalar(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+    """Makes of the joint graph one that needs no incoming gradient: the loss is a scalar, and its own gradient is one."""
     graph = joint.graph
     graph.graph.set_codegen(torch.fx.CodeGen())
     if not joint.has_backward or joint.outputs[0] is None or not joint.output_requires_grad[0]:
@@ -84,7 +103,7 @@ def split_grad(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Tens
     loss = joint.outputs[0]
     if not isinstance(loss, Node) or tuple(loss.meta["val"].shape) != ():
         raise ExportError(f"{name}: a gradient needs a scalar loss, got shape {tuple(loss.meta['val'].shape)}; reduce it with .sum() or .mean()")
-    _sum_ties(joint, weights)
+    sum_ties(joint, weights)
     for node in graph.graph.find_nodes(op="placeholder"):
         if joint.placeholders[node.name][0] != "cotangent":  # the loss's; nothing else is differentiated
             continue
@@ -95,23 +114,12 @@ def split_grad(joint: Joint, name: str, weights: dict[str, tuple[str, torch.Tens
             one.meta["val"] = aten.full.default([], 1.0, **settings)
         node.replace_all_uses_with(one)
         graph.graph.erase_node(node)
-    asked = [(target, joint.gradients.get(target)) for target in wrt]
-    _truncate(graph, [*_results(graph)[: joint.forward_values], *(n for _, n in asked)])
-    cut = _Cut(joint, _joint_passes(graph, joint), f"{name}.gradient", weights)
-    # passes rewrite nodes: what is what now stands in the output, in the same order
-    results = _results(cut.graph)
-    user = _current_outputs(joint, cut, results)
-    gradients = []
-    for (target, _), node in zip(asked, results[joint.forward_values :], strict=True):
-        gradients.append(Gradient(_target(target), cut.result(node) if isinstance(node, Node) else ""))
-    pieces.gradient = cut.plan(pieces, outputs=user, gradients=tuple(gradients))
-    return pieces
 
 
-class _Cut:
+class Cut:
     """One graph on its way to the compiler: collects its results, binds its constants, and says how it is called."""
 
-    def __init__(self, joint: Joint, graph: GraphModule, name: str, weights: dict[str, tuple[str, torch.Tensor]]):
+    def __init__(self, joint: Joint, graph: GraphModule, name: str, weights: Mapping[str, tuple[str, torch.Tensor]]):
         self.joint, self.graph, self.name, self.weights = joint, graph, name, weights
         self.results: list[Node] = []
         self.names: list[str] = []
@@ -135,7 +143,7 @@ class _Cut:
     ) -> Plan:
         """Binds constants, registers the graph, and returns the plan."""
         joint, graph = self.joint, self.graph
-        _truncate(graph, self.results)
+        truncate(graph, self.results)
         constants: dict[str, tuple[str, torch.Tensor]] = {}
         operands: list[str] = []
         inputs: list[TensorSpec] = []
@@ -184,8 +192,8 @@ class _Cut:
         return Plan(call, outputs, saved, watched, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), gradients)
 
 
-def _finish_forward(pieces: Pieces, cut: _Cut, crossing: _Crossing) -> Plan:
-    outputs = _current_outputs(cut.joint, cut, _results(cut.graph))
+def _finish_forward(pieces: Pieces, cut: Cut, crossing: _Crossing) -> Plan:
+    outputs = current_outputs(cut.joint, cut, results_of(cut.graph))
 
     def source(node: Node) -> str:
         if node.op != "placeholder":
@@ -198,18 +206,18 @@ def _finish_forward(pieces: Pieces, cut: _Cut, crossing: _Crossing) -> Plan:
     return cut.plan(pieces, outputs=outputs, saved=saved, watched=tuple(w for w in watched if w not in saved))
 
 
-def _finish_backward(pieces: Pieces, cut: _Cut, crossing: _Crossing, depends: dict[tuple[str, Any], tuple[int, ...]]) -> Plan:
+def _finish_backward(pieces: Pieces, cut: Cut, crossing: _Crossing, depends: dict[tuple[str, Any], tuple[int, ...]]) -> Plan:
     joint = cut.joint
     cut.saved = {node.name: i for i, node in enumerate(crossing.nodes)}
     gradients = []
-    for target, node in zip(joint.gradient_slots, _results(cut.graph), strict=True):
+    for target, node in zip(joint.gradient_slots, results_of(cut.graph), strict=True):
         if target in joint.gradients:
             source = cut.result(node, f"gradient of {_called(joint, target)}") if isinstance(node, Node) else ""
             gradients.append(Gradient(_target(target), source, depends[target]))
     return cut.plan(pieces, gradients=tuple(gradients))
 
 
-def _current_outputs(joint: Joint, cut: _Cut, results: list[Any]) -> tuple[str, ...]:
+def current_outputs(joint: Joint, cut: Cut, results: list[Any]) -> tuple[str, ...]:
     """The flat output tensors of the program as sources; ``results`` are the graph's, in the joint graph's order."""
     first = joint.forward_values - len(joint.outputs)
     sources = []
@@ -230,12 +238,12 @@ def _dependence(joint: Joint) -> dict[tuple[str, Any], tuple[int, ...]]:
         kind, index = joint.placeholders.get(node.name, ("", None)) if node.op == "placeholder" else ("", None)
         own = frozenset([joint.cotangents.index(index)]) if kind == "cotangent" else frozenset()
         reach[node] = own.union(*(reach[a] for a in node.all_input_nodes))
-    results = _results(joint.graph)[joint.forward_values :]
+    results = results_of(joint.graph)[joint.forward_values :]
     nodes = zip(joint.gradient_slots, results, strict=True)
     return {t: tuple(sorted(reach[n])) if isinstance(n, Node) else () for t, n in nodes if t in joint.gradients}
 
 
-def _sum_ties(joint: Joint, weights: dict[str, tuple[str, torch.Tensor]]) -> None:
+def sum_ties(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> None:
     """A tied parameter's gradients are added in the graph, and stand under its first name."""
     graph = joint.graph
     output = next(iter(graph.graph.find_nodes(op="output")))
@@ -274,9 +282,9 @@ class _Crossing:
 def _crossing(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Crossing:
     """What the backward needs of the forward, after parameters, their views and sizes have been taken out of the cut."""
     written = _written(forward)
-    saved = {n.name: n for n in _results(forward)[joint.forward_values :] if isinstance(n, Node) and isinstance(n.meta["val"], torch.Tensor)}
+    saved = {n.name: n for n in results_of(forward)[joint.forward_values :] if isinstance(n, Node) and isinstance(n.meta["val"], torch.Tensor)}
     reachable: dict[Node, Node] = {}  # memory that the caller gets hold of -> the output through which
-    for node in _results(forward)[: joint.forward_values]:
+    for node in results_of(forward)[: joint.forward_values]:
         if isinstance(node, Node) and isinstance(node.meta["val"], torch.Tensor):
             reachable.setdefault(root_of(node), node)
 
@@ -394,7 +402,7 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(about + plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
 
 
-def _joint_passes(graph: GraphModule, joint: Joint) -> GraphModule:
+def joint_passes(graph: GraphModule, joint: Joint) -> GraphModule:
     device = next((t.device for t in joint.inputs), torch.device("cpu"))
     with torch.no_grad(), _partition_settings():
         out = torch_api._recursive_joint_graph_passes(graph, input_device=device)
@@ -423,18 +431,18 @@ def root_of(node: Node) -> Node:
     return node
 
 
-def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
+def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     out = torch.fx.Graph()
     results = out.graph_copy(graph, val_map={})
     out.output(results)
     return out
 
 
-def _results(graph: GraphModule) -> list[Any]:
+def results_of(graph: GraphModule) -> list[Any]:
     return list(next(iter(graph.graph.find_nodes(op="output"))).args[0])
 
 
-def _truncate(graph: GraphModule, results: Iterable[Any]) -> None:
+def truncate(graph: GraphModule, results: Iterable[Any]) -> None:
     output = next(iter(graph.graph.find_nodes(op="output")))
     output.args = (tuple(results),)
     output.meta = {}

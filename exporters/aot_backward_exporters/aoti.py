@@ -85,7 +85,7 @@ def compile_graphs(
     """
     report = progress or (lambda stage, done, total: None)
     forms = {graph.name: canonical_graph(graph, fake_mode.shape_env) for graph in graphs}
-    keys = {name: _key(form, target) for name, form in forms.items()}
+    keys = {graph.name: _key(forms[graph.name], target, graph.round_as_eager) for graph in graphs}
     entries = {key: entry for key in keys.values() if (entry := fetch(key)) is not None}
     missing = {keys[graph.name]: (graph, forms[graph.name]) for graph in graphs if keys[graph.name] not in entries}
     if missing:
@@ -169,6 +169,7 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
         V.set_aot_compilation(True),
         config.patch({**_options(), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
         config.patch(torch_api.get_cpp_wrapper_config()),
+        config.patch(emulate_precision_casts=graph.round_as_eager),
         V.set_fake_mode(fake_mode),
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
@@ -294,9 +295,9 @@ def _artifact(graph: Graph, key: str, entry: Entry, folder: Path) -> Artifact:
     )
 
 
-def _key(form: Canonical, target: str) -> str:
+def _key(form: Canonical, target: str, round_as_eager: bool) -> str:
     """What the library depends on: the graph, every setting of Inductor, and the versions of all that takes part."""
-    with torch_api.inductor_config.patch(_options()):
+    with torch_api.inductor_config.patch({**_options(), "emulate_precision_casts": round_as_eager}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
     return digest(
         {

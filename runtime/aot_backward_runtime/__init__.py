@@ -10,6 +10,7 @@ Nothing here imports Dynamo or Inductor, and no compiler is started.
 from .errors import (
     AotBackwardError,
     DistributedError,
+    ExecutionError,
     ExportError,
     GradientError,
     IncompatibleError,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AotBackwardError",
     "DistributedError",
+    "ExecutionError",
     "ExportError",
     "GradientError",
     "IncompatibleError",

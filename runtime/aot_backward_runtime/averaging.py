@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from operator import mul
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist  # this module is only imported where processes are asked for; plain `import torch` has loaded it already
 
-from .errors import DistributedError
+from .errors import AotBackwardError, DistributedError
 
 Spec = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """Name, shape, strides, dtype and device of a gradient."""
@@ -124,6 +124,29 @@ class Averaging:
             f"rank {self.rank} of {self.world}: {who} another package or other gradients than rank 0: "
             f"{theirs!r} on rank {other}, {first!r} on rank 0; load the same package on every rank"
         )
+
+    def gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``tensors`` of all ranks: those of rank 0 by their own names, those of rank 3 by "name/3"."""
+        everyone: list[Any] = [None] * self.world
+        self._run("gathering tensors", lambda: dist.all_gather_object(everyone, dict(tensors), group=self._group))
+        return {f"{name}/{rank}" if rank else name: t for rank, theirs in enumerate(everyone) for name, t in theirs.items()}
+
+    def by_first(self, action: Callable[[], object]) -> None:
+        """Rank 0 does ``action`` while the others wait. What it raises is raised on every rank: on the others as it is where it is an
+        :class:`AotBackwardError`, else inside a :class:`DistributedError`."""
+        raised: Exception | None = None
+        if self.rank == 0:
+            try:
+                action()
+            except Exception as error:
+                raised = error
+        told = raised if raised is None or isinstance(raised, AotBackwardError) else DistributedError(f"rank 0 failed: {raised!r}")
+        outcome = [told]
+        self._run("waiting for rank 0", lambda: dist.broadcast_object_list(outcome, group=self._group, group_src=0))
+        if self.rank == 0 and raised is not None:
+            raise raised
+        if outcome[0] is not None:
+            raise outcome[0]
 
     def _device(self) -> torch.device:
         """Where the group's backend can take tensors: where the gradients are."""

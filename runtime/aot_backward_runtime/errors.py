@@ -25,6 +25,10 @@ class WeightsError(AotBackwardError, ValueError):
     """Parameters or buffers do not fit the package; the old ones stay."""
 
 
+class ExecutionError(AotBackwardError, RuntimeError):
+    """Native code failed after its arguments had been found good, as when memory runs out."""
+
+
 class DistributedError(AotBackwardError, RuntimeError):
     """Processes that train together do not fit each other, or one of them has ended. The gradients of this step are lost."""
 

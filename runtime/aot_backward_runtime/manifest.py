@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.2  2026-11-21  entries of kind "step": ``EntrySpec.step``, ``VariantSpec.step`` and ``accumulate``; ``WeightSpec.fill`` (feature "fill")
     1.1  2026-11-21  entries of kind "replay": ``EntrySpec.structures``
     1.0  2026-11-21  first version
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 1)
-KNOWN_FEATURES: frozenset[str] = frozenset()
+FORMAT_VERSION = (1, 2)
+KNOWN_FEATURES = frozenset({"fill"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
 WEIGHTS_MEMBER = f"{FOLDER}/weights.safetensors"
@@ -139,7 +140,8 @@ class Verdict:
 class VariantSpec:
     """One program compiled under guards.
 
-    ``forward``/``backward`` serve calls that need gradients, ``inference`` calls that need none; a ``grad`` entry has only ``gradient``.
+    ``forward``/``backward`` serve calls that need gradients, ``inference`` calls that need none; a ``grad`` entry has only ``gradient``; a
+    ``step`` entry has ``step``, the whole, and, where gradients can wait, ``accumulate``, which only adds them up.
     """
 
     mode: str  # "train", "eval", or "" where the program is a plain function
@@ -159,6 +161,8 @@ class VariantSpec:
     gradient: Plan | None = None
     argument_names: tuple[str, ...] = ()  # of the forward's positional parameters, so that x=… finds its place
     seed: int = 0  # of torch.manual_seed before each stored example was run
+    step: Plan | None = None
+    accumulate: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -217,8 +221,75 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """Numbers between two, of which None is far out; ``open``: without the end itself."""
+
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = True
+    high_open: bool = True
+
+
+@dataclass(frozen=True)
+class NumberSpec:
+    """A number that the graphs of a step read when they run, so that a schedule may move it: ``param_groups[group][key]``, ``[position]`` of
+    it where that is a list. Group -1 is the entry's own: "clip_norm", "clip_value". ``allowed``: where the code that was compiled holds
+    (``weight_decay`` may not become 0 where it was not); nothing: anywhere. Its place in the vector of numbers is its place in this list plus
+    2; of the first two elements one is 1 where gradients are added to those that have been accumulated (else they replace them), the other where
+    the optimizer has no state yet (else 0)."""
+
+    group: int
+    key: str
+    position: int
+    value: float
+    allowed: tuple[Interval, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A parameter group: the parameters' names, in the module, and everything else in it as JSON."""
+
+    parameters: tuple[str, ...]
+    options: str
+
+
+@dataclass(frozen=True)
+class OptimizerStateSpec:
+    """One tensor of the optimizer's state. ``state``: its name in the entry's ``state``. More than one parameter shares it where it counts
+    their steps."""
+
+    key: str  # "exp_avg"
+    parameters: tuple[str, ...]
+    state: str
+
+
+@dataclass(frozen=True)
+class GradientSlot:
+    """Where a parameter's gradient is accumulated: its name in the entry's ``state``."""
+
+    parameter: str
+    state: str
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The optimizer of a ``step`` entry. Parameters and buffers of the module are called ``module.NAME`` in the entry's ``state``."""
+
+    optimizer: str  # "torch.optim.adamw.AdamW"
+    defaults: str  # JSON
+    groups: tuple[GroupSpec, ...]
+    numbers: tuple[NumberSpec, ...]
+    state: tuple[OptimizerStateSpec, ...]
+    gradients: tuple[GradientSlot, ...] = ()  # of entries whose gradients can wait
+    update: Plan | None = None  # the optimizer alone, on accumulated gradients
+    fresh: bool = True  # the optimizer had made no step when it was exported, so that its ``state_dict`` had no state
+    norm: bool = False  # the last result of ``step`` and ``update``, but for ``finite``, is the norm of all gradients before clipping
+    finite: bool = False  # the very last is whether all gradients were finite; where not, nothing was changed
+
+
+@dataclass(frozen=True)
 class EntrySpec:
-    kind: str  # "module", "grad" or "replay"
+    kind: str  # "module", "grad", "replay" or "step"
     state: tuple[StateSpec, ...]
     variants: tuple[VariantSpec, ...]
     modules: tuple[str, ...] = ()  # every submodule's name, so that empty ones are rebuilt too
@@ -228,16 +299,20 @@ class EntrySpec:
     single: bool = False  # the gradient itself comes back, not a dict of one
     has_aux: bool = False
     structures: tuple[StructureSpec, ...] = ()  # of a replay entry
+    step: StepSpec | None = None  # of a step entry
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A stored tensor: shape and strides in elements. The file holds it row-major; other strides are laid out at load."""
+    """A stored tensor: shape and strides in elements. The file holds it row-major; other strides are laid out at load.
+
+    With ``fill`` it is not in the file: every element is that number."""
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     sha256: str  # of the row-major bytes
+    fill: float | None = None
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from .grad import LoadedGrad
 from .host import check_target
 from .manifest import EntrySpec, Manifest, StructureSpec
 from .module import LoadedModule
-from .plan import Library, State, check_weight
-from .weights import load_weights
+from .plan import ROLES, Library, State, check_weight
+from .step import LoadedStep
+from .weights import filled, load_weights
 
 
 class Package:
@@ -26,7 +27,7 @@ class Package:
 
     def __init__(self, archive: Archive, weights: Mapping[str, torch.Tensor], types: Mapping[str, type]):
         self._archive, self._weights, self._types = archive, dict(weights), dict(types)
-        self._made: dict[str, LoadedModule | LoadedGrad] = {}
+        self._made: dict[str, LoadedModule | LoadedGrad | LoadedStep] = {}
 
     @property
     def manifest(self) -> Manifest:
@@ -34,7 +35,7 @@ class Package:
 
     @property
     def entries(self) -> dict[str, str]:
-        """Name and kind ("module", "grad", "replay") of each entry."""
+        """Name and kind ("module", "grad", "step", "replay") of each entry."""
         return {name: spec.kind for name, spec in self.manifest.entries.items()}
 
     def module(self, name: str | None = None) -> LoadedModule:
@@ -44,6 +45,10 @@ class Package:
     def grad(self, name: str | None = None) -> LoadedGrad:
         """The ``grad`` entry of that name, always the same object; a sole one needs no name."""
         return self._get("grad", name)  # type: ignore[return-value]
+
+    def step(self, name: str | None = None) -> LoadedStep:
+        """The ``step`` entry of that name, always the same object; a sole one needs no name."""
+        return self._get("step", name)  # type: ignore[return-value]
 
     def recorded(self, name: str | None = None) -> tuple[dict[str, StructureSpec], dict[str, Library], dict[str, torch.Tensor]]:
         """Of the ``replay`` entry of that name (a sole one needs none): its structures by fingerprint, their libraries, and the constants of
@@ -64,20 +69,24 @@ class Package:
             raise AotBackwardError(f"{self._archive.path} has no {kind} entry {name!r}{other}; its {kind} entries: {names}")
         return name
 
-    def _get(self, kind: str, name: str | None) -> LoadedModule | LoadedGrad:
+    def _get(self, kind: str, name: str | None) -> LoadedModule | LoadedGrad | LoadedStep:
         name = self._name(kind, name)
         if name not in self._made:
             self._made[name] = self._make(name, self.manifest.entries[name])
         return self._made[name]
 
-    def _make(self, name: str, spec: EntrySpec) -> LoadedModule | LoadedGrad:
+    def _make(self, name: str, spec: EntrySpec) -> LoadedModule | LoadedGrad | LoadedStep:
         manifest = self.manifest
-        used = {p.call.library for v in spec.variants for p in (v.forward, v.backward, v.inference, v.gradient) if p is not None and p.call}
+        plans = [getattr(v, role) for v in spec.variants for role in ROLES] + [spec.step.update if spec.step else None]
+        used = {p.call.library for p in plans if p is not None and p.call}
         libraries = self._open(used)
         own = {s.weight for s in spec.state}
         fixed = {c.weight: self._weights[c.weight] for n in used for c in manifest.libraries[n].constants if c.weight not in own}
         entry = Entry(name, spec, libraries, State(spec, manifest.weights, fixed), self._types)
         tensors = {k: self._weights[k] for k in own}
+        if spec.kind == "step":
+            others = {s.weight for n, e in manifest.entries.items() if n != name for s in e.state}
+            return LoadedStep(entry, tensors, self._archive.manifest_digest, not others.isdisjoint(own))
         return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors)
 
     def _open(self, names: Iterable[str]) -> dict[str, Library]:
@@ -107,6 +116,7 @@ def load(
         for key, tensor in weights.items():
             check_weight(key, tensor, manifest.weights[key])
         tensors.update(weights)
+    tensors = filled(archive) | tensors
     missing = sorted(manifest.weights.keys() - tensors.keys())
     if missing:
         raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")

@@ -21,6 +21,9 @@ from .guards import Contract, Fast, check_ambient, dtype_of
 from .manifest import EntrySpec, LibrarySpec, Plan, VariantSpec, WeightSpec
 from .tree import arguments, flatten
 
+ROLES = ("forward", "backward", "inference", "gradient", "step", "accumulate")
+"""The plans that a variant may have, by their names in :class:`VariantSpec`."""
+
 Binding = tuple[Mapping[str, torch.Tensor], tuple[int, ...]]
 """The tensors that constants point at, by weight key, and the addresses of the entry's own."""
 
@@ -150,9 +153,7 @@ class Variant:
         self.spec = spec
         self.contract = Contract(spec.inputs, spec.symbols, spec.guards)
         self.cotangents = Contract(spec.cotangents, (), ())
-        self.plans = {
-            role: Runnable(plan, libraries) for role in ("forward", "backward", "inference", "gradient") if (plan := getattr(spec, role)) is not None
-        }
+        self.plans = {role: Runnable(plan, libraries) for role in ROLES if (plan := getattr(spec, role)) is not None}
         self.device = next((s.device for s in (*spec.inputs, *spec.outputs)), "cpu")
         backward = spec.backward
         self.gradient_targets = frozenset(g.of for g in backward.gradients) if backward else frozenset()

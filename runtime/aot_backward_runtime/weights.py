@@ -7,16 +7,19 @@ only read share one set of pages.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 
 from .archive import Archive
 from .cache import remember, remembered
 from .errors import PackageError
+from .guards import dtype_of
 from .manifest import EXAMPLES_MEMBER, WEIGHTS_MEMBER, WeightSpec
 from .safetensors_header import ALIGNMENT, Stored, read_header, stored_as
 from .tensor_bytes import TORCH_DTYPES
 
+_MOST_FILLED = 64  # times the stored weights: state of an optimizer and accumulated gradients are a few times the parameters
 HASHED_ALWAYS = 8 << 20  # bytes; 5 ms. What is larger is hashed once per file and user
 
 
@@ -28,6 +31,7 @@ def load_weights(archive: Archive) -> dict[str, torch.Tensor]:
         return {}
     data, stored, start = _open(archive, WEIGHTS_MEMBER)
     specs = archive.manifest.weights
+    specs = {name: spec for name, spec in specs.items() if spec.fill is None}
     for name in stored.keys() ^ specs.keys():
         where = "the manifest" if name in stored else WEIGHTS_MEMBER
         raise archive.corrupt(f"weight {name!r} is not in {where}")
@@ -39,6 +43,28 @@ def load_weights(archive: Archive) -> dict[str, torch.Tensor]:
         tensor = _tensor(data, stored[name], start, spec.dtype == "complex128")
         out[name] = _laid_out(archive, name, tensor, spec)
     return out
+
+
+def filled(archive: Archive) -> dict[str, torch.Tensor]:
+    """The weights that are one number throughout, which the file does not hold."""
+    specs = archive.manifest.weights
+    size = {name: math.prod(s.shape) * dtype_of(s.dtype).itemsize for name, s in specs.items()}
+    filling = {name: s for name, s in specs.items() if s.fill is not None}
+    if sum(size[n] for n in filling) > _MOST_FILLED * sum(size[n] for n in specs.keys() - filling.keys()) + (1 << 20):
+        raise archive.corrupt("the weights that are one number throughout take more memory than any optimizer's state")
+    out = {}
+    for name, spec in filling.items():
+        problem = layout_problem(spec.shape, spec.stride)
+        if problem:
+            raise archive.corrupt(f"weight {name!r}: strides {list(spec.stride)} for shape {list(spec.shape)}: {problem}")
+        flat = torch.zeros(_span(spec), dtype=dtype_of(spec.dtype), device="cpu")  # pages that the system has not handed out yet
+        flat = flat.fill_(spec.fill) if spec.fill else flat
+        out[name] = flat.as_strided(spec.shape, spec.stride)
+    return out
+
+
+def _span(spec: WeightSpec) -> int:
+    return 0 if 0 in spec.shape else sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) + 1
 
 
 def load_examples(archive: Archive) -> dict[str, torch.Tensor]:

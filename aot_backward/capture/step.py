@@ -1,0 +1,252 @@
+"""A module, its loss and its optimizer as the graphs of a whole training step.
+
+``step``: loss, gradients and update in one graph. Where gradients can wait (they are accumulated over calls, or averaged over processes), also
+``accumulate``, which adds them to tensors of their own, and ``update``, which hands those to the optimizer. Parameters, buffers, the optimizer's
+state and the numbers of its groups are constants that the runtime binds, and are changed in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import GradientSlot, OptimizerStateSpec, Plan, StepSpec
+
+from ..program import Graph
+from . import optimizers, split
+from .joint import FunctionModule, Joint
+from .optimizers import Optimized, Settings, Update
+from .split import Pieces
+
+aten = torch.ops.aten
+MODULE = "module."
+NUMBERS = "numbers"
+
+Weights = Mapping[str, tuple[str, torch.Tensor]]
+"""State name -> (weight key, tensor)."""
+
+
+class Fit(nn.Module):
+    """``loss_fn(module(inputs…), target)``, the target being the last positional argument; without a ``loss_fn`` what the module returns."""
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None):
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn if loss_fn is None or isinstance(loss_fn, nn.Module) else FunctionModule(loss_fn)
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.loss_fn is None:
+            return self.module(*args, **kwargs)
+        return self.loss_fn(self.module(*args[:-1], **kwargs), args[-1])
+
+    def signature(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """A function with the names of the arguments: the module's, and behind those that are given the target's."""
+        if self.loss_fn is None:
+            return self.module.forward
+        if not args:
+            raise ExportError("with a loss_fn the last positional argument is its target: export_step(net, (x, y), loss_fn=…)")
+        own = list(inspect.signature(self.module.forward).parameters.values())
+        if any(p.kind is p.VAR_POSITIONAL for p in own):
+            return self.module.forward
+        loss = self.loss_fn.function if isinstance(self.loss_fn, FunctionModule) else self.loss_fn.forward
+        second = [p.name for p in inspect.signature(loss).parameters.values()][1:2]
+        taken = {p.name for p in own}
+        target = next(n for n in [*second, "target", "loss_target"] if n not in taken)
+        positional = [p.replace(default=p.empty) for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        given, rest = positional[: len(args) - 1], own[len(args) - 1 :]
+        if len(given) < len(args) - 1:
+            raise ExportError(f"the module takes {len(positional)} positional arguments; got {len(args) - 1} and the target")
+        parameters = [*given, inspect.Parameter(target, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters += [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in rest]
+
+        def called(*args: Any, **kwargs: Any) -> Any: ...
+
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return called
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the variants of a step have in common. ``tensors``: state that is neither parameter nor buffer, by its name in the entry."""
+
+    optimized: Optimized
+    settings: Settings
+    tensors: dict[str, torch.Tensor]
+    spec: StepSpec
+    gradients: dict[str, str]  # parameter -> name of the tensor that accumulates its gradient
+
+
+def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bool) -> Shared:
+    """``waiting``: whether gradients are also accumulated. Names the state, and gives it its first values."""
+    parameters = dict(program.module.named_parameters())
+    tensors, slots = {}, []
+    for slot in optimized.slots:
+        name = f"optimizer.{slot.key}.{slot.parameters[0]}"
+        tensors[name] = slot.value
+        slots.append(OptimizerStateSpec(slot.key, slot.parameters, name))
+    gradients = {}
+    if waiting:
+        for parameter in optimized.trained:
+            gradients[parameter] = f"gradient.{parameter}"
+            tensors[gradients[parameter]] = torch.zeros_like(parameters[parameter], requires_grad=False)
+    values = [n.value for n in optimized.numbers] + [v for v in (settings.clip_norm, settings.clip_value) if v is not None]
+    device = parameters[optimized.trained[0]].device
+    tensors[NUMBERS] = torch.tensor([0.0] * optimizers.FIRST_NUMBER + values, dtype=torch.float64, device=device)
+    defaults = {k: optimizers.plain(v) for k, v in optimized.optimizer.defaults.items()}
+    spec = StepSpec(
+        optimizer=optimized.name,
+        defaults=json.dumps(defaults, allow_nan=False, default=str),
+        groups=optimized.groups,
+        numbers=(),
+        state=tuple(slots),
+        gradients=tuple(GradientSlot(p, g) for p, g in gradients.items()),
+        fresh=optimized.fresh,
+        norm=settings.clip_norm is not None,
+        finite=settings.skip_nonfinite,
+    )
+    return Shared(optimized, settings, tensors, spec, gradients)
+
+
+def gets_gradient(joint: Joint) -> Callable[[str], bool]:
+    return lambda name: joint.gradients.get(("parameter", MODULE + name)) is not None
+
+
+def split_step(joint: Joint, name: str, weights: Weights, shared: Shared) -> tuple[Pieces, Update]:
+    """The graphs of one variant, and the traced optimizer. The joint graph must have been made :func:`split.from_a_scalar`."""
+    trained = shared.optimized.trained
+    gradients = {p: joint.gradients[("parameter", MODULE + p)] for p in trained}
+    parameters = {n: node for n, node in _parameters(joint, joint.graph).items() if n in gradients}
+    values = [node.meta["val"] for node in gradients.values()], [parameters[p].meta["val"] for p in trained]
+    update = optimizers.trace(shared.optimized, *values, joint.fake_mode, shared.settings)
+    pieces = Pieces()
+    graph = GraphModule(joint.graph, split.copied(joint.graph.graph))
+    extra = _put_update(graph, joint, shared, update, [_named(graph, gradients[p].name) for p in trained])
+    pieces.step = _finish(pieces, joint, graph, f"{name}.step", weights, extra)
+    if shared.gradients:
+        graph = GraphModule(joint.graph, split.copied(joint.graph.graph))
+        _put_accumulation(graph, joint, shared, {p: _named(graph, gradients[p].name) for p in trained})
+        pieces.accumulate = _finish(pieces, joint, graph, f"{name}.accumulate", weights, [])
+    pieces.graphs = [dataclasses.replace(g, round_as_eager=update.coarse) for g in pieces.graphs]
+    return pieces, update
+
+
+def update_alone(joint: Joint, name: str, weights: Weights, shared: Shared, update: Update) -> tuple[Graph, Plan]:
+    """The optimizer on accumulated gradients, as a graph without inputs. ``joint``: of any variant."""
+    graph = GraphModule(nn.Module(), torch.fx.Graph())
+    graph.graph.output(())
+    for p, node in _parameters(joint, joint.graph).items():
+        if p in shared.gradients:
+            made = _placeholder(graph, node.name, node.meta["val"])
+            assert made.name == node.name
+    gradients = [_state(graph, joint, shared, shared.gradients[p]) for p in shared.optimized.trained]
+    extra = _put_update(graph, joint, shared, update, gradients)
+    if not extra:  # a call must have a result
+        with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
+            flag = _call(graph, aten.select.int, _state(graph, joint, shared, NUMBERS), 0, 0)
+            extra = [_call(graph, aten.clone.default, flag)]
+    pieces = Pieces()
+    split.truncate(graph, extra)
+    cut = split.Cut(joint, split.joint_passes(graph, joint), f"{name}.update", weights)
+    for node in split.results_of(cut.graph):
+        cut.result(node)
+    plan = cut.plan(pieces)
+    return dataclasses.replace(pieces.graphs[0], round_as_eager=update.coarse), plan
+
+
+def _finish(pieces: Pieces, joint: Joint, graph: GraphModule, name: str, weights: Weights, extra: list[Node]) -> Plan:
+    forward = split.results_of(joint.graph)[: joint.forward_values]
+    split.truncate(graph, [*(_named(graph, n.name) if isinstance(n, Node) else n for n in forward), *extra])
+    cut = split.Cut(joint, split.joint_passes(graph, joint), name, weights)
+    results = split.results_of(cut.graph)
+    outputs = split.current_outputs(joint, cut, results)
+    for node in results[joint.forward_values :]:
+        cut.result(node)
+    return cut.plan(pieces, outputs=outputs)
+
+
+def _put_update(graph: GraphModule, joint: Joint, shared: Shared, update: Update, gradients: list[Node]) -> list[Node]:
+    """Appends the optimizer; the nodes of the gradients' norm and of their finiteness, where there are such."""
+    by_name = _parameters(joint, graph)
+    parameters = [by_name[p] for p in shared.optimized.trained]
+    slots = [_state(graph, joint, shared, s.state) for s in shared.spec.state]
+    numbers = _state(graph, joint, shared, NUMBERS)
+    for node in update.graph.graph.find_nodes(op="get_attr"):
+        setattr(graph, str(node.target), getattr(update.graph, str(node.target)))
+    given = dict(zip(update.graph.graph.find_nodes(op="placeholder"), [*gradients, *parameters, *slots, numbers], strict=True))
+    with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
+        made = pytree.tree_leaves(graph.graph.graph_copy(update.graph.graph, dict(given)))
+        targets = [*parameters, *slots]
+        news, extra = made[: len(targets)], made[len(targets) :]
+        finite = extra[-1] if update.finite else None
+        for target, new in zip(targets, news, strict=True):
+            if finite is not None:
+                new = _call(graph, aten.where.self, finite, new, target)
+            if new is not target:
+                _call(graph, aten.copy_.default, target, new)
+    return extra
+
+
+def _put_accumulation(graph: GraphModule, joint: Joint, shared: Shared, gradients: dict[str, Node]) -> None:
+    numbers = _state(graph, joint, shared, NUMBERS)
+    with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
+        keep = _call(graph, aten.ne.Scalar, _call(graph, aten.select.int, numbers, 0, 0), 0)
+        for parameter, gradient in gradients.items():
+            slot = _state(graph, joint, shared, shared.gradients[parameter])
+            both = _call(graph, aten.add.Tensor, slot, gradient)
+            _call(graph, aten.copy_.default, slot, _call(graph, aten.where.self, keep, both, gradient))
+
+
+def _parameters(joint: Joint, graph: GraphModule) -> dict[str, Node]:
+    """The placeholders of the module's parameters, by name; a tied one under its first."""
+    out: dict[str, Node] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        kind, name = joint.placeholders.get(node.name, ("", ""))
+        if kind == "parameter" and name.startswith(MODULE):
+            out.setdefault(name.removeprefix(MODULE), node)
+    return out
+
+
+def _state(graph: GraphModule, joint: Joint, shared: Shared, name: str) -> Node:
+    """The placeholder of a tensor of ``Shared.tensors``, which becomes a constant when the graph is finished."""
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if joint.placeholders.get(node.name) == ("buffer", name):
+            return node
+    real = shared.tensors[name]
+    with joint.fake_mode:
+        value = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+    made = _placeholder(graph, f"of_the_step_{list(shared.tensors).index(name)}", value)
+    joint.placeholders[made.name] = ("buffer", name)
+    return made
+
+
+def _placeholder(graph: GraphModule, name: str, value: torch.Tensor) -> Node:
+    existing = list(graph.graph.find_nodes(op="placeholder"))
+    with graph.graph.inserting_after(existing[-1]) if existing else graph.graph.inserting_before(_output(graph)):
+        made = graph.graph.placeholder(name)
+    made.meta["val"] = value
+    return made
+
+
+def _call(graph: GraphModule, target: Any, *args: Any) -> Node:
+    made = graph.graph.call_function(target, args)
+    made.meta["val"] = args[0].meta["val"] if target is aten.copy_.default else target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+    return made
+
+
+def _output(graph: GraphModule) -> Node:
+    return next(iter(graph.graph.find_nodes(op="output")))
+
+
+def _named(graph: GraphModule, name: str) -> Node:
+    return next(n for n in graph.graph.nodes if n.name == name)

@@ -1,0 +1,282 @@
+"""A compiled training step against eager: the same steps from the same state, and everything that they leave behind.
+
+Several steps are made on the example, in eager (the person's module, loss and optimizer, put back afterwards), by the artifact, and in eager
+with everything in float64. What is compared is the losses, and by how much each parameter, buffer and tensor of the optimizer's state has
+changed: a wrong update is small beside the parameter that it is added to. With a, e, t the artifact's, eager's and float64's change of a tensor
+whose values are p:
+
+    ‖a − t‖ ≤ 4·‖e − t‖ + 16·eps·‖t‖ + 2·eps·‖p‖ + 8·s
+
+where s is how far t moves when everything that goes in is rounded otherwise, as in ``selfcheck.py``, and eps·‖p‖ what storing p rounds off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Verdict
+from aot_backward_runtime.package import Package
+
+from . import selfcheck, undisturbed
+from .capture import step as steps
+from .capture.optimizers import Settings
+
+STEPS = 3
+_PROBES = 4
+
+
+@dataclass(frozen=True)
+class Example:
+    """Arguments of a step (real tensors), and the module's mode."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mode: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is exported: the program, its optimizer, and whether gradients can wait. ``names``: of the optimizer's parameters by identity."""
+
+    program: steps.Fit
+    optimizer: torch.optim.Optimizer
+    settings: Settings
+    names: dict[int, str]
+    trained: tuple[str, ...]
+    waiting: bool
+    coarse: bool  # the optimizer computes in 16 bits: what it makes is compared as such
+
+
+@dataclass
+class Outcome:
+    """Losses, by number, and what the state was before and after, by name."""
+
+    losses: dict[str, torch.Tensor]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+
+    def change(self, name: str) -> torch.Tensor:
+        return self.after[name].double() - self.before[name].double()
+
+
+def check(package: Package, entry: str, number: int, case: Case, example: Example, stored: dict[str, torch.Tensor]) -> Verdict:
+    """Runs variant ``number`` of ``entry`` beside eager, at the example's sizes and, where one is dynamic, at others.
+
+    Raises :class:`ExportError` naming the tensor that is wrong, and by how much. What ``verify`` needs goes to ``stored``."""
+    spec = package.manifest.entries[entry].variants[number]
+    worst, at_worst, sizes = "", 0.0, list[str]()
+    like = selfcheck.Example(example.args, example.kwargs, example.mode, ())
+    for values, args, kwargs in selfcheck.sizes_of(spec, like):
+        at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
+        for waiting in (False, True) if case.waiting else (False,):
+            how = f"{entry} variant {number}{' at ' + at if at else ''}{' with accumulated gradients' if waiting else ''}"
+            try:
+                eager = _eager(case, example, args, kwargs, waiting)
+            except Exception as error:
+                if not sizes:
+                    raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
+                break  # eager refuses this size: nothing to compare with
+            truth, moved = _truth(case, example, args, kwargs, waiting, eager)
+            actual = run(package, entry, example.mode, args, kwargs, waiting)
+            differences = compared(actual, eager, truth, moved, case.coarse)
+            for name, ratio, off, allowed in differences:
+                if not ratio <= 1:
+                    raise ExportError(f"{how}: {name} is wrong: off by {off:.3g} from eager, {allowed:.3g} is allowed; nothing was written")
+                if ratio >= at_worst:
+                    worst, at_worst = name, ratio
+            if not sizes and not waiting:
+                _store(stored, f"{entry}/{number}", args, kwargs, eager, {name: allowed for name, _, _, allowed in differences})
+        sizes.append(at)
+    return Verdict("verified", worst, round(at_worst, 6), tuple(s for s in sizes if s))
+
+
+def run(package: Package, entry: str, mode: str, args: Any, kwargs: Any, waiting: bool) -> Outcome:
+    """:data:`STEPS` steps of the loaded entry from its present state, which is put back."""
+    step = package.step(entry).train(mode == "train")
+    kept = step.state_dict()
+    torch.manual_seed(selfcheck.SEED)
+    before = _flat(step.parameters, step.buffers, _full_state(step))
+    losses = {}
+    for i in range(STEPS):
+        if waiting:
+            losses[f"loss {i} first half"] = _first(step(*args, **kwargs, update=False))
+        losses[f"loss {i}"] = _first(step(*args, **kwargs))
+    out = Outcome(losses, before, _flat(step.parameters, step.buffers, _full_state(step)))
+    step.load_state_dict(kept)
+    return out
+
+
+def _full_state(step: Any) -> dict[str, torch.Tensor]:
+    """The optimizer's state, by name, also before the first step."""
+    return {f"{key} of {name}": t for key, names, t in step._state.slots for name in names}
+
+
+def _flat(parameters: Any, buffers: Any, slots: Any) -> dict[str, torch.Tensor]:
+    out = {f"parameter {n}": t for n, t in parameters.items()} | {f"buffer {n}": t for n, t in buffers.items()} | dict(slots)
+    return {n: t.detach().clone() for n, t in out.items()}
+
+
+def _first(value: Any) -> torch.Tensor:
+    return pytree.tree_leaves(value)[0].detach().clone()
+
+
+def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool) -> Outcome:
+    """The same steps by the person's own objects, which are put back."""
+    module, optimizer, settings = case.program.module, case.optimizer, case.settings
+    torch.manual_seed(selfcheck.SEED)
+    trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
+    everything = [*module.parameters(), *module.buffers()]
+    grads = [p.grad for p in module.parameters()]
+    tensors = {f"t{i}": t for i, t in enumerate(everything)}
+    with undisturbed.in_mode(module, example.mode), undisturbed.slots_kept(case.program), selfcheck.undone(tensors), _state_kept(optimizer):
+        try:
+            before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), {})
+            losses = {}
+            for i in range(STEPS):
+                optimizer.zero_grad(set_to_none=True)
+                for half in (" first half", "") if waiting else ("",):
+                    with torch.enable_grad():
+                        value = pytree.tree_leaves(case.program(*args, **kwargs))[0]
+                        losses[f"loss {i}{half}"] = value.detach().clone()
+                        value.backward()
+                if settings.clip_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
+                if settings.clip_value is not None:
+                    torch.nn.utils.clip_grad_value_(trained, settings.clip_value)
+                finite = all(bool(torch.isfinite(p.grad).all()) for p in trained if p.grad is not None)
+                if finite or not settings.skip_nonfinite:
+                    type(optimizer).step(optimizer)
+            slots = {
+                f"{key} of {case.names[id(p)]}": t
+                for p, state in optimizer.state.items()
+                for key, t in state.items()
+                if isinstance(t, torch.Tensor) and id(p) in case.names
+            }
+            return Outcome(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots))
+        finally:
+            for p, g in zip(module.parameters(), grads, strict=True):
+                p.grad = g
+
+
+@contextlib.contextmanager
+def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The optimizer works on a copy of its state inside, which has the dtype of its parameters."""
+    kept, groups = optimizer.state, [dict(g) for g in optimizer.param_groups]
+
+    def own(parameter: torch.Tensor, key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        wide = parameter.dtype is torch.float64 and value.is_floating_point() and value.dim() > 0
+        return value.detach().clone().to(torch.float64 if wide else value.dtype)
+
+    optimizer.state = type(kept)(dict)
+    for p, slots in kept.items():
+        optimizer.state[p] = {k: own(p, k, v) for k, v in slots.items()}
+    try:
+        yield
+    finally:
+        optimizer.state = kept
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+
+
+def _truth(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, eager: Outcome) -> tuple[Outcome, dict[str, float]]:
+    """The steps in float64, and by name how far their changes move with the rounding of what goes in; eager itself where float64 is no truth."""
+    values = [*case.program.parameters(), *eager.losses.values()]
+    if any(t.is_complex() for t in values) or not any(t.is_floating_point() and t.dtype is not torch.float64 for t in values):
+        return eager, {}
+    args, kwargs = selfcheck.doubled(args, kwargs)
+    device = next(case.program.parameters()).device.type
+    try:
+        with torch.autocast(device, enabled=False):
+            with selfcheck.in_float64(case.program):
+                truth = _eager(case, example, args, kwargs, waiting)
+            with selfcheck.in_float64(case.program, rounded=True):
+                near = _eager(case, example, selfcheck.rounded_values(args), selfcheck.rounded_values(kwargs), waiting)
+    except Exception:  # whatever stands against float64, eager is the next best
+        return eager, {}
+    if truth.after.keys() != eager.after.keys():
+        return eager, {}
+    for name, loss in eager.losses.items():
+        if not torch.isfinite(truth.losses[name]) or abs(float(loss) - float(truth.losses[name])) > 1e-2 * max(1e-3, abs(float(truth.losses[name]))):
+            return eager, {}  # other random numbers, or another computation
+    moved = {n: float((near.change(n) - truth.change(n)).norm()) for n in truth.after if n in truth.before}
+    return truth, moved
+
+
+def compared(actual: Outcome, eager: Outcome, truth: Outcome, moved: dict[str, float], coarse: bool) -> list[tuple[str, float, float, float]]:
+    """Name, ratio of error to what is allowed, error, allowed, for the losses and for everything that changes."""
+    out = []
+    for name, e in eager.losses.items():
+        own, right = float(actual.losses[name]), float(truth.losses[name])
+        if own != own and float(e) != float(e):
+            continue  # NaN in both
+        relative = max(16 * torch.finfo(e.dtype).eps, 1e-5 if truth is not eager else 2e-4, 1e-2 if coarse else 0.0)
+        limit = 4 * abs(float(e) - right) + relative * max(abs(right), 1e-3)
+        out.append((name, abs(own - right) / limit, abs(own - right), limit))
+    for name, e in eager.after.items():
+        if name not in actual.after:
+            raise ExportError(f"{name} is in eager's state, and not in the compiled step's")
+        a = actual.after[name]
+        if a.shape != e.shape or a.dtype != e.dtype:
+            raise ExportError(f"{name} is {a.dtype} {tuple(a.shape)} in the compiled step and {e.dtype} {tuple(e.shape)} in eager")
+        if not e.is_floating_point():
+            wrong = float((a != e).sum())
+            out.append((name, 2.0 if wrong else 0.0, wrong, 0.0))
+            continue
+        start = actual.before[name].double()
+        da, de, dt = (
+            a.double() - start,
+            e.double() - eager.before.get(name, start).double(),
+            truth.after[name].double() - truth.before.get(name, start).double(),
+        )
+        if not torch.isfinite(de).all():
+            if not torch.equal(torch.isfinite(de), torch.isfinite(da)):
+                raise ExportError(f"{name} has NaN or Inf where eager has none, or the reverse")
+            keep = torch.isfinite(de)
+            da, de, dt = (torch.where(keep, x, 0) for x in (da, de, dt))
+        eps = torch.finfo(e.dtype).eps
+        if truth is eager:
+            allowed = selfcheck.RELATIVE[e.dtype] * float(dt.norm()) + 4 * eps * float(e.double().norm())
+        else:
+            allowed = 4 * float((de - dt).norm()) + 16 * eps * float(dt.norm()) + 2 * eps * float(e.double().norm()) + 8 * moved.get(name, 0.0)
+        if coarse:
+            allowed += selfcheck.RELATIVE[torch.bfloat16] * float(dt.norm())
+        error = float((da - dt).norm())
+        out.append((f"the change of {name}", error / allowed if allowed else (0.0 if error == 0 else 2.0), error, allowed))
+    return out
+
+
+def _store(stored: dict[str, torch.Tensor], prefix: str, args: Any, kwargs: Any, eager: Outcome, allowed: dict[str, float]) -> None:
+    """For ``verify``: inputs, losses, and of each tensor a few projections of its change, not the whole."""
+    for i, value in enumerate(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)):
+        stored[f"{prefix}/input/{i}"] = value.detach().contiguous()
+    for name, loss in eager.losses.items():
+        stored[f"{prefix}/expected/{name}"] = loss
+        stored[f"{prefix}/allowed/{name}"] = torch.tensor(2 * allowed[name], dtype=torch.float64)  # another machine's rounding
+    for name, e in eager.after.items():
+        if name in eager.before and e.is_floating_point():
+            stored[f"{prefix}/expected/{name}"] = probes(eager.change(name))
+            stored[f"{prefix}/allowed/{name}"] = torch.tensor(2 * allowed[f"the change of {name}"], dtype=torch.float64)
+
+
+def probes(change: torch.Tensor) -> torch.Tensor:
+    """Projections of ``change`` on a few random directions: each is off by at most as much as the whole."""
+    flat = change.reshape(-1).double()
+    generator = torch.Generator().manual_seed(selfcheck.SEED)
+    directions = torch.randn(_PROBES, flat.numel(), generator=generator, dtype=torch.float64)
+    return torch.nn.functional.normalize(directions, dim=1) @ flat.cpu()
+
+
+def named(outcome: Outcome) -> dict[str, torch.Tensor]:
+    """What :func:`_store` keeps, of the artifact."""
+    changes = {n: probes(outcome.change(n)) for n, t in outcome.after.items() if n in outcome.before and t.is_floating_point()}
+    return dict(outcome.losses) | changes

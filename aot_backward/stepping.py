@@ -1,0 +1,80 @@
+"""A ``step`` entry on its way into a package: captured, compiled, and made ready to be checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import EntrySpec, StateSpec
+
+from . import stepcheck, undisturbed
+from .capture import joint as joints
+from .capture import optimizers, split
+from .capture import step as steps
+from .entries import Step
+from .variants import prepared, requiring, variant_spec
+
+if TYPE_CHECKING:
+    from .build import Build, Check
+
+
+def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
+    """What the manifest says of ``entry``, and its check. Graphs, weights and artifacts go to ``build``."""
+    if not isinstance(entry.module, nn.Module):
+        raise ExportError(f"entry {name!r}: module is a {type(entry.module).__name__}; a training step needs a torch.nn.Module")
+    program = steps.Fit(entry.module, entry.loss_fn)
+    names = optimizers.parameters_of(entry.optimizer, entry.module)
+    settings = optimizers.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite)
+    trained = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
+    wanted = [("parameter", steps.MODULE + names[id(p)]) for p in trained]
+    state = joints.state_of(program)
+    weights = {n: (build.key(name, n, t), t.detach()) for n, t in state.items()}
+    variants, examples = [], []
+    shared: steps.Shared | None = None
+    for i, variant in enumerate(entry.variants):
+        build.say(f"capture {name}", i, len(entry.variants))
+        if variant.requires_grad is not None:
+            raise ExportError(f"entry {name!r}: requires_grad names inputs, and a training step gives no gradients of inputs")
+        signature = program.signature(variant.args)
+        args, kwargs = prepared(variant, signature)
+        mode = variant.mode or ("train" if entry.module.training else "eval")
+        prefix = f"{name}.{i}"
+        with undisturbed.in_mode(entry.module, mode), requiring(program, wanted, args, kwargs) as (args, kwargs):
+            joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=True)
+            split.from_a_scalar(joint, prefix, weights)
+            optimized = optimizers.look_at(entry.optimizer, names, steps.gets_gradient(joint))
+            if shared is None:
+                shared = steps.share(optimized, settings, program, waiting=entry.accumulate or entry.distributed)
+                weights |= {n: (build.key(name, n, t), t) for n, t in shared.tensors.items()}
+            elif optimized.trained != shared.optimized.trained:
+                odd = sorted(set(optimized.trained) ^ set(shared.optimized.trained))
+                raise ExportError(f"entry {name!r}: {odd[0]} gets a gradient in some variants only; the optimizer would treat it differently")
+            pieces, update = steps.split_step(joint, prefix, weights, shared)
+            if i == 0:
+                shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, numbers=update.allowed))
+                if shared.gradients:
+                    graph, plan = steps.update_alone(joint, f"{name}.update", weights, shared, update)
+                    pieces.graphs.append(graph)
+                    shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, update=plan))
+            build.compile(pieces.graphs, joint)
+            variants.append(variant_spec(mode, joint, pieces))
+            examples.append(stepcheck.Example(args, kwargs, mode))
+        build.say(f"capture {name}", i + 1, len(entry.variants))
+    assert shared is not None
+    for n, tensor in shared.tensors.items():
+        if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
+            build.fills[weights[n][0]] = float(tensor.flatten()[0])
+    persistent = {steps.MODULE + n for n in entry.module.state_dict(keep_vars=True)}
+    everything: dict[str, Any] = state | shared.tensors
+    spec = EntrySpec(
+        kind="step",
+        state=tuple(StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in everything.items()),
+        variants=tuple(variants),
+        training=entry.module.training,
+        step=shared.spec,
+    )
+    case = stepcheck.Case(program, entry.optimizer, settings, names, shared.optimized.trained, bool(shared.gradients), update.coarse)
+    return spec, lambda package, i, stored: stepcheck.check(package, name, i, case, examples[i], stored)

@@ -1,0 +1,194 @@
+"""The parameter groups of a loaded step: dicts as an optimizer has them, whose numbers native code reads where they lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .errors import InputError, PackageError
+from .manifest import GroupSpec, Interval, NumberSpec, StepSpec
+
+
+class Numbers:
+    """The vector of numbers that the graphs read (:class:`NumberSpec`)."""
+
+    def __init__(self, spec: StepSpec, vector: torch.Tensor):
+        self.optimizer = spec.optimizer.rpartition(".")[2]
+        self._places: dict[tuple[int, str, int], tuple[NumberSpec, torch.Tensor]] = {}
+        for i, number in enumerate(spec.numbers, start=2):
+            self._places[number.group, number.key, number.position] = number, vector[i]
+        self._flags = vector[0], vector[1]
+        self._set = [False, spec.fresh]
+        with torch.no_grad():
+            vector.copy_(torch.tensor([0.0, float(spec.fresh), *(n.value for n in spec.numbers)], dtype=torch.float64))
+
+    def adding(self, flag: bool) -> None:
+        """Whether the next gradients are added to the accumulated ones, or replace them."""
+        self._put(0, flag)
+
+    def fresh(self, flag: bool) -> None:
+        """Whether the optimizer has no state yet."""
+        self._put(1, flag)
+
+    def _put(self, place: int, flag: bool) -> None:
+        if self._set[place] != flag:
+            self._set[place] = flag
+            self._flags[place].fill_(float(flag))
+
+    def positions(self, group: int, key: str) -> list[int]:
+        """Where ``key`` has numbers: [-1] for one, the places within a list, or nothing."""
+        return [p for g, k, p in self._places if (g, k) == (group, key)]
+
+    def check(self, group: int, key: str, position: int, value: Any) -> float:
+        """``value`` as a float that the compiled code holds for; :class:`InputError` says which it does."""
+        spec, _ = self._places[group, key, position]
+        label = _label(group, key, position)
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{label} is {value!r}; expected a number") from error
+        if spec.allowed and not any(_inside(number, i) for i in spec.allowed):
+            ways = " or ".join(map(_words, spec.allowed))
+            raise InputError(f"{label} = {number:g}: {self.optimizer} computes otherwise then; compiled for {ways}: export a step for this value")
+        return number
+
+    def set(self, group: int, key: str, position: int, value: float) -> None:
+        self._places[group, key, position][1].fill_(value)
+
+
+class Group(dict[str, Any]):
+    """One parameter group. Setting a number moves what native code reads; what is fixed in that code raises :class:`InputError`. Other keys
+    (``initial_lr``) are the caller's own."""
+
+    def __init__(self, numbers: Numbers, index: int, spec: GroupSpec, params: list[torch.Tensor], on_params: Callable[[], None]):
+        options = options_of(spec)
+        super().__init__({"params": params, **options})
+        self._numbers, self._index, self._on_params = numbers, index, on_params
+        self._fixed = {k for k in options if not numbers.positions(index, k)}
+        self._tuples = {k for k, v in options.items() if isinstance(v, list)}
+        for key in self._tuples:
+            super().__setitem__(key, tuple(options[key]))
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "params":
+            self._on_params()
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.check(key, value)
+        self.put(key, value)
+
+    def check(self, key: str, value: Any) -> None:
+        """:class:`InputError` where ``value`` may not be set."""
+        if key == "params":
+            raise InputError("the parameters of a group are fixed in the compiled step; export a step with other groups")
+        if key in self._fixed and plain(value) != plain(super().__getitem__(key)):
+            raise InputError(
+                f"{_label(self._index, key, -1)} is fixed in the compiled step at {super().__getitem__(key)!r}, got {value!r}: export a step for it"
+            )
+        for position, part in self._parts(key, value):
+            self._numbers.check(self._index, key, position, part)
+
+    def put(self, key: str, value: Any) -> None:
+        """Like setting, of what was checked."""
+        if key not in self._fixed:
+            for position, part in self._parts(key, value):
+                self._numbers.set(self._index, key, position, float(part))
+            value = plain(value)
+            super().__setitem__(key, tuple(value) if key in self._tuples else value)
+
+    def _parts(self, key: str, value: Any) -> Iterable[tuple[int, Any]]:
+        positions = self._numbers.positions(self._index, key)
+        if positions in ([], [-1]):
+            return [(p, value) for p in positions]
+        before = super().__getitem__(key)
+        if not isinstance(value, (tuple, list)) or len(value) != len(before):
+            raise InputError(f"{_label(self._index, key, -1)} is {value!r}; expected {len(before)} numbers")
+        for i, (old, new) in enumerate(zip(before, value, strict=True)):
+            if i not in positions and old != new:
+                raise InputError(f"{_label(self._index, key, i)} is fixed in the compiled step at {old!r}, got {new!r}: export a step for it")
+        return [(p, value[p]) for p in positions]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __delitem__(self, key: str) -> None:
+        if key == "params" or key in self._fixed or self._numbers.positions(self._index, key):
+            raise InputError(f"{_label(self._index, key, -1)} belongs to the compiled step and cannot be removed")
+        super().__delitem__(key)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def clear(self) -> None:
+        raise InputError("a parameter group of a compiled step cannot be cleared")
+
+    def popitem(self) -> Any:
+        raise InputError("pop a key of a parameter group by its name")
+
+    def __ior__(self, other: Any) -> Group:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """Everything but the parameters."""
+        return {k: v for k, v in self.items() if k != "params"}
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def options_of(spec: GroupSpec) -> dict[str, Any]:
+    """The options as they were at export; :class:`PackageError` where they are no JSON object."""
+    try:
+        options = json.loads(spec.options)
+    except (ValueError, RecursionError) as error:
+        raise PackageError(f"the options of a parameter group are not JSON: {error}") from error
+    if not isinstance(options, dict) or "params" in options:
+        raise PackageError("the options of a parameter group are no JSON object of options")
+    return options
+
+
+def plain(value: Any) -> Any:
+    """An option as JSON has it: tensors of one element as numbers, tuples as lists."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    return value
+
+
+def _label(group: int, key: str, position: int) -> str:
+    where = f"param_groups[{group}][{key!r}]" if group >= 0 else key
+    return where + (f"[{position}]" if position >= 0 else "")
+
+
+def _inside(value: float, interval: Interval) -> bool:
+    low, high = interval.low, interval.high
+    above = low is None or value > low or (value == low and not interval.low_open)
+    return above and (high is None or value < high or (value == high and not interval.high_open))
+
+
+def _words(interval: Interval) -> str:
+    low, high = interval.low, interval.high
+    if low is not None and low == high:
+        return f"{low:g} alone"
+    parts = [f"more than {low:g}" if interval.low_open else f"at least {low:g}"] if low is not None else []
+    if high is not None:
+        parts.append(f"less than {high:g}" if interval.high_open else f"at most {high:g}")
+    return " and ".join(parts)

@@ -1,0 +1,384 @@
+"""``load(path).step()``: forward, backward and optimizer in one native call, on state that the step owns."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import torch_api
+from .entry import Admitted, Entry
+from .errors import AotBackwardError, ExecutionError, InputError, StateError
+from .grad import BoundParameter
+from .guards import Fast
+from .plan import Runnable
+from .training_state import TrainingState
+from .tree import unflatten
+
+if TYPE_CHECKING:
+    from .averaging import Averaging
+
+_MODULE = "module."
+
+
+class LoadedStep(torch.optim.Optimizer):
+    """A training step: ``loss = step(x, y)`` runs forward, backward and optimizer in one native call.
+
+    Called as the module was, with the loss function's target as the last positional argument; what comes back is what the program returned
+    (the loss, a 0-d tensor, detached; or all results, the loss first). ``step(x, y, update=False)`` only adds up gradients; the next call with
+    an update uses them all, and so does :meth:`step`. Where an argument does not fit, :class:`InputError` names it and nothing was changed.
+
+    It is a ``torch.optim.Optimizer`` as far as a ``torch.optim.lr_scheduler`` looks: ``param_groups`` holds the numbers that a schedule moves,
+    and setting one is seen by the next call. ``count``: updates made. ``skipped``: updates left out because a gradient was Inf or NaN (with
+    ``skip_nonfinite``). ``grad_norm``: of the last update, before clipping, a 0-d tensor (with ``clip_norm``), else None.
+    """
+
+    def __init__(self, entry: Entry, tensors: Mapping[str, torch.Tensor], digest: str, shared: bool):
+        """``tensors``: the weights by key, which become this step's own. ``digest``: of the package. ``shared``: whether others hold them too."""
+        # torch.optim.Optimizer.__init__ is not called: it is made for parameters that an eager step changes, and imports Dynamo
+        spec = entry.spec.step
+        assert spec is not None
+        self._entry, self._tensors, self._digest = entry, dict(tensors), digest
+        self._moved = [True]  # set by a parameter that was given other memory
+        self._handed_out = shared  # whether anybody could have a parameter in a graph of autograd's
+        made: dict[str, torch.Tensor] = {}
+        for s in entry.spec.state:
+            if s.weight not in made:
+                made[s.weight] = self._bound(tensors[s.weight], s.requires_grad) if s.name.startswith(_MODULE) else tensors[s.weight]
+        self._held = [made[s.weight] for s in entry.spec.state]
+        self._weak = [weakref.ref(t) for t in self._held if isinstance(t, BoundParameter)]  # torch.utils.swap_tensors refuses then
+        own = [s for s in entry.spec.state if s.name.startswith(_MODULE)]
+        parameters = {s.name.removeprefix(_MODULE): made[s.weight] for s in own if s.parameter}
+        buffers = {s.name.removeprefix(_MODULE): made[s.weight] for s in own if not s.parameter}
+        persistent = [s.name.removeprefix(_MODULE) for s in own if s.persistent]
+        others = {s.name: made[s.weight] for s in entry.spec.state}
+        self._state = TrainingState(spec, parameters, buffers, persistent, others, self._hand_out)
+        self._places = {s.name: i for i, s in enumerate(entry.spec.state)}
+        entry.index_plans(self._places)
+        self._update = Runnable(spec.update, entry.libraries) if spec.update is not None else None
+        self._writes: Sequence[torch.Tensor] = [*parameters.values(), *buffers.values()]
+        self._averaging: Averaging | None = None
+        self._broadcast_buffers = self._buffers_due = False
+        self._mode = "train" if entry.spec.training else "eval"
+        self._last: _Ready | None = None
+        self._spoilt = ""
+        self._lock = threading.RLock()
+        self.defaults: dict[str, Any] = json.loads(spec.defaults)
+        self.grad_norm: torch.Tensor | None = None
+
+    # calling
+
+    def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
+        """One step on these arguments. ``update=False``: gradients are only added up."""
+        last = self._last
+        if last is None or kwargs or not update or self._moved[0] or not last.fits(args):
+            return self._look_closely(args, kwargs, update)
+        try:
+            results = last.native(args if last.order is None else [args[i] for i in last.order])  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        self._settle(results)
+        return last.finish(results, args)
+
+    def _settle(self, results: Sequence[torch.Tensor]) -> None:
+        """What an update leaves behind, besides the state."""
+        state, spec = self._state, self._state.spec
+        if self._handed_out:
+            torch.autograd.graph.increment_version(self._writes)
+        if spec.norm:
+            self.grad_norm = results[-2 if spec.finite else -1]
+        if spec.finite and not results[-1].item():
+            state.skipped += 1
+            return
+        state.count += 1
+        if state.fresh:
+            state.fresh = False
+
+    def _look_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
+        entry, state = self._entry, self._state
+        with self._lock:
+            if self._spoilt:
+                raise ExecutionError(f"the state is not whole: {self._spoilt}; resume() a saved state, or load_state_dict(), and go on")
+            admitted = entry.admit(self._mode, args, kwargs)
+            if self._averaging is not None and self._broadcast_buffers and self._buffers_due and update:
+                self._averaging.share(list(state.buffers.values()))
+            binding = entry.state.refresh([t.detach() for t in self._held])
+            self._moved[0] = False
+            apart = not update or state.accumulated > 0 or self._averaging is not None
+            if apart and self._update is None:
+                raise InputError(f"entry {entry.name!r} was exported without gradients that wait: export it with accumulate=True for update=False")
+            runnable = admitted.variant.plans["accumulate" if apart else "step"]
+            ready = _Ready(entry, admitted, runnable, self._held)
+            try:
+                with torch.no_grad():
+                    results = runnable.call(binding, admitted.flat, admitted.sizes)
+            except RuntimeError as error:
+                raise self._failed(error) from error
+            self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
+            if apart:
+                state.accumulated += 1
+                state.numbers.adding(True)
+                if update:
+                    self._apply()
+            else:
+                self._settle(results)
+                if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
+                    ready.remember(args)
+                    self._last = ready
+            return ready.finish(results, admitted.given)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Hands the gradients that were added up to the optimizer. :class:`InputError` where there are none."""
+        with self._lock:
+            if closure is not None:
+                raise InputError("a compiled step takes no closure: call it with the arguments of the module, loss = step(x, y)")
+            if not self._state.accumulated:
+                raise InputError("no gradients have been added up: call step(…, update=False) first, or step(…) for all at once")
+            self._apply()
+
+    def _apply(self) -> None:
+        state, runnable = self._state, self._update
+        assert runnable is not None
+        if self._averaging is not None:
+            self._averaging.average()
+        binding = self._entry.state.refresh([t.detach() for t in self._held])
+        try:
+            results = runnable.call(binding, (), {})
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        self._settle(results)
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients that were added up."""
+        self._state.accumulated = 0
+        self._state.numbers.adding(False)
+        self._last = None
+
+    def _failed(self, error: RuntimeError) -> ExecutionError:
+        self._last = None
+        self._spoilt = f"a native call failed half-way ({str(error).splitlines()[0]})"
+        return ExecutionError(f"entry {self._entry.name!r}: {self._spoilt}; memory may have run out. resume() a saved state before the next step")
+
+    def train(self, mode: bool = True) -> LoadedStep:
+        """Serves calls from the variants exported in training mode."""
+        self._mode, self._last = "train" if mode else "eval", None
+        return self
+
+    def eval(self) -> LoadedStep:
+        return self.train(False)
+
+    # state
+
+    @property
+    def param_groups(self) -> list[Any]:  # type: ignore[override]
+        """The optimizer's groups; numbers may be set, ``params`` are the parameters."""
+        return self._state.groups
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The module's parameters by name. Write into them in place; other memory (``.data =``) is bound with the next call."""
+        self._hand_out()
+        return MappingProxyType(dict(self._state.parameters))
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        self._hand_out()
+        return MappingProxyType(dict(self._state.buffers))
+
+    @property
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """The gradients that have been added up, by parameter; empty where there are none. They are written to by the next call."""
+        return MappingProxyType(dict(self._state.gradients) if self._state.accumulated else {})
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:  # type: ignore[override]
+        """The optimizer's state by parameter, the tensors themselves."""
+        self._hand_out()
+        out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for key, names, tensor in [] if self._state.fresh else self._state.slots:
+            for name in names:
+                out.setdefault(self._state.parameters[name], {})[key] = tensor
+        return out
+
+    @property
+    def count(self) -> int:
+        return self._state.count
+
+    @property
+    def skipped(self) -> int:
+        return self._state.skipped
+
+    @property
+    def accumulated(self) -> int:
+        """Calls whose gradients wait for an update."""
+        return self._state.accumulated
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"module": …, "optimizer": …, "count": …, …}``, as an eager module's and optimizer's ``load_state_dict`` take them; copies."""
+        with self._lock:
+            return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}`` of an eager training, or :meth:`state_dict`'s.
+        :class:`StateError` or :class:`InputError` names what does not fit; then nothing was changed."""
+        with self._lock:
+            self._state.load_state_dict(state_dict)
+            self.zero_grad()
+            self._spoilt = ""
+
+    def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
+        """Writes the whole state of training to ``path``, whole or not at all: parameters, buffers, the optimizer's state, the groups' numbers,
+        gradients that wait, the counts, torch's random state, and ``extra``, anything that JSON holds (an epoch, a schedule's state).
+
+        Over several processes all must call it; the first writes. Raises :class:`StateError`."""
+        with self._lock:
+            if self._spoilt:
+                raise StateError(f"nothing was saved to {path}: {self._spoilt}")
+            random = {"cpu": torch.get_rng_state()}
+            if self._held[0].is_cuda:
+                random["cuda"] = torch.cuda.get_rng_state(self._held[0].device)
+            if self._averaging is None:
+                self._state.save(path, random, extra)
+            else:
+                random = self._averaging.gathered(random)
+                self._averaging.by_first(lambda: self._state.save(path, random, extra))
+
+    def resume(self, path: str | os.PathLike[str], *, random: bool = True) -> Any:
+        """Goes on from what :meth:`save` wrote, bit for bit; returns its ``extra``. ``random=False`` leaves torch's random state as it is.
+
+        Over several processes each reads the file; a rank that it has no random state of (it was saved by fewer) keeps its own.
+        Raises :class:`StateError`; then the old state stays."""
+        with self._lock:
+            states, extra = self._state.resume(path)
+            self._last, self._spoilt = None, ""
+            rank = "" if self._averaging is None or self._averaging.rank == 0 else f"/{self._averaging.rank}"
+            if random and f"cpu{rank}" in states:
+                torch.set_rng_state(states[f"cpu{rank}"])
+            if random and f"cuda{rank}" in states and self._held[0].is_cuda:
+                torch.cuda.set_rng_state(states[f"cuda{rank}"], self._held[0].device)
+            return extra
+
+    # several processes
+
+    def distribute(self, group: Any = None, *, broadcast_buffers: bool = True, bucket_mb: float = 25.0) -> LoadedStep:
+        """From now on gradients are averaged over the processes of ``group`` before each update, as ``DistributedDataParallel`` averages them;
+        all start from the state of the first. ``broadcast_buffers``: before a forward all get the first's buffers (BatchNorm's statistics).
+        ``bucket_mb``: gradients are averaged in pieces of so many MiB. Call it on every rank, after
+        ``torch.distributed.init_process_group``. Raises :class:`DistributedError`."""
+        from .averaging import Averaging, Buckets
+
+        if self._update is None:
+            raise InputError(f"entry {self._entry.name!r} was exported for one process: export it with distributed=True")
+        with self._lock:
+            state = self._state
+            specs = [(n, tuple(t.shape), t.stride(), t.dtype, t.device) for n, t in state.gradients.items()]
+            buckets = Buckets(specs, bucket_mb)
+            averaging = Averaging(buckets, group)
+            averaging.check_same(f"package {self._digest}, entry {self._entry.name}")
+            for name, view in buckets.views.items():
+                view.copy_(state.gradients[name])
+                self._held[self._places[next(g.state for g in state.spec.gradients if g.parameter == name)]] = view
+            state.gradients = dict(buckets.views)
+            own = [t.detach() for t in (*state.parameters.values(), *state.buffers.values())]
+            averaging.share([*own, *(t for *_, t in state.slots)])
+            self._averaging, self._last = averaging, None
+            self._broadcast_buffers = broadcast_buffers and bool(state.buffers)
+            self._buffers_due = True
+            self._moved[0] = True
+        return self
+
+    # what an optimizer has and a compiled step cannot do
+
+    def add_param_group(self, param_group: Any) -> None:
+        raise InputError("the parameter groups of a compiled step are fixed; export a step whose optimizer has this group")
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError("a compiled step calls no hooks; do before and after the call what the hook would do")
+
+    register_step_pre_hook = register_step_post_hook = _refuse_hook
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
+    def __repr__(self) -> str:
+        return f"LoadedStep(entry={self._entry.name!r}, optimizer={self._state.spec.optimizer.rpartition('.')[2]}, count={self.count})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadedStep:
+        with self._lock:
+            tensors = {k: t.detach().clone() for k, t in zip((s.weight for s in self._entry.spec.state), self._held, strict=True)}
+            other = LoadedStep(copy.deepcopy(self._entry, memo), tensors, self._digest, False)
+            other.load_state_dict(self.state_dict())
+            return other
+
+    def __reduce__(self) -> Any:
+        raise AotBackwardError("a loaded step cannot be pickled: save(path) its state, and load the package where it is needed")
+
+    __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731
+    __getstate__ = __reduce__
+
+    def _bound(self, tensor: torch.Tensor, requires_grad: bool) -> BoundParameter:
+        made = torch_api.make_subclass(BoundParameter, tensor, requires_grad)
+        made._moved = self._moved
+        return made
+
+    def _hand_out(self) -> None:
+        self._handed_out = True
+
+
+class _Ready:
+    """What is left to do when the same kind of call comes again."""
+
+    __slots__ = (
+        "check",
+        "count",
+        "held",
+        "index",
+        "memory",
+        "native",
+        "only_inputs",
+        "order",
+        "outputs",
+        "plain",
+        "runnable",
+        "sizes",
+        "tree",
+        "types",
+        "variant",
+    )
+
+    def __init__(self, entry: Entry, admitted: Admitted, runnable: Runnable, held: list[torch.Tensor]):
+        self.variant, self.runnable, self.sizes, self.types, self.held = admitted.variant, runnable, admitted.sizes, entry.types, held
+        self.tree = admitted.variant.spec.out_tree
+        self.outputs = runnable.outputs
+        self.plain = self.tree.kind == "tensor" and runnable.outputs == [("result", 0)]
+        self.index = {name: i for i, name in enumerate(entry.state.names)}
+        where = [i for _, i in runnable.operands]
+        self.only_inputs = all(kind == "input" for kind, _ in runnable.operands)
+        self.count = len(admitted.variant.spec.inputs)
+        self.order = None if where == list(range(self.count)) else where
+        self.check: Callable[..., bool] = lambda *_: False
+
+    def remember(self, args: Sequence[torch.Tensor]) -> None:
+        """From now on calls like ``args`` need only the check in C. The library is bound already."""
+        if self.only_inputs and self.runnable.library is not None:
+            fast = Fast(args)
+            self.check, self.memory, self.native = fast.check, fast.memory, self.runnable.library.raw_run
+
+    def fits(self, args: Sequence[torch.Tensor]) -> bool:
+        if len(args) != self.count or not self.check(*args) or not self.memory(args):
+            return False
+        self.variant.check_ambient()
+        return True
+
+    def finish(self, results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
+        if self.plain:
+            return results[0]
+        flat = [results[w] if k == "result" else given[w] if k == "input" else self.held[self.index[w]] for k, w in self.outputs]
+        return unflatten(self.tree, flat, self.sizes, self.types)

@@ -1,0 +1,220 @@
+"""What a training step changes: parameters, buffers, the optimizer's state, the numbers of its groups; to and from eager's dicts and a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import state_file
+from .errors import AotBackwardError, StateError
+from .manifest import StepSpec
+from .parameter_groups import Group, Numbers, plain
+
+_Copies = list[tuple[torch.Tensor, torch.Tensor]]
+_PROGRESS = ("count", "skipped", "accumulated")
+
+
+class TrainingState:
+    """The tensors of a loaded step, by the names that eager gives them.
+
+    Every change of them is checked whole before the first tensor is written, so that an error leaves the old state.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        persistent: Sequence[str],
+        others: Mapping[str, torch.Tensor],
+        on_params: Callable[[], None],
+    ):
+        """``others``: the rest of the entry's state by name. ``persistent``: the names that the module's ``state_dict`` has."""
+        self.spec, self.parameters, self.buffers, self._persistent = spec, parameters, buffers, persistent
+        self.numbers = Numbers(spec, others["numbers"])
+        self.groups = [Group(self.numbers, n, g, [parameters[p] for p in g.parameters], on_params) for n, g in enumerate(spec.groups)]
+        self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state]
+        self._first = [t.detach().clone() for *_, t in self.slots] if spec.fresh else None
+        self.gradients: dict[str, torch.Tensor] = {g.parameter: others[g.state] for g in spec.gradients}
+        self.count = self.skipped = self.accumulated = 0
+
+        self.fresh = spec.fresh
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the optimizer has made no step, so that eager's has no state yet."""
+        return self._fresh
+
+    @fresh.setter
+    def fresh(self, flag: bool) -> None:
+        self._fresh = flag
+        self.numbers.fresh(flag)
+
+    @property
+    def _module(self) -> dict[str, torch.Tensor]:
+        both = {**self.parameters, **self.buffers}
+        return {n: both[n] for n in self._persistent}
+
+    # eager's dicts
+
+    def state_dict(self) -> dict[str, Any]:
+        order = {name: i for i, name in enumerate(n for g in self.spec.groups for n in g.parameters)}
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        if not self.fresh:
+            for key, names, tensor in self.slots:
+                for name in names:
+                    state.setdefault(order[name], {})[key] = tensor.detach().clone()
+        groups = []
+        for spec, group in zip(self.spec.groups, self.groups, strict=True):
+            groups.append({**group.options(), "params": [order[n] for n in spec.parameters]})
+        return {
+            "module": {n: t.detach().clone() for n, t in self._module.items()},
+            "optimizer": {"state": dict(sorted(state.items())), "param_groups": groups},
+            **self.progress(),
+        }
+
+    def progress(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in _PROGRESS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or not {"module", "optimizer"} <= state.keys():
+            has = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise StateError(f'expected {{"module": net.state_dict(), "optimizer": optimizer.state_dict()}}, got {has}')
+        copies = self._fitting("module", self._module, state["module"])
+        optimizer = state["optimizer"]
+        if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
+            raise StateError("state['optimizer'] is no state_dict of a torch.optim optimizer: it needs 'state' and 'param_groups'")
+        given, groups = optimizer["state"], optimizer["param_groups"]
+        theirs, ours = [len(g["params"]) for g in groups], [len(g.parameters) for g in self.spec.groups]
+        if theirs != ours:
+            raise StateError(f"the optimizer's groups have {theirs} parameters; this step was exported with {ours}")
+        names = [n for g in self.spec.groups for n in g.parameters]
+        named = {names[i]: given[p] for i, p in enumerate(p for g in groups for p in g["params"]) if p in given}
+        options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        self._check_options(options)
+        copies += self._slots_from(named)
+        self._write(copies, options)
+        self.fresh = not named
+        for name in _PROGRESS:
+            setattr(self, name, int(state.get(name, 0)))
+        self.accumulated = 0  # gradients that wait are no part of it
+
+    def _slots_from(self, named: Mapping[str, Mapping[str, Any]]) -> _Copies:
+        if not named:
+            if self._first is None:
+                raise StateError("the optimizer's state is empty, and this step was exported in the middle of a training: it knows no beginning")
+            return [(tensor, first) for (*_, tensor), first in zip(self.slots, self._first, strict=True)]
+        copies = []
+        for key, parameters, tensor in self.slots:
+            first: torch.Tensor | None = None
+            for name in parameters:
+                value = named.get(name, {}).get(key)
+                if value is None and key == "momentum_buffer" and name in named:
+                    value = torch.zeros_like(tensor)  # eager's, before the first step
+                if not isinstance(value, torch.Tensor):
+                    value = torch.tensor(float(value)) if isinstance(value, (int, float)) else value
+                if value is None:
+                    raise StateError(f"the optimizer's state of {name!r} has no {key!r}; {self.spec.optimizer} needs it")
+                _check_shape(f"the optimizer's {key!r} of {name!r}", value, tensor)
+                if first is not None and float(value) != float(first):
+                    raise StateError(
+                        f"the optimizer's {key!r} is {float(first):g} for {parameters[0]!r} and {float(value):g} for {name!r}; this step was exported "
+                        f"with one for both: export it with the optimizer in this state"
+                    )
+                first = value
+            assert first is not None
+            copies.append((tensor, first))
+        return copies
+
+    # the file
+
+    def save(self, path: str | os.PathLike[str], random: Mapping[str, torch.Tensor], extra: Any) -> None:
+        tensors = {f"module/{n}": t for n, t in self._module.items()}
+        tensors |= {f"optimizer/{key}/{names[0]}": t for key, names, t in self.slots}
+        if self.accumulated:
+            tensors |= {f"gradient/{n}": t for n, t in self.gradients.items()}
+        tensors |= {f"random/{n}": t for n, t in random.items()}
+        about = {
+            "optimizer": self.spec.optimizer,
+            "groups": [{"parameters": list(s.parameters), "options": plain(g.options())} for s, g in zip(self.spec.groups, self.groups, strict=True)],
+            "fresh": self.fresh,
+            **self.progress(),
+            "extra": extra,
+        }
+        state_file.write_state(path, tensors, about)
+
+    def resume(self, path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], Any]:
+        """Takes over what :meth:`save` wrote; the states of random generators, by name, and ``extra``."""
+        tensors, about = state_file.read_state(path)
+        try:
+            return self._resume(tensors, about)
+        except (AotBackwardError, KeyError, TypeError, ValueError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise StateError(f"{path} does not fit this step: {what}") from error
+
+    def _resume(self, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+        if about["optimizer"] != self.spec.optimizer:
+            raise StateError(f"it was saved by {about['optimizer']}, this is {self.spec.optimizer}")
+        theirs, ours = [g["parameters"] for g in about["groups"]], [list(g.parameters) for g in self.spec.groups]
+        if theirs != ours:
+            odd = sorted({n for g in theirs for n in g} ^ {n for g in ours for n in g})
+            raise StateError(f"its parameter groups are others than this step's{', which differ in ' + odd[0] if odd else ''}")
+        parts: dict[str, dict[str, torch.Tensor]] = {"module": {}, "optimizer": {}, "gradient": {}, "random": {}}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            parts[kind][rest] = tensor
+        copies = self._fitting("module", self._module, parts["module"])
+        copies += self._fitting("optimizer", {f"{key}/{names[0]}": t for key, names, t in self.slots}, parts["optimizer"])
+        progress = {name: int(about[name]) for name in _PROGRESS}
+        if progress["accumulated"]:
+            copies += self._fitting("gradient", self.gradients, parts["gradient"])
+        options = [g["options"] for g in about["groups"]]
+        self._check_options(options)
+        extra, fresh = about["extra"], bool(about["fresh"])
+        self._write(copies, options)
+        for name, value in progress.items():
+            setattr(self, name, value)
+        self.fresh = fresh
+        self.numbers.adding(self.accumulated > 0)
+        return parts["random"], extra
+
+    def _check_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        for group, given in zip(self.groups, options, strict=True):
+            for key, value in given.items():
+                if key not in _FORM:
+                    group.check(key, value)
+
+    def _write(self, copies: _Copies, options: Sequence[Mapping[str, Any]]) -> None:
+        with torch.no_grad():
+            for own, value in copies:
+                own.copy_(value)
+        for group, given in zip(self.groups, options, strict=True):
+            for key, value in given.items():
+                if key not in _FORM:
+                    group.put(key, value)
+
+    def _fitting(self, what: str, own: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> _Copies:
+        missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        if missing or unexpected:
+            raise StateError(f"{what} state: missing {missing[:5] or 'nothing'}, unexpected {unexpected[:5] or 'nothing'}")
+        for name, tensor in own.items():
+            _check_shape(f"{what} {name!r}", given[name], tensor)
+        return [(tensor, given[name]) for name, tensor in own.items()]
+
+
+_FORM = ("foreach", "fused", "capturable", "differentiable")
+"""Options of eager's that choose among forms of the same computation."""
+
+
+def _check_shape(what: str, value: Any, own: torch.Tensor) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise StateError(f"{what} is a {type(value).__name__}; expected a tensor")
+    if value.shape != own.shape and value.numel() != 1 and own.dim() != 0:
+        raise StateError(f"{what} has shape {tuple(value.shape)}; this step was compiled for {tuple(own.shape)}")
+    if value.shape != own.shape and (own.dim() != 0 or value.numel() != 1):
+        raise StateError(f"{what} has shape {tuple(value.shape)}; this step was compiled for {tuple(own.shape)}")
+    if value.is_complex() and not own.is_complex():
+        raise StateError(f"{what} is complex; this step was compiled for {own.dtype}")
