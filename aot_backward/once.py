@@ -15,6 +15,10 @@ from aot_backward_runtime.module import LoadedModule
 from aot_backward_runtime.tree import flatten, unflatten
 
 GRADIENT = "gradient of "
+_ELSEWHERE = {
+    "step": "is a training step, whose every call changes its state: `aot-backward train` makes steps and saves what they made",
+    "replay": "holds recorded backward passes, which only the script that was recorded can call: `aot-backward replay` runs it",
+}
 
 
 def call_entry(package: Package, name: str | None, mode: str | None, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -28,6 +32,8 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
     if name not in package.entries:
         raise AotBackwardError(f"there is no entry {name!r}; the package has: {', '.join(package.entries)}")
     spec = package.manifest.entries[name]
+    if spec.kind in _ELSEWHERE:
+        raise AotBackwardError(f"entry {name!r} {_ELSEWHERE[spec.kind]}")
     modes = {v.mode for v in spec.variants}
     mode = "" if modes == {""} else mode or ("train" if spec.training and "train" in modes else sorted(modes)[0])
     incoming = {n.removeprefix(GRADIENT): t for n, t in tensors.items() if n.startswith(GRADIENT)}

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -62,7 +63,8 @@ class Report:
 
 
 def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: Progress | None = None) -> Report:
-    """Compares every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's at export.
+    """Compares every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's at export; of a training
+    step its losses over a few steps, and what they change.
 
     A ``replay`` entry stores no numbers, and is only reported. With ``run=False`` no native code is opened. Raises
     :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` where the native code cannot run here.
@@ -112,8 +114,19 @@ def _verify_variant(package: Package, entry: str, number: int, examples: Mapping
     cotangents = [_as(s.dtype, kept[f"cotangent/{i}"]) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in kept]
     args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
     with _under(spec.ambient, spec), torch.random.fork_rng():
-        actual = selfcheck.artifact(package, entry, spec, spec.mode, args, kwargs, cotangents)
+        if package.entries[entry] == "step":
+            actual = _steps(package, entry, spec.mode, args, kwargs, kept)
+        else:
+            actual = selfcheck.artifact(package, entry, spec, spec.mode, args, kwargs, cotangents)
     return _compared(entry, number, actual, kept)
+
+
+def _steps(package: Package, entry: str, mode: str, args: Any, kwargs: Any, kept: Mapping[str, torch.Tensor]) -> Named:
+    """What a few steps make of the loss and of the state, as far as eager's is stored; the step's own state is put back."""
+    from . import stepcheck  # brings in sympy, which looking at other entries does not need
+
+    found = stepcheck.named(stepcheck.run(package, entry, mode, args, kwargs, waiting=False))
+    return {name: tensor for name, tensor in found.items() if f"expected/{name}" in kept}
 
 
 def _compared(entry: str, number: int, actual: Named, kept: Mapping[str, torch.Tensor]) -> VariantReport:

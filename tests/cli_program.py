@@ -56,3 +56,23 @@ def unexportable() -> ab.Grad:
 
 
 CONSTANT = 3
+
+
+def training() -> dict[str, ab.Step | ab.Grad]:
+    """A step with what training can have: dropout and BatchNorm, momentum, clipping, gradients that wait; and something beside it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)]
+    module = nn.Sequential(*layers)
+    batch = torch.export.Dim("batch", min=4, max=64)
+    variant = ab.Variant((torch.randn(16, 4), torch.randint(3, (16,))), dynamic_shapes=({0: batch}, {0: batch}))
+    optimizer = torch.optim.AdamW([{"params": layers[0].parameters(), "lr": 1e-3}, {"params": module[1:].parameters()}], lr=1e-2)
+    step = ab.Step(module, [variant], optimizer, loss_fn=nn.functional.cross_entropy, accumulate=True, clip_norm=1.0)
+    return {"fit": step, "distance": sole()}
+
+
+def static() -> ab.Step:
+    """Batches of 8 alone, the smallest step that there is."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return ab.Step(module, [ab.Variant((torch.randn(8, 4), torch.randint(3, (8,))))], optimizer, loss_fn=nn.functional.cross_entropy)

@@ -95,7 +95,7 @@ def test_progress_is_shown_on_a_terminal(package: Path) -> None:
         (f"{PROGRAM}:nonsuch", 2, "has no function 'nonsuch'; it has: Net, net, distance, entries"),
         (f"{PROGRAM}:CONSTANT", 2, "has no function 'CONSTANT'"),
         (f"{PROGRAM}:raising", 1, "raising raised ValueError: no data (--debug shows the rest)"),
-        (f"{PROGRAM}:number", 1, "returned 3; return a Module, a Grad, or a dict"),
+        (f"{PROGRAM}:number", 1, "returned 3; return a Module, a Grad, a Step, or a dict"),
         (f"{PROGRAM}:unexportable", 1, "wrt names 'nonsuch', which is no input"),
     ],
 )

@@ -32,7 +32,7 @@ ALLOWED = {
     "aot_backward.tensor_file": (*LIBRARY, "aot_backward.package"),
     "aot_backward.capture": LIBRARY,
     "aot_backward.selfcheck": LIBRARY,
-    "aot_backward.verify": (*LIBRARY, "aot_backward.selfcheck"),
+    "aot_backward.verify": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.stepcheck"),
     "aot_backward.once": LIBRARY,
     "aot_backward.diagnosis": (*LIBRARY, "aot_backward_exporters"),
     "aot_backward.entries": LIBRARY,

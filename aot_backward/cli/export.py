@@ -37,32 +37,56 @@ class Program(click.ParamType):
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write, whole or not at all.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
+@click.option(
+    "--entry",
+    "wanted",
+    multiple=True,
+    metavar="WHICH",
+    help="Export only the entry of this name, or all of this kind: module, grad or step. May be given several times.",
+)
 @debug_option
-def export(program: tuple[Path, str], output: Path, target: str, weights: bool) -> None:
+def export(program: tuple[Path, str], output: Path, target: str, weights: bool, wanted: tuple[str, ...]) -> None:
     """Compile what the function NAME of FILE.py returns into the package OUT.pt2.
 
-    NAME takes no arguments and returns an aot_backward.Module or Grad, or several as a dict by the name each gets in the package. Every
-    gradient is compared with eager before anything is written.
+    NAME takes no arguments and returns an aot_backward.Module, Grad or Step, or several as a dict by the name each gets in the package; a sole
+    one is called "module", "grad" or "step". Every gradient, and what a training step changes, is compared with eager before anything is
+    written.
     """
     path, name = program
     from .. import export as export_package
 
-    entries = _entries(path, name)
+    entries = _chosen(_entries(path, name), wanted, f"{path}:{name}")
     with shown() as progress:
         export_package(output, entries, target=target, weights=weights, progress=progress)
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB): {', '.join(entries)}")
 
 
 def _entries(path: Path, name: str) -> Entries:
-    from ..export import Grad, Module
+    from ..export import Grad, Module, Step
 
     made = _called(_function(path, name), f"{path}:{name}")
-    if isinstance(made, (Module, Grad)):
-        return {"module" if isinstance(made, Module) else "grad": made}
-    if not isinstance(made, dict) or not made or not all(isinstance(k, str) and isinstance(v, (Module, Grad)) for k, v in made.items()):
+    if isinstance(made, (Module, Grad, Step)):
+        return {_kind(made): made}
+    if not isinstance(made, dict) or not made or not all(isinstance(k, str) and isinstance(v, (Module, Grad, Step)) for k, v in made.items()):
         what = f"a dict of {sorted({type(v).__name__ for v in made.values()})}" if isinstance(made, dict) and made else repr(made)[:60]
-        raise click.ClickException(f"{path}:{name} returned {what}; return a Module, a Grad, or a dict of such by name")
+        raise click.ClickException(f"{path}:{name} returned {what}; return a Module, a Grad, a Step, or a dict of such by name")
     return made
+
+
+def _kind(entry: object) -> str:
+    return type(entry).__name__.lower()
+
+
+def _chosen(entries: Entries, wanted: tuple[str, ...], program: str) -> Entries:
+    """Those that ``wanted`` names; a name counts before a kind."""
+    chosen = set(entries) if not wanted else set[str]()
+    for which in wanted:
+        found = [which] if which in entries else [n for n, e in entries.items() if _kind(e) == which]
+        if not found:
+            has = ", ".join(f"{n} ({_kind(e)})" for n, e in entries.items())
+            raise click.UsageError(f"--entry {which}: {program} returned no entry of that name or kind; it returned: {has}")
+        chosen.update(found)
+    return {n: e for n, e in entries.items() if n in chosen}
 
 
 def _function(path: Path, name: str) -> Callable[[], Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,19 @@ from .tables import count, size, table
 
 if TYPE_CHECKING:
     from aot_backward_runtime.archive import Archive
-    from aot_backward_runtime.manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec, VariantSpec
+    from aot_backward_runtime.manifest import (
+        EntrySpec,
+        Manifest,
+        NumberSpec,
+        PassSpec,
+        Segment,
+        StateSpec,
+        StepSpec,
+        StructureSpec,
+        SymbolSpec,
+        TensorSpec,
+        VariantSpec,
+    )
 
 
 @click.command(epilog=EXIT_CODES)
@@ -54,11 +68,12 @@ def _described(archive: Archive) -> dict[str, Any]:
     entries = {
         name: {
             "kind": entry.kind,
-            "parameters": sum(s.parameter for s in entry.state),
-            "buffers": sum(not s.parameter for s in entry.state),
+            "parameters": sum(s.parameter for s in _of_the_module(entry)),
+            "buffers": sum(not s.parameter for s in _of_the_module(entry)),
             "gradients": list(entry.names),
             "variants": [_variant(v) for v in entry.variants],
             "structures": [_structure(s) for s in entry.structures],
+            "step": _step(entry, entry.step, manifest) if entry.step else None,
         }
         for name, entry in manifest.entries.items()
     }
@@ -80,6 +95,45 @@ def _described(archive: Archive) -> dict[str, Any]:
         "members": {name: dataclasses.asdict(member) for name, member in members.items()},
         "manifest_sha256": archive.manifest_digest,
     }
+
+
+def _of_the_module(entry: EntrySpec) -> list[StateSpec]:
+    """State that the program has by itself, without what belongs to a training step."""
+    return [s for s in entry.state if entry.step is None or s.name.startswith("module.")]
+
+
+def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any]:
+    from aot_backward_runtime.guards import dtype_of
+    from aot_backward_runtime.parameter_groups import options_of
+
+    keys = {s.name: s.weight for s in entry.state}
+
+    def tensors(names: Iterable[str]) -> dict[str, int]:
+        specs = [manifest.weights[w] for w in {keys[n] for n in names}]
+        return {"tensors": len(specs), "bytes": sum(math.prod(s.shape) * dtype_of(s.dtype).itemsize for s in specs)}
+
+    numbers = [[n for n in step.numbers if n.group == g] for g in range(-1, len(step.groups))]
+    clips = {n.key: n.value for n in numbers[0]}
+    return {
+        "optimizer": step.optimizer,
+        "steps_made_at_export": not step.fresh,
+        "groups": [
+            {"parameters": list(g.parameters), "options": options_of(g), "numbers": [_number(n) for n in own]}
+            for g, own in zip(step.groups, numbers[1:], strict=True)
+        ],
+        "state": tensors(s.state for s in step.state),
+        "gradients_can_wait": step.update is not None,
+        "gradients": tensors(g.state for g in step.gradients),
+        "clip_norm": clips.get("clip_norm"),
+        "clip_value": clips.get("clip_value"),
+        "skip_nonfinite": step.finite,
+    }
+
+
+def _number(number: NumberSpec) -> dict[str, Any]:
+    """``allowed``: the intervals in which the compiled code holds; none: everywhere."""
+    label = number.key if number.position < 0 else f"{number.key}[{number.position}]"
+    return {"name": label, "value": number.value, "allowed": [dataclasses.asdict(i) for i in number.allowed]}
 
 
 def _variant(variant: VariantSpec) -> dict[str, Any]:
@@ -174,6 +228,8 @@ def _show(d: dict[str, Any]) -> None:
         click.echo(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
         if entry["gradients"]:
             click.echo(f"  gradients of {', '.join(entry['gradients'])}")
+        if entry["step"]:
+            _show_step(entry["step"])
         for i, v in enumerate(entry["variants"]):
             _show_variant(i, v)
     table(
@@ -195,6 +251,48 @@ def _show_variant(number: int, v: dict[str, Any]) -> None:
         click.echo(f"    {label}: from {bounds['minimum']}{top}")
     _show_conditions(v["guards"], v["ambient"], "    ")
     click.echo(f"    compared with eager: {_verdict(v['verdict'])}")
+
+
+def _show_step(s: dict[str, Any]) -> None:
+    state, gradients = s["state"], s["gradients"]
+    made = "after steps that it made before the export" if s["steps_made_at_export"] else "before its first step"
+    click.echo(f"  optimizer {s['optimizer']}, {made}; {count(state['tensors'], 'tensor')} of state, {size(state['bytes'])}")
+    for i, group in enumerate(s["groups"]):
+        moved = {n["name"].partition("[")[0] for n in group["numbers"]}
+        numbers = ", ".join(f"{n['name']} {n['value']:g}{_limits(n['allowed'])}" for n in group["numbers"])
+        fixed = ", ".join(f"{k} {v}" for k, v in group["options"].items() if k not in moved)
+        click.echo(f"  group {i} of {count(len(group['parameters']), 'parameter')}: {numbers or 'no number that a schedule may move'}")
+        if fixed:
+            click.echo(f"    fixed: {fixed}")
+    for key, what in (("clip_norm", "norm"), ("clip_value", "elements")):
+        if s[key] is not None:
+            click.echo(f"  clips the gradients' {what} at {s[key]:g}")
+    if s["skip_nonfinite"]:
+        click.echo("  skips an update whose gradients have Inf or NaN")
+    if s["gradients_can_wait"]:
+        kept = f"{count(gradients['tensors'], 'tensor')}, {size(gradients['bytes'])}"
+        click.echo(f"  gradients can wait (update=False, several processes): {kept}")
+    else:
+        click.echo("  gradients cannot wait: every call is an update, in one process")
+
+
+def _limits(allowed: list[dict[str, Any]]) -> str:
+    """Where a number may be moved to, `` (not 0)``; nothing where it may be any."""
+    if len(allowed) == 2:
+        below, above = allowed
+        if below["low"] is None and above["high"] is None and below["high"] == above["low"] and below["high_open"] and above["low_open"]:
+            return f" (not {below['high']:g})"
+    words = " or ".join(filter(None, map(_interval, allowed)))
+    return f" ({words})" if words else ""
+
+
+def _interval(interval: dict[str, Any]) -> str:
+    low, high = interval["low"], interval["high"]
+    if low is not None and low == high:
+        return f"only {low:g}"
+    bounds = [f"{'above' if interval['low_open'] else 'from'} {low:g}"] if low is not None else []
+    bounds += [f"{'below' if interval['high_open'] else 'to'} {high:g}"] if high is not None else []
+    return " and ".join(bounds)
 
 
 def _show_structure(s: dict[str, Any]) -> None:
