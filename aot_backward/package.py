@@ -67,7 +67,8 @@ def write_package(
 
     ``manifest`` comes with entries and ``libraries`` (see :func:`library_spec`; one for each of ``artifacts``); ``weights``, ``members``
     and the libraries' members are filled in here. ``weights`` are the tensors by key; where ``manifest.has_weights`` is false only what
-    they look like is written, and those with a ``fill`` in ``manifest.weights`` are not stored. Devices do not matter, strides are kept for weights only.
+    they look like is written, and those with a ``fill`` in ``manifest.weights`` are not stored. Devices do not matter, strides are kept
+    for weights only.
     Raises :class:`ExportError`; then, and when the process is killed, the old file at ``path`` is untouched.
     """
     path = Path(path)

@@ -34,11 +34,15 @@ ALLOWED = {
     "aot_backward.selfcheck": LIBRARY,
     "aot_backward.verify": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.stepcheck"),
     "aot_backward.once": LIBRARY,
+    "aot_backward.training": (*LIBRARY, "aot_backward.tensor_file"),
     "aot_backward.diagnosis": (*LIBRARY, "aot_backward_exporters"),
     "aot_backward.entries": LIBRARY,
     "aot_backward.variants": (*LIBRARY, "aot_backward.entries", "aot_backward.capture"),
     "aot_backward.stepcheck": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture"),
-    "aot_backward.stepping": (*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepcheck", "aot_backward.capture"),
+    "aot_backward.stepping": (
+        *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepcheck", "aot_backward.capture"),
+        "aot_backward.build",  # for types alone: build imports stepping
+    ),
     "aot_backward.build": (
         *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepping", "aot_backward.selfcheck"),
         *("aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
@@ -54,7 +58,7 @@ ALLOWED = {
     "aot_backward.cli": (
         *("aot_backward_runtime", "aot_backward.program", "aot_backward.export", "aot_backward.verify"),
         *("aot_backward.record", "aot_backward.replaying", "aot_backward.misses"),
-        *("aot_backward.once", "aot_backward.tensor_file", "aot_backward.diagnosis"),
+        *("aot_backward.once", "aot_backward.training", "aot_backward.tensor_file", "aot_backward.diagnosis"),
     ),
 }
 OUTSIDE = {
