@@ -1,0 +1,178 @@
+"""Training steps that tests share: one small net under each family of optimizer, and the same training in eager, called as a loaded step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+import aot_backward as ab
+
+from . import exports
+
+CLIP = 0.5
+WAITING = ("SGD", "Adam")
+"""The families whose gradients can wait, for which three graphs are compiled, not one."""
+
+
+class Net(nn.Module):
+    """BatchNorm and dropout. No gradient in it has the true value zero: the layer before BatchNorm has no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def _groups(own: Net, **second: Any) -> list[dict[str, Any]]:
+    """Two, in another order than the module's; weights decay, the others do not."""
+    return [
+        {"params": [own.last.weight, own.first.weight], "weight_decay": 0.1},
+        {"params": [own.norm.bias, own.norm.weight, own.last.bias], "lr": 0.02, "weight_decay": 0.0, **second},
+    ]
+
+
+FAMILIES: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
+    "SGD": lambda own: torch.optim.SGD(_groups(own, nesterov=True), lr=0.05, momentum=0.9),
+    "Adam": lambda own: torch.optim.Adam(_groups(own, amsgrad=True), lr=0.01),
+    "AdamW": lambda own: torch.optim.AdamW(_groups(own, betas=(0.8, 0.99)), lr=0.01, eps=1e-6),
+    "Adagrad": lambda own: torch.optim.Adagrad(_groups(own, lr_decay=0.3), lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1),
+    "RMSprop": lambda own: torch.optim.RMSprop(_groups(own, centered=True), lr=0.01, momentum=0.8),
+}
+_cycle = torch.optim.lr_scheduler.OneCycleLR  # moves momentum, or the first beta
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda o: _cycle(o, [0.1, 0.05], total_steps=12),
+    "Adam": lambda o: _cycle(o, [0.02, 0.01], total_steps=12),
+    "AdamW": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "Adagrad": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.7),
+    "RMSprop": lambda o: torch.optim.lr_scheduler.StepLR(o, 3),
+}
+
+
+def package(name: str) -> Path:
+    """Of :data:`FAMILIES`: clipped by norm, any number of rows."""
+
+    def make(path: Path) -> None:
+        own, rows = net(), {0: Dim("rows", min=2)}
+        ab.export_step(
+            own,
+            batch(0),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=FAMILIES[name](own),
+            dynamic_shapes={"x": rows, "target": rows},
+            accumulate=name in WAITING,
+            clip_norm=CLIP,
+            path=path,
+        )
+
+    return exports.shared(f"step-{name}", make)
+
+
+def batch(i: int, rows: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(rows, 6, generator=generator), 2 * torch.randn(rows, 3, generator=generator)
+
+
+class Eager:
+    """The training in eager, with the interface of a loaded step."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any] | None = nn.functional.mse_loss,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ):
+        self.module, self.optimizer, self.loss_fn, self.clip_norm, self.clip_value = module, optimizer, loss_fn, clip_norm, clip_value
+        self.grad_norm: torch.Tensor | None = None
+        optimizer.zero_grad()
+
+    def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
+        value = self.module(*args, **kwargs) if self.loss_fn is None else self.loss_fn(self.module(*args[:-1], **kwargs), args[-1])
+        pytree.tree_leaves(value)[0].backward()
+        if update:
+            self.step()
+        return pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, value)
+
+    def step(self) -> None:
+        own = [p for g in self.optimizer.param_groups for p in g["params"]]
+        if self.clip_norm is not None:
+            self.grad_norm = nn.utils.clip_grad_norm_(own, self.clip_norm)
+        if self.clip_value is not None:
+            nn.utils.clip_grad_value_(own, self.clip_value)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        return dict(self.module.named_buffers())
+
+    @property
+    def state(self) -> Any:
+        return {p: {k: v for k, v in s.items() if isinstance(v, torch.Tensor)} for p, s in self.optimizer.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def eager(name: str) -> Eager:
+    own = net()
+    return Eager(own, FAMILIES[name](own), clip_norm=CLIP)
+
+
+def everything(training: Any) -> dict[str, torch.Tensor]:
+    """Copies of parameters, buffers and the optimizer's state, by name."""
+    names = {id(p): n for n, p in reversed(training.parameters.items())}
+    out = {f"parameter {n}": p for n, p in training.parameters.items()} | {f"buffer {n}": b for n, b in training.buffers.items()}
+    out |= {f"{key} of {names[id(p)]}": t for p, slots in training.state.items() for key, t in slots.items()}
+    return {n: t.detach().clone() for n, t in out.items()}
+
+
+def assert_same_change(actual: Any, expected: Any, before: Mapping[str, torch.Tensor], relative: float = 1e-4) -> None:
+    """What training has changed since ``before``, of each tensor: ``‖Δa − Δe‖ ≤ relative·‖Δe‖ + 4·eps·‖e‖``.
+
+    A step's own rounding is about 1e-6 of its size; ten steps of a smooth net, and Adam's division by the root of small squares, let that grow
+    by some tens. The least of what a wrong formula changes here (a weight decay left out) is a hundred times as much as 1e-4."""
+    ours, theirs = everything(actual), everything(expected)
+    assert ours.keys() == theirs.keys()
+    for name, e in theirs.items():
+        a = ours[name]
+        assert (a.dtype, a.shape) == (e.dtype, e.shape), name
+        if not e.is_floating_point():
+            assert torch.equal(a, e), name
+            continue
+        start = before.get(name, torch.zeros_like(e)).double()
+        change, error = float((e.double() - start).norm()), float((a.double() - e.double()).norm())
+        allowed = relative * change + 4 * torch.finfo(e.dtype).eps * float(e.double().norm())
+        assert error <= allowed, f"{name}: off by {error:.3g}, allowed {allowed:.3g}, changed by {change:.3g}"
+
+
+def assert_equal(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert actual.keys() == expected.keys()
+    for name, e in expected.items():
+        assert torch.equal(actual[name], e), name
