@@ -117,6 +117,7 @@ def export_step(
 def _undisturbed(entries: Entries) -> Iterator[None]:
     """Buffers and random state are put back: tracing and checking run the program."""
     fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
+    fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]
     programs = [p if isinstance(p, nn.Module) else joints.FunctionModule(p) for p in fns]
     buffers = [b for p in programs for b in p.buffers()]
     kept = [b.detach().clone() for b in buffers]

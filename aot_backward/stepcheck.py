@@ -25,6 +25,7 @@ from aot_backward_runtime.manifest import Verdict
 from aot_backward_runtime.package import Package
 
 from . import selfcheck, undisturbed
+from .capture import joint as joints
 from .capture import step as steps
 from .capture.optimizers import Settings
 
@@ -100,7 +101,7 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
 def run(package: Package, entry: str, mode: str, args: Any, kwargs: Any, waiting: bool) -> Outcome:
     """:data:`STEPS` steps of the loaded entry from its present state, which is put back."""
     step = package.step(entry).train(mode == "train")
-    kept = step.state_dict()
+    kept, held = step.state_dict(), [(t, t.detach().clone()) for t in step._held]
     torch.manual_seed(selfcheck.SEED)
     before = _flat(step.parameters, step.buffers, _full_state(step))
     losses = {}
@@ -110,12 +111,16 @@ def run(package: Package, entry: str, mode: str, args: Any, kwargs: Any, waiting
         losses[f"loss {i}"] = _first(step(*args, **kwargs))
     out = Outcome(losses, before, _flat(step.parameters, step.buffers, _full_state(step)))
     step.load_state_dict(kept)
+    with torch.no_grad():  # what that does not hold: buffers that are not persistent, and those of the loss
+        for tensor, value in held:
+            tensor.copy_(value)
     return out
 
 
 def _full_state(step: Any) -> dict[str, torch.Tensor]:
-    """The optimizer's state, by name, also before the first step."""
-    return {f"{key} of {name}": t for key, names, t in step._state.slots for name in names}
+    """The optimizer's state and the loss function's, by name, also before the first step."""
+    state = step._state
+    return {f"{key} of {name}": t for key, names, t in state.slots for name in names} | {f"{n} of the loss": t for n, t in state.loss.items()}
 
 
 def _flat(parameters: Any, buffers: Any, slots: Any) -> dict[str, torch.Tensor]:
@@ -132,13 +137,16 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool) 
     module, optimizer, settings = case.program.module, case.optimizer, case.settings
     torch.manual_seed(selfcheck.SEED)
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
-    everything = [*module.parameters(), *module.buffers()]
-    grads = [p.grad for p in module.parameters()]
+    everything = [*case.program.parameters(), *case.program.buffers()]
+    grads = [p.grad for p in case.program.parameters()]
+    loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in joints.state_of(case.program.loss_fn).items()}
     tensors = {f"t{i}": t for i, t in enumerate(everything)}
     with undisturbed.in_mode(module, example.mode), undisturbed.slots_kept(case.program), selfcheck.undone(tensors), _state_kept(optimizer):
         try:
-            before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), {})
+            before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss)
             losses = {}
+            for p in case.program.parameters():
+                p.grad = None
             for i in range(STEPS):
                 optimizer.zero_grad(set_to_none=True)
                 for half in (" first half", "") if waiting else ("",):
@@ -159,9 +167,10 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool) 
                 for key, t in state.items()
                 if isinstance(t, torch.Tensor) and id(p) in case.names
             }
+            slots |= loss
             return Outcome(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots))
         finally:
-            for p, g in zip(module.parameters(), grads, strict=True):
+            for p, g in zip(case.program.parameters(), grads, strict=True):
                 p.grad = g
 
 

@@ -176,3 +176,89 @@ def assert_equal(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torc
     assert actual.keys() == expected.keys()
     for name, e in expected.items():
         assert torch.equal(actual[name], e), name
+
+
+class Odd(nn.Module):
+    """What a module may have besides layers: tied, frozen, unused and 0-d parameters, one that no group has, buffers that move, of which one is
+    not persistent; it takes keywords, and returns its loss and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+        self.drop = nn.Dropout(0.3)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.tied = nn.Linear(4, 10, bias=False)
+        self.tied.weight = self.table.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.randn(2))
+        self.outside = nn.Parameter(torch.randn(4))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def forward(self, ids: torch.Tensor, *, label: torch.Tensor, weight: float = 1.0) -> tuple[torch.Tensor, dict[str, Any]]:
+        h = self.table(ids) * self.scale
+        self.seen += 1
+        with torch.no_grad():
+            self.mean.lerp_(h.mean(0), 0.5)
+        h = torch.tanh(self.frozen(self.drop(h)) + self.outside + self.mean)
+        logits = self.tied(h)
+        return weight * nn.functional.cross_entropy(logits, label), {"logits": logits, "rows": ids.shape[0]}
+
+
+def odd() -> tuple[Odd, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    own = Odd()
+    return own, torch.optim.AdamW([p for n, p in own.named_parameters() if n != "outside"], lr=0.05, weight_decay=0.2)
+
+
+def words(rows: int, seed: int = 0) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids, label = torch.randint(10, (2, rows), generator=generator)
+    return (ids,), {"label": label, "weight": 0.5}
+
+
+def odd_package() -> Path:
+    """Three variants: four rows, seven, and four in eval mode."""
+
+    def make(path: Path) -> None:
+        own, optimizer = odd()
+        variants = [ab.Variant(*words(4)), ab.Variant(*words(7)), ab.Variant(*words(4), mode="eval")]
+        ab.export(path, {"odd": ab.Step(own, variants, optimizer)})
+
+    return exports.shared("step-odd", make)
+
+
+class Weighted(nn.Module):
+    """A loss with buffers: weights of classes, and one that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 0.5]))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(logits, label, weight=self.weight) * (1 + 0.1 * self.calls)
+
+
+def weighted() -> Eager:
+    torch.manual_seed(4)
+    own, loss = nn.Linear(6, 3), Weighted()
+    optimizer = torch.optim.SGD([{"params": [own.weight], "dampening": 0.5, "momentum": 0.9}, {"params": [own.bias], "maximize": True}], lr=0.5)
+    return Eager(own, optimizer, loss, clip_value=0.02)
+
+
+def labelled(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch(i)[0], torch.randint(3, (5,), generator=torch.Generator().manual_seed(i))
+
+
+def weighted_package() -> Path:
+    """Clipped by value; gradients with Inf are left out."""
+
+    def make(path: Path) -> None:
+        made = weighted()
+        ab.export_step(
+            made.module, labelled(0), loss_fn=made.loss_fn, optimizer=made.optimizer, clip_value=0.02, skip_nonfinite=True, accumulate=True, path=path
+        )
+
+    return exports.shared("step-weighted", make)

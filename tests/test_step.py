@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,26 @@ import torch
 from torch import nn
 
 import aot_backward as ab
-from aot_backward_runtime import InputError, load
+from aot_backward_runtime import ExportError, InputError, load
 
-from . import exports
-from .step_cases import FAMILIES, SCHEDULES, WAITING, Eager, assert_equal, assert_same_change, batch, eager, everything, package
+from .step_cases import (
+    FAMILIES,
+    SCHEDULES,
+    WAITING,
+    Eager,
+    assert_equal,
+    assert_same_change,
+    batch,
+    eager,
+    everything,
+    labelled,
+    odd,
+    odd_package,
+    package,
+    weighted,
+    weighted_package,
+    words,
+)
 
 
 def _ten(training: Any, schedule: Any, waiting: bool) -> list[float]:
@@ -49,3 +64,145 @@ def test_ten_steps_as_in_eager(name: str) -> None:
         numbers = {k: v for k, v in group.items() if k != "params"}
         assert {k: mine[k] for k in numbers} == numbers
         assert [step.state[p].keys() for p in mine["params"]] == [other.state[p].keys() for p in group["params"]]
+
+
+OTHERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "Adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
+    "Adafactor": (torch.optim.Adafactor, {"weight_decay": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"maximize": True, "foreach": True}),
+    "ASGD": (torch.optim.ASGD, {"t0": 3, "weight_decay": 0.1}),
+    "Muon": (torch.optim.Muon, {}),
+    "NAdam": (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "RAdam": (torch.optim.RAdam, {"betas": (0.8, 0.9)}),  # of its two formulas the second begins with the fifth step
+    "Rprop": (torch.optim.Rprop, {}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),  # its first step is without dampening
+    "fused": (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(0.02), "amsgrad": True}),
+}
+COARSE = {"Muon": 6e-2}
+"""It orthogonalizes in bfloat16, of which two ways of computing differ by that much."""
+REFUSED = {"LBFGS": "evaluates the loss several times", "SparseAdam": "takes sparse gradients, which compiled code does not make"}
+
+
+def _small() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Linear(6, 3, bias=False)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_optimizer(name: str, tmp_path: Path) -> None:
+    """Eight steps, the learning rate and the weight decay changed half-way where the latter is not zero."""
+    kind, options = OTHERS[name]
+    module = _small()
+    path = ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=kind(module.parameters(), **options), path=tmp_path / "s.pt2")
+    step, other = load(path).step(), Eager(module, kind(module.parameters(), **options))
+    before = everything(other)
+    for i in range(8):
+        if i == 4:
+            for group in (*step.param_groups, *other.optimizer.param_groups):
+                group["lr"] = float(group["lr"]) / 2
+                group["weight_decay"] = 2 * group.get("weight_decay", 0)
+        torch.testing.assert_close(step(*batch(i)), other(*batch(i)), rtol=max(1e-4, COARSE.get(name, 0)), atol=1e-5)
+    assert_same_change(step, other, before, COARSE.get(name, 1e-4))
+
+
+def test_there_is_no_third_kind(tmp_path: Path) -> None:
+    """Each optimizer that this torch has is compared with eager in this file, or refused by name."""
+    kinds = {n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)}
+    assert kinds.keys() - {"Optimizer"} == FAMILIES.keys() | {k.__name__ for k, _ in OTHERS.values()} | REFUSED.keys()
+    module = _small()
+    for name, reason in REFUSED.items():
+        with pytest.raises(ExportError, match=f"{name} cannot be exported: it {reason}"):
+            ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=kinds[name](module.parameters()), path=tmp_path / "no.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_odd_modules_and_several_variants() -> None:
+    """Tied, frozen, unused, 0-d parameters, one outside the groups; keywords; more than a loss; two sizes and the eval mode on one state."""
+    step = load(odd_package()).step()
+    own, optimizer = odd()
+    other = Eager(own, optimizer, None)
+    before = everything(other)
+    torch.manual_seed(6)
+    ours = [step(*a, **k) for a, k in (words(n, i) for i, n in enumerate((4, 7, 4, 4)))]
+    torch.manual_seed(6)
+    theirs = [other(*a, **k) for a, k in (words(n, i) for i, n in enumerate((4, 7, 4, 4)))]
+    step.eval()
+    own.eval()
+    for i in range(4, 7):
+        args, kwargs = words(4, i)
+        ours.append(step(*args, **kwargs))
+        theirs.append(other(*args, **kwargs))
+    for (loss, aux), (expected, more) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(aux["logits"], more["logits"], rtol=1e-4, atol=1e-5)
+        assert aux["rows"] == more["rows"] and not loss.requires_grad and not aux["logits"].requires_grad
+    with torch.no_grad():
+        own.outside.grad = None
+    assert_same_change(step, other, before)
+    after = everything(step)
+    for name in ("unused", "outside", "frozen.weight"):
+        assert torch.equal(after[f"parameter {name}"], before[f"parameter {name}"])
+    assert step.parameters["tied.weight"] is step.parameters["table.weight"] and int(step.buffers["seen"]) == 7
+    with pytest.raises(InputError):
+        step(*words(7)[0], **words(7)[1])  # not in eval mode
+    assert_equal(everything(step), after)
+
+
+def test_a_loss_with_buffers_clipping_by_value_and_dampening() -> None:
+    step, other = load(weighted_package()).step(), weighted()
+    before = everything(other)
+    for i in range(6):
+        torch.testing.assert_close(step(*labelled(i)), other(*labelled(i)), rtol=1e-5, atol=1e-6)
+    assert_same_change(step, other, before)
+
+
+def test_gradients_that_are_not_finite_are_left_out() -> None:
+    """The very first step, so that the second is the optimizer's first; one in between; and one that waits."""
+    step, other = load(weighted_package()).step(), weighted()
+    before = everything(other)
+    for i in range(5):
+        x, label = labelled(i)
+        if i in (0, 3):
+            kept = everything(step)
+            assert not step(x.index_fill(0, torch.tensor(2), torch.inf), label).isfinite()
+            assert_equal(everything(step), kept)
+            other.loss_fn.calls += 1  # type: ignore[union-attr]
+        torch.testing.assert_close(step(x, label), other(x, label), rtol=1e-5, atol=1e-6)
+    assert (step.count, step.skipped) == (5, 2)
+    kept = everything(step)
+    step(x, label, update=False)
+    step(torch.full_like(x, torch.nan), label, update=False)
+    step.step()
+    other.loss_fn.calls += 2  # type: ignore[union-attr]
+    assert_equal(everything(step), kept)
+    assert (step.count, step.skipped, step.accumulated) == (5, 3, 0)
+    torch.testing.assert_close(step(x, label), other(x, label), rtol=1e-5, atol=1e-6)
+    assert_same_change(step, other, before)
+
+
+def test_gradients_are_added_up_forgotten_or_used() -> None:
+    step, other = load(package("SGD")).step().eval(), eager("SGD")
+    with pytest.raises(InputError, match="eval"):
+        step(*batch(0))
+    step.train()
+    with pytest.raises(InputError, match=r"no gradients have been added up: call step\(…, update=False\) first"):
+        step.step()
+    before = everything(other)
+    assert step.gradients == {}
+    for mine in (step, other):
+        torch.manual_seed(7)
+        mine(*batch(0), update=False)
+        mine(*batch(1), update=False)
+    for name, gradient in step.gradients.items():
+        torch.testing.assert_close(gradient, other.parameters[name].grad, rtol=1e-4, atol=1e-6)
+    assert step.accumulated == 2 and step.count == 0
+    step.zero_grad()
+    other.optimizer.zero_grad()
+    assert step.gradients == {} and step.accumulated == 0
+    for mine in (step, other):
+        torch.manual_seed(8)
+        for i in range(4):
+            mine(*batch(i), update=i % 2 == 1)
+        mine(*batch(5))
+    assert_same_change(step, other, before)
+    assert step.count == 3

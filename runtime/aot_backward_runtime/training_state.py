@@ -15,6 +15,7 @@ from .parameter_groups import Group, Numbers, plain
 
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
 _PROGRESS = ("count", "skipped", "accumulated")
+_LOSS = "loss_fn."
 
 
 class TrainingState:
@@ -37,6 +38,8 @@ class TrainingState:
         self.numbers = Numbers(spec, others["numbers"])
         self.groups = [Group(self.numbers, n, g, [parameters[p] for p in g.parameters], on_params) for n, g in enumerate(spec.groups)]
         self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state]
+        self.loss = {n.removeprefix(_LOSS): t for n, t in others.items() if n.startswith(_LOSS)}
+        """What the loss function holds, which eager's two dicts do not."""
         self._first = [t.detach().clone() for *_, t in self.slots] if spec.fresh else None
         self.gradients: dict[str, torch.Tensor] = {g.parameter: others[g.state] for g in spec.gradients}
         self.count = self.skipped = self.accumulated = 0
@@ -55,8 +58,12 @@ class TrainingState:
 
     @property
     def _module(self) -> dict[str, torch.Tensor]:
-        both = {**self.parameters, **self.buffers}
-        return {n: both[n] for n in self._persistent}
+        return {n: self._whole[n] for n in self._persistent}
+
+    @property
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """With the buffers that are not persistent: a forward may change them too."""
+        return {**self.parameters, **self.buffers}
 
     # eager's dicts
 
@@ -132,7 +139,7 @@ class TrainingState:
     # the file
 
     def save(self, path: str | os.PathLike[str], random: Mapping[str, torch.Tensor], extra: Any) -> None:
-        tensors = {f"module/{n}": t for n, t in self._module.items()}
+        tensors = {f"module/{n}": t for n, t in self._whole.items()} | {f"loss/{n}": t for n, t in self.loss.items()}
         tensors |= {f"optimizer/{key}/{names[0]}": t for key, names, t in self.slots}
         if self.accumulated:
             tensors |= {f"gradient/{n}": t for n, t in self.gradients.items()}
@@ -162,11 +169,11 @@ class TrainingState:
         if theirs != ours:
             odd = sorted({n for g in theirs for n in g} ^ {n for g in ours for n in g})
             raise StateError(f"its parameter groups are others than this step's{', which differ in ' + odd[0] if odd else ''}")
-        parts: dict[str, dict[str, torch.Tensor]] = {"module": {}, "optimizer": {}, "gradient": {}, "random": {}}
+        parts: dict[str, dict[str, torch.Tensor]] = {"module": {}, "loss": {}, "optimizer": {}, "gradient": {}, "random": {}}
         for name, tensor in tensors.items():
             kind, _, rest = name.partition("/")
             parts[kind][rest] = tensor
-        copies = self._fitting("module", self._module, parts["module"])
+        copies = self._fitting("module", self._whole, parts["module"]) + self._fitting("loss", self.loss, parts["loss"])
         copies += self._fitting("optimizer", {f"{key}/{names[0]}": t for key, names, t in self.slots}, parts["optimizer"])
         progress = {name: int(about[name]) for name in _PROGRESS}
         if progress["accumulated"]:
