@@ -75,4 +75,6 @@ def static() -> ab.Step:
     torch.manual_seed(0)
     module = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return ab.Step(module, [ab.Variant((torch.randn(8, 4), torch.randint(3, (8,))))], optimizer, loss_fn=nn.functional.cross_entropy)
+    return ab.Step(
+        module, [ab.Variant((torch.randn(8, 4), torch.randint(3, (8,))))], optimizer, loss_fn=nn.functional.cross_entropy, distributed=True
+    )

@@ -55,7 +55,7 @@ def test_help_is_there_for_every_command_and_does_not_import_torch() -> None:
     code = "import sys; from aot_backward.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
-    for command in ("export", "inspect", "verify", "run", "doctor"):
+    for command in ("export", "inspect", "verify", "run", "train", "doctor"):
         assert command in done.stdout
         assert "Exit codes: 0" in called(command, "--help").stdout
 

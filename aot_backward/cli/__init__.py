@@ -13,6 +13,7 @@ from .inspect import inspect
 from .record import record
 from .replay import replay
 from .run import run
+from .train import train
 from .verify import verify
 
 __all__ = ["main"]
@@ -25,5 +26,5 @@ def main() -> None:
     """PyTorch gradients, compiled ahead of time into one file that runs without tracing or a compiler."""
 
 
-for command in (export, record, replay, compile_command, inspect, verify, run, doctor):
+for command in (export, record, replay, compile_command, inspect, verify, run, train, doctor):
     main.add_command(command)
