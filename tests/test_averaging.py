@@ -158,9 +158,16 @@ def test_gradients_that_a_bucket_cannot_hold(shape: tuple[int, ...], stride: tup
 
 def test_names_are_distinct() -> None:
     spec: Spec = ("w", (2,), (1,), torch.float32, CPU)
-    for specs, order in (([spec, spec], None), ([spec], ["v"]), ([spec], [])):
+    for specs, order in (([spec, spec], None), ([spec, spec], ["w"]), ([spec], ["v"]), ([spec], [])):
         with pytest.raises(runtime.DistributedError, match="a name of its own"):
             Buckets(specs, order=order)
+
+
+def test_sharing_holds_no_more_than_its_limit_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averaging, "_BROADCAST", 64)
+    pieces = averaging._chunks([torch.zeros(n) for n in (8, 8, 1, 100, 2, 0, 14, 1)])
+    assert [[t.numel() for t in piece] for piece in pieces] == [[8, 8], [1], [100], [2, 0, 14], [1]]
+    assert list(averaging._chunks([])) == []
 
 
 def test_the_runtime_alone_does_not_load_this() -> None:
