@@ -1,7 +1,8 @@
-"""Each example is run as its docstring says, exported by one process and loaded by another: digits by `make demo`, forces by its scripts."""
+"""Each example is run as its docstring says, exported by one process and loaded by another: digits by `make demo`, the others by their scripts."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,3 +34,14 @@ def test_forces_equal_eagers(tmp_path: Path) -> None:
     assert script(EXAMPLES / "forces" / "export.py", package).endswith(f"wrote {package}\n")
     said = script(EXAMPLES / "forces" / "load.py", package)
     assert "  125 " in said and "the sum drifted by" in said
+
+
+def test_digits_by_a_compiled_step(tmp_path: Path) -> None:
+    package = tmp_path / "digits_step.pt2"
+    assert script(EXAMPLES / "digits_step" / "export.py", package).endswith(f"wrote {package}\n")
+    said = script(EXAMPLES / "digits_step" / "train.py", package)
+    accuracy = re.search(r"test accuracy ([0-9.]+) %", said)
+    assert accuracy is not None and float(accuracy[1]) > 96
+    assert "the same weights, bit for bit: True; the same file: True" in said
+    epochs = re.findall(r"epoch (\d+): (loss .*)", said)
+    assert len(epochs) == 30 and epochs[:15] == epochs[15:]  # the second half is the training that was stopped and resumed
