@@ -68,8 +68,8 @@ def _described(archive: Archive) -> dict[str, Any]:
     entries = {
         name: {
             "kind": entry.kind,
-            "parameters": sum(s.parameter for s in _of_the_module(entry)),
-            "buffers": sum(not s.parameter for s in _of_the_module(entry)),
+            "parameters": sum(s.parameter for s in _of_the_program(entry)),
+            "buffers": sum(not s.parameter for s in _of_the_program(entry)),
             "gradients": list(entry.names),
             "variants": [_variant(v) for v in entry.variants],
             "structures": [_structure(s) for s in entry.structures],
@@ -97,9 +97,11 @@ def _described(archive: Archive) -> dict[str, Any]:
     }
 
 
-def _of_the_module(entry: EntrySpec) -> list[StateSpec]:
-    """State that the program has by itself, without what belongs to a training step."""
-    return [s for s in entry.state if entry.step is None or s.name.startswith("module.")]
+def _of_the_program(entry: EntrySpec) -> list[StateSpec]:
+    """The program's parameters and buffers, without what a training step adds to them."""
+    step = entry.step
+    added = {"numbers", *(s.state for s in step.state), *(g.state for g in step.gradients)} if step else set()
+    return [s for s in entry.state if s.name not in added]
 
 
 def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any]:
