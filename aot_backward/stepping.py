@@ -54,7 +54,7 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
                 raise ExportError(f"entry {name!r}: {odd[0]} gets a gradient in some variants only; the optimizer would treat it differently")
             pieces, update = steps.split_step(joint, prefix, weights, shared)
             if i == 0:
-                shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, numbers=update.allowed))
+                shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, numbers=update.allowed, in_place=update.in_place))
                 if shared.gradients:
                     graph, plan = steps.update_alone(joint, f"{name}.update", weights, shared, update)
                     pieces.graphs.append(graph)

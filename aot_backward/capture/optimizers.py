@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import GroupSpec, Interval, NumberSpec
@@ -136,11 +137,11 @@ def _numbers(index: int, group: Mapping[str, Any]) -> Iterator[Number]:
             continue
         if isinstance(value, torch.Tensor) and key != "params" and value.numel() == 1:
             value = float(value)
-        if type(value) is float or (type(value) is int and key in _WHOLE):
+        if isinstance(value, float) or (type(value) is int and key in _WHOLE):
             yield Number(index, key, -1, float(value))
         elif isinstance(value, (tuple, list)) and key != "params":
             for position, v in enumerate(value):
-                if type(v) is float or isinstance(v, torch.Tensor):
+                if isinstance(v, float) or (isinstance(v, torch.Tensor) and v.numel() == 1):
                     yield Number(index, key, position, float(v))
 
 
@@ -174,11 +175,24 @@ class _Inserted(dict[str, Any]):
             self.first[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         super().__setitem__(key, value)
 
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
 
 def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: set[str]) -> dict[str, dict[str, Any]]:
-    """By parameter, the state that the next step will start from. What is made in the first step is seen by making one, on copies of the
-    parameters and with gradients of zero: state is put in before it is updated, or (momentum) is then zero."""
+    """By parameter that is trained, the state that the next step will start from. What is made in the first step is seen by making two, on copies
+    of the parameters and with gradients of zero: state is put in before it is updated, or (momentum) is then zero. What a compiled step could
+    not do is seen too: numbers that the optimizer keeps elsewhere than in tensors of this state, and changes."""
+    kind = type(optimizer).__qualname__
     other = copy.copy(optimizer)
+    attributes = _attributes(optimizer)
+    vars(other).update(copy.deepcopy(attributes))
     other.param_groups, state = [], defaultdict[Any, Any](_Inserted)
     name_of, had = {}, {}
     for group in optimizer.param_groups:
@@ -193,21 +207,52 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
                 state[q] = _Inserted(copy.deepcopy(dict(optimizer.state[p])))
         other.param_groups.append({**group, "params": copies, **_flags(group)})
     other.state = state
-    with torch.no_grad():
-        type(optimizer).step(other)
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in other.param_groups]
+    kept: list[dict[str, Any]] = []
+    for _ in range(2):
+        try:
+            with torch.no_grad():
+                type(optimizer).step(other)
+        except Exception as error:  # the optimizer's own code, which may raise anything
+            raise ExportError(f"{kind}.step fails on gradients of zero (a compiled step has no closure): {type(error).__name__}: {error}") from error
+        if odd := [key for key in state if id(key) not in name_of]:
+            raise ExportError(f"{kind} keeps state[{odd[0]!r}], which belongs to no parameter; a compiled step has state of parameters alone")
+        kept.append({(name_of[id(q)], key): v for q, slots in state.items() for key, v in slots.items() if not isinstance(v, torch.Tensor)})
+    for n, (before, group) in enumerate(zip(groups, other.param_groups, strict=True)):
+        for key, value in group.items():
+            if key != "params" and (key not in before or not _same(value, before[key])):
+                raise ExportError(f"{kind}.step changes param_groups[{n}][{key!r}]; {_ONLY_TENSORS}")
+    for key, value in _attributes(other).items():
+        if key not in attributes or not _same(value, attributes[key]):
+            raise ExportError(f"{kind}.step changes the optimizer's own {key!r}; {_ONLY_TENSORS}")
     out = {name_of[id(q)]: slots.first for q, slots in state.items()}
     if isinstance(optimizer, torch.optim.SGD):  # weight decay is in the momentum that it has just put in
         for q, slots in state.items():
             if slots.first.get("momentum_buffer") is not None and not had[name_of[id(q)]]:
                 slots.first["momentum_buffer"].zero_()
-    for q, slots in state.items():
-        for key, value in slots.items():
-            if not isinstance(value, torch.Tensor) and value != out[name_of[id(q)]].get(key):
-                raise ExportError(
-                    f"{type(optimizer).__qualname__} keeps state[{name_of[id(q)]!r}][{key!r}] as a {type(value).__name__} that changes with each "
-                    f"step; only tensors can change in a compiled step: keep it as a tensor of one element"
-                )
-    return out
+    for (name, key), value in kept[1].items():
+        if not _same(value, kept[0].get((name, key))) or not _same(value, out[name].get(key)):
+            raise ExportError(f"{kind} keeps state[{name!r}][{key!r}] as a {type(value).__name__} that changes with each step; {_ONLY_TENSORS}")
+    return {name: slots for name, slots in out.items() if name in trained}
+
+
+_ONLY_TENSORS = "only tensors of a parameter's state can change in a compiled step: keep it there, as a tensor of one element"
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer's own class keeps in it beside groups and state, as far as it is plain data."""
+    usual = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
+    data = (bool, int, float, complex, str, list, tuple, dict, set, torch.Tensor, type(None))
+    return {key: value for key, value in vars(optimizer).items() if key not in usual and isinstance(value, data)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    ours, form = pytree.tree_flatten(a)
+    theirs, other = pytree.tree_flatten(b)
+    if form != other:
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x is y or x == y for x, y in pairs)
 
 
 def _slots(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Mapping[str, Mapping[str, Any]]) -> tuple[Slot, ...]:
@@ -218,7 +263,8 @@ def _slots(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Ma
         for key in dict.fromkeys(k for n in members for k in state[n]):
             tensors = {n: state[n][key] for n in members if isinstance(state[n].get(key), torch.Tensor)}
             counts = {n: t for n, t in tensors.items() if t.dim() == 0 and (dims[n] > 0 or key == "step")}
-            if len({(t.item(), t.dtype, t.device) for t in counts.values()}) == 1:
+            alike = key == "step" or type(optimizer).__module__.startswith("torch.optim.")  # others may keep what differs once a step was made
+            if alike and len({(t.item(), t.dtype, t.device) for t in counts.values()}) == 1:
                 out.append(Slot(key, tuple(counts), next(iter(counts.values()))))
             else:
                 out += [Slot(key, (n,), t) for n, t in counts.items()]
@@ -242,6 +288,7 @@ class Update:
     norm: bool
     finite: bool
     coarse: bool  # whether it computes in 16 bits what has more (Muon)
+    in_place: bool  # whether it works element by element, and so allocates nothing once it has begun to change the state
 
 
 FIRST_NUMBER = 2
@@ -286,7 +333,25 @@ def trace(about: Optimized, gradients: Sequence[torch.Tensor], parameters: Seque
     )
     coarse = any(v.dtype in _LOW for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
     coarse = coarse and not any(p.dtype in _LOW for p in parameters)
-    return Update(graph, allowed, settings.clip_norm is not None, settings.skip_nonfinite, coarse)
+    return Update(graph, allowed, settings.clip_norm is not None, settings.skip_nonfinite, coarse, _in_place(graph, len(gradients)))
+
+
+def _in_place(graph: torch.fx.GraphModule, gradients: int) -> bool:
+    """Whether nothing but element-wise operators is applied to what depends on parameters and state."""
+    dependent = set(list(graph.graph.find_nodes(op="placeholder"))[gradients:])
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or dependent.isdisjoint(node.all_input_nodes):
+            continue
+        if node.meta["val"].dim() > 0 or any(n.meta["val"].dim() > 0 for n in node.all_input_nodes if n in dependent and n.op != "placeholder"):
+            tags = getattr(node.target, "tags", ())
+            if torch.Tag.pointwise not in tags and not _STILL.intersection({getattr(node.target, "_opname", "")}):
+                return False
+        dependent.add(node)
+    return True
+
+
+_STILL = {"copy", "clone", "select", "unsqueeze", "cat", "convert_element_type", "view_as_real", "view_as_complex", "full", "zeros_like", "full_like"}
+"""What is not called element-wise, and allocates nothing either where the compiler fuses it."""
 
 
 def _symbol(env: Any, name: str, value: float) -> Any:
@@ -487,13 +552,15 @@ def _with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any,
     made.graph.set_codegen(torch.fx.CodeGen())
     made.graph = torch_api.fx_graph_cse(made.graph)
     made.graph.eliminate_dead_code()
-    return torch.fx.GraphModule(made, _staged(made.graph))
+    return torch.fx.GraphModule(made, _staged(made.graph, len(gradients)))
 
 
-def _staged(graph: torch.fx.Graph) -> torch.fx.Graph:
+def _staged(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
     """The graph with what is computed from numbers alone (bias corrections) done first, and read from memory by the loops over parameters.
 
-    Else the compiler writes the computation into each loop: two ``pow`` for every eight elements."""
+    Else the compiler writes the computation into each loop: two ``pow`` for every eight elements. These scalars also wait for every gradient,
+    the first ``gradients`` placeholders: so nothing is changed before everything has been allocated, and where memory runs out the state is
+    still whole."""
     pure: set[torch.fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -511,6 +578,7 @@ def _staged(graph: torch.fx.Graph) -> torch.fx.Graph:
     order = [n for n in graph.nodes if n.op != "output"]
     copied([n for n in order if n.op == "placeholder"])
     copied([n for n in order if n in pure and n.op != "placeholder"])
+    never = _never(out, [new[n] for n in order[:gradients]])
     stages: dict[torch.dtype, list[torch.fx.Node]] = {}
     for node in order:
         loops = [u for u in node.users if u not in pure and u.op != "output"]
@@ -524,6 +592,7 @@ def _staged(graph: torch.fx.Graph) -> torch.fx.Graph:
             part = new[node]
             if node.meta["val"].dtype is not dtype:
                 part = _call(out, torch.ops.prims.convert_element_type.default, part, dtype)
+            part = _waiting(out, never, part)
             parts.append(_call(out, torch.ops.aten.unsqueeze.default, part, 0))
         together = _call(out, torch.ops.aten.cat.default, parts if len(parts) > 1 else parts * 2)
         for i, node in enumerate(nodes):
@@ -531,8 +600,31 @@ def _staged(graph: torch.fx.Graph) -> torch.fx.Graph:
     for node in order:
         if node not in new:
             new[node] = out.node_copy(node, lambda n: loaded.get(n, new[n]))
+    for node in next(iter(graph.find_nodes(op="output"))).args[0]:
+        if node in pure:
+            new[node] = _waiting(out, never, new[node])
     out.output(torch.fx.node.map_arg(next(iter(graph.find_nodes(op="output"))).args[0], lambda n: new[n]))
     return out
+
+
+def _never(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
+    """A 0-d False that is known only when all ``tensors`` are there."""
+    aten = torch.ops.aten
+    out: torch.fx.Node | None = None
+    for tensor in tensors:
+        if tensor.meta["val"].numel():
+            for dim in range(tensor.meta["val"].dim() - 1, -1, -1):
+                tensor = _call(graph, aten.select.int, tensor, dim, 0)
+            odd = _call(graph, aten.isnan.default, tensor)
+            neither = _call(graph, aten.logical_and.default, odd, _call(graph, aten.logical_not.default, odd))
+            out = neither if out is None else _call(graph, aten.logical_or.default, out, neither)
+    return out
+
+
+def _waiting(graph: torch.fx.Graph, never: torch.fx.Node | None, scalar: torch.fx.Node) -> torch.fx.Node:
+    if never is None:
+        return scalar
+    return _call(graph, torch.ops.aten.where.self, never, _call(graph, torch.ops.aten.neg.default, scalar), scalar)
 
 
 def _call(graph: torch.fx.Graph, target: Any, *args: Any) -> torch.fx.Node:

@@ -285,6 +285,7 @@ class StepSpec:
     fresh: bool = True  # the optimizer had made no step when it was exported, so that its ``state_dict`` had no state
     norm: bool = False  # the last result of ``step`` and ``update``, but for ``finite``, is the norm of all gradients before clipping
     finite: bool = False  # the very last is whether all gradients were finite; where not, nothing was changed
+    in_place: bool = False  # a call that fails for want of memory has changed nothing
 
 
 @dataclass(frozen=True)
