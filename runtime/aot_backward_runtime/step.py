@@ -104,8 +104,7 @@ class LoadedStep(torch.optim.Optimizer):
     def _look_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
         entry, state = self._entry, self._state
         with self._lock:
-            if self._spoilt:
-                raise ExecutionError(f"the state is not whole: {self._spoilt}; resume() a saved state, or load_state_dict(), and go on")
+            self._check_whole()
             admitted = entry.admit(self._mode, args, kwargs)
             if self._averaging is not None and self._broadcast_buffers and self._buffers_due and update:
                 self._averaging.share(list(state.buffers.values()))
@@ -120,9 +119,10 @@ class LoadedStep(torch.optim.Optimizer):
                 with torch.no_grad():
                     results = runnable.call(binding, admitted.flat, admitted.sizes)
             except RuntimeError as error:
-                raise self._failed(error) from error
+                raise self._failed(error, adding=apart) from error
             self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
             if apart:
+                self._last = None  # it would leave out the gradients that wait
                 state.accumulated += 1
                 state.numbers.adding(True)
                 if update:
@@ -139,6 +139,7 @@ class LoadedStep(torch.optim.Optimizer):
         with self._lock:
             if closure is not None:
                 raise InputError("a compiled step takes no closure: call it with the arguments of the module, loss = step(x, y)")
+            self._check_whole()
             if not self._state.accumulated:
                 raise InputError("no gradients have been added up: call step(…, update=False) first, or step(…) for all at once")
             self._apply()
@@ -162,10 +163,23 @@ class LoadedStep(torch.optim.Optimizer):
         self._state.numbers.adding(False)
         self._last = None
 
-    def _failed(self, error: RuntimeError) -> ExecutionError:
+    def _check_whole(self) -> None:
+        if self._spoilt:
+            raise ExecutionError(f"the state is not whole: {self._spoilt}; resume() a saved state, or load_state_dict(), and go on")
+
+    def _failed(self, error: RuntimeError, adding: bool = False) -> ExecutionError:
+        """What a failed native call comes to; ``adding``: one that only adds up gradients."""
         self._last = None
-        self._spoilt = f"a native call failed half-way ({str(error).splitlines()[0]})"
-        return ExecutionError(f"entry {self._entry.name!r}: {self._spoilt}; memory may have run out. resume() a saved state before the next step")
+        reason = str(error).splitlines()[0]
+        if adding:
+            self.zero_grad()
+            left = "the gradients that had been added up are lost, everything else is as it was"
+        elif self._state.spec.in_place:
+            left = "nothing was changed"
+        else:
+            self._spoilt = f"a native call failed half-way ({reason})"
+            left = "the optimizer may have been half-way: resume() a saved state, or load_state_dict(), before the next step"
+        return ExecutionError(f"entry {self._entry.name!r}: native code failed ({reason}); {left}")
 
     def train(self, mode: bool = True) -> LoadedStep:
         """Serves calls from the variants exported in training mode."""
@@ -199,14 +213,14 @@ class LoadedStep(torch.optim.Optimizer):
         return MappingProxyType(dict(self._state.gradients) if self._state.accumulated else {})
 
     @property
-    def state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:  # type: ignore[override]
-        """The optimizer's state by parameter, the tensors themselves."""
+    def state(self) -> Mapping[torch.Tensor, Mapping[str, torch.Tensor]]:  # type: ignore[override]
+        """The optimizer's state by parameter, the tensors themselves. Write into them in place."""
         self._hand_out()
         out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for key, names, tensor in [] if self._state.fresh else self._state.slots:
             for name in names:
                 out.setdefault(self._state.parameters[name], {})[key] = tensor
-        return out
+        return MappingProxyType({p: MappingProxyType(slots) for p, slots in out.items()})
 
     @property
     def count(self) -> int:
@@ -315,6 +329,8 @@ class LoadedStep(torch.optim.Optimizer):
             tensors = {k: t.detach().clone() for k, t in zip((s.weight for s in self._entry.spec.state), self._held, strict=True)}
             other = LoadedStep(copy.deepcopy(self._entry, memo), tensors, self._digest, False)
             other.load_state_dict(self.state_dict())
+            other._mode, other._spoilt = self._mode, self._spoilt
+            other._state.waiting(self._state.accumulated)
             return other
 
     def __reduce__(self) -> Any:
