@@ -75,16 +75,20 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
     worst, at_worst, sizes = "", 0.0, list[str]()
     like = selfcheck.Example(example.args, example.kwargs, example.mode, ())
     for values, args, kwargs in selfcheck.sizes_of(spec, like):
+        refused = False
         at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
         for waiting in (False, True) if case.waiting else (False,):
             how = f"{entry} variant {number}{' at ' + at if at else ''}{' with accumulated gradients' if waiting else ''}"
             try:
-                eager = _eager(case, example, args, kwargs, waiting)
+                with _gradients_kept(case):
+                    eager = _eager(case, example, args, kwargs, waiting)
             except Exception as error:
                 if not sizes:
                     raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
+                refused = True
                 break  # eager refuses this size: nothing to compare with
-            truth, moved = _truth(case, example, args, kwargs, waiting, eager)
+            with _gradients_kept(case):
+                truth, moved = _truth(case, example, args, kwargs, waiting, eager)
             actual = run(package, entry, example.mode, args, kwargs, waiting)
             differences = compared(actual, eager, truth, moved, case.coarse)
             for name, ratio, off, allowed in differences:
@@ -94,7 +98,8 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
                     worst, at_worst = name, ratio
             if not sizes and not waiting:
                 _store(stored, f"{entry}/{number}", args, kwargs, eager, {name: allowed for name, _, _, allowed in differences})
-        sizes.append(at)
+        if not refused:
+            sizes.append(at)
     return Verdict("verified", worst, round(at_worst, 6), tuple(s for s in sizes if s))
 
 
@@ -138,15 +143,12 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool) 
     torch.manual_seed(selfcheck.SEED)
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
     everything = [*case.program.parameters(), *case.program.buffers()]
-    grads = [p.grad for p in case.program.parameters()]
     loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in joints.state_of(case.program.loss_fn).items()}
     tensors = {f"t{i}": t for i, t in enumerate(everything)}
     with undisturbed.in_mode(module, example.mode), undisturbed.slots_kept(case.program), selfcheck.undone(tensors), _state_kept(optimizer):
         try:
             before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss)
             losses = {}
-            for p in case.program.parameters():
-                p.grad = None
             for i in range(STEPS):
                 optimizer.zero_grad(set_to_none=True)
                 for half in (" first half", "") if waiting else ("",):
@@ -165,13 +167,26 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool) 
                 f"{key} of {case.names[id(p)]}": t
                 for p, state in optimizer.state.items()
                 for key, t in state.items()
-                if isinstance(t, torch.Tensor) and id(p) in case.names
+                if isinstance(t, torch.Tensor) and case.names.get(id(p)) in case.trained
             }
             slots |= loss
             return Outcome(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots))
         finally:
-            for p, g in zip(case.program.parameters(), grads, strict=True):
-                p.grad = g
+            for p in case.program.parameters():
+                p.grad = None
+
+
+@contextlib.contextmanager
+def _gradients_kept(case: Case) -> Iterator[None]:
+    """The person's own ``.grad`` are put aside, out of the way of parameters that become float64."""
+    kept = [p.grad for p in case.program.parameters()]
+    for p in case.program.parameters():
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(case.program.parameters(), kept, strict=True):
+            p.grad = grad
 
 
 @contextlib.contextmanager

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import aot_backward as ab
-from aot_backward_runtime import ExportError, InputError, load
+from aot_backward_runtime import InputError, load
 
 from .step_cases import (
     FAMILIES,
@@ -64,56 +61,6 @@ def test_ten_steps_as_in_eager(name: str) -> None:
         numbers = {k: v for k, v in group.items() if k != "params"}
         assert {k: mine[k] for k in numbers} == numbers
         assert [step.state[p].keys() for p in mine["params"]] == [other.state[p].keys() for p in group["params"]]
-
-
-OTHERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "Adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
-    "Adafactor": (torch.optim.Adafactor, {"weight_decay": 0.1}),
-    "Adamax": (torch.optim.Adamax, {"maximize": True, "foreach": True}),
-    "ASGD": (torch.optim.ASGD, {"t0": 3, "weight_decay": 0.1}),
-    "Muon": (torch.optim.Muon, {}),
-    "NAdam": (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
-    "RAdam": (torch.optim.RAdam, {"betas": (0.8, 0.9)}),  # of its two formulas the second begins with the fifth step
-    "Rprop": (torch.optim.Rprop, {}),
-    "SGD": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),  # its first step is without dampening
-    "fused": (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(0.02), "amsgrad": True}),
-}
-COARSE = {"Muon": 6e-2}
-"""It orthogonalizes in bfloat16, of which two ways of computing differ by that much."""
-REFUSED = {"LBFGS": "evaluates the loss several times", "SparseAdam": "takes sparse gradients, which compiled code does not make"}
-
-
-def _small() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Linear(6, 3, bias=False)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_other_optimizer(name: str, tmp_path: Path) -> None:
-    """Eight steps, the learning rate and the weight decay changed half-way where the latter is not zero."""
-    kind, options = OTHERS[name]
-    module = _small()
-    path = ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=kind(module.parameters(), **options), path=tmp_path / "s.pt2")
-    step, other = load(path).step(), Eager(module, kind(module.parameters(), **options))
-    before = everything(other)
-    for i in range(8):
-        if i == 4:
-            for group in (*step.param_groups, *other.optimizer.param_groups):
-                group["lr"] = float(group["lr"]) / 2
-                group["weight_decay"] = 2 * group.get("weight_decay", 0)
-        torch.testing.assert_close(step(*batch(i)), other(*batch(i)), rtol=max(1e-4, COARSE.get(name, 0)), atol=1e-5)
-    assert_same_change(step, other, before, COARSE.get(name, 1e-4))
-
-
-def test_there_is_no_third_kind(tmp_path: Path) -> None:
-    """Each optimizer that this torch has is compared with eager in this file, or refused by name."""
-    kinds = {n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)}
-    assert kinds.keys() - {"Optimizer"} == FAMILIES.keys() | {k.__name__ for k, _ in OTHERS.values()} | REFUSED.keys()
-    module = _small()
-    for name, reason in REFUSED.items():
-        with pytest.raises(ExportError, match=f"{name} cannot be exported: it {reason}"):
-            ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=kinds[name](module.parameters()), path=tmp_path / "no.pt2")
-    assert not list(tmp_path.iterdir())
 
 
 def test_odd_modules_and_several_variants() -> None:

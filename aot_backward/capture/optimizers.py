@@ -14,6 +14,7 @@ import contextlib
 import copy
 import inspect
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,11 @@ class Settings:
     clip_norm: float | None = None
     clip_value: float | None = None
     skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        for key, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
+                raise ExportError(f"{key} is {value!r}; expected a finite number (a large one clips nothing; clip_norm gives grad_norm even so)")
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     of the parameters and with gradients of zero: state is put in before it is updated, or (momentum) is then zero. What a compiled step could
     not do is seen too: numbers that the optimizer keeps elsewhere than in tensors of this state, and changes."""
     kind = type(optimizer).__qualname__
-    other = copy.copy(optimizer)
+    other = _twin(optimizer)
     attributes = _attributes(optimizer)
     vars(other).update(copy.deepcopy(attributes))
     other.param_groups, state = [], defaultdict[Any, Any](_Inserted)
@@ -208,7 +214,7 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
         other.param_groups.append({**group, "params": copies, **_flags(group)})
     other.state = state
     groups = [{k: v for k, v in g.items() if k != "params"} for g in other.param_groups]
-    kept: list[dict[str, Any]] = []
+    kept: list[dict[tuple[str, str], Any]] = []
     for _ in range(2):
         try:
             with torch.no_grad():
@@ -237,6 +243,14 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
 
 
 _ONLY_TENSORS = "only tensors of a parameter's state can change in a compiled step: keep it there, as a tensor of one element"
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Another of its kind, with the same attributes. Not ``copy.copy``: that drops those which its own class has added, and its
+    ``__setstate__`` changes the original's groups and defaults."""
+    other = object.__new__(type(optimizer))
+    vars(other).update(vars(optimizer))
+    return other
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -394,7 +408,7 @@ def _stepped(about: Optimized, numbers: Sequence[Any], grads: Any, params: Any, 
     """The person's optimizer on ``params``, which it changes: they and its state afterwards. ``states`` None: it has none yet."""
     optimizer = about.optimizer
     by_name = dict(zip(about.trained, params, strict=True))
-    other = copy.copy(optimizer)
+    other = _twin(optimizer)
     other.param_groups, other.state = [], defaultdict(dict)
     for n, group in enumerate(optimizer.param_groups):
         made = {**group, **_flags(group)}

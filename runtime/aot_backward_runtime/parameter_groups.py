@@ -20,6 +20,7 @@ class Numbers:
         self._places: dict[tuple[int, str, int], tuple[NumberSpec, torch.Tensor]] = {}
         for i, number in enumerate(spec.numbers, start=2):
             self._places[number.group, number.key, number.position] = number, vector[i]
+        self.defaults = options_in(spec.defaults, "the optimizer's defaults")
         self._flags = vector[0], vector[1]
         self._set = [False, spec.fresh]
         with torch.no_grad():
@@ -67,6 +68,7 @@ class Group(dict[str, Any]):
         options = options_of(spec)
         super().__init__({"params": params, **options})
         self._numbers, self._index, self._on_params = numbers, index, on_params
+        self.own = options.keys() & numbers.defaults.keys()  # the rest, like a schedule's initial_lr, is the caller's
         self._fixed = {k for k in options if not numbers.positions(index, k)}
         self._tuples = {k for k, v in options.items() if isinstance(v, list)}
         for key in self._tuples:
@@ -113,8 +115,11 @@ class Group(dict[str, Any]):
         return [(p, value[p]) for p in positions]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+        given = dict(*args, **kwargs)
+        for key, value in given.items():
+            self.check(key, value)
+        for key, value in given.items():
+            self.put(key, value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
@@ -153,12 +158,16 @@ class Group(dict[str, Any]):
 
 def options_of(spec: GroupSpec) -> dict[str, Any]:
     """The options as they were at export; :class:`PackageError` where they are no JSON object."""
+    return options_in(spec.options, "the options of a parameter group")
+
+
+def options_in(text: str, what: str) -> dict[str, Any]:
     try:
-        options = json.loads(spec.options)
+        options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PackageError(f"the options of a parameter group are not JSON: {error}") from error
+        raise PackageError(f"{what} are not JSON: {error}") from error
     if not isinstance(options, dict) or "params" in options:
-        raise PackageError("the options of a parameter group are no JSON object of options")
+        raise PackageError(f"{what} are no JSON object of options")
     return options
 
 

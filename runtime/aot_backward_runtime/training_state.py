@@ -65,6 +65,11 @@ class TrainingState:
         """With the buffers that are not persistent: a forward may change them too."""
         return {**self.parameters, **self.buffers}
 
+    def waiting(self, calls: int) -> None:
+        """So many calls' gradients have been added up."""
+        self.accumulated = calls
+        self.numbers.adding(calls > 0)
+
     # eager's dicts
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,6 +92,13 @@ class TrainingState:
         return {name: getattr(self, name) for name in _PROGRESS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        try:
+            self._load_state_dict(state)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # before anything was written: other shapes of dicts and lists
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise StateError(f"this is no state of a module and an optimizer: {what}") from error
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or not {"module", "optimizer"} <= state.keys():
             has = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise StateError(f'expected {{"module": net.state_dict(), "optimizer": optimizer.state_dict()}}, got {has}')
@@ -99,15 +111,21 @@ class TrainingState:
         if theirs != ours:
             raise StateError(f"the optimizer's groups have {theirs} parameters; this step was exported with {ours}")
         names = [n for g in self.spec.groups for n in g.parameters]
-        named = {names[i]: given[p] for i, p in enumerate(p for g in groups for p in g["params"]) if p in given}
+        order = [p for g in groups for p in g["params"]]
+        if strangers := sorted(map(str, given.keys() - set(order))):
+            raise StateError(f"the optimizer's state has entries {strangers[:5]}, which none of its groups has")
+        named = {names[i]: given[p] for i, p in enumerate(order) if p in given}
+        if all(v is None for slots in named.values() for v in slots.values()):
+            named = {}  # as eager's SGD has it where no momentum was used yet
         options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         self._check_options(options)
         copies += self._slots_from(named)
+        progress = {name: _count(name, state.get(name, 0)) for name in _PROGRESS}
+        progress["accumulated"] = 0  # gradients that wait are no part of it
         self._write(copies, options)
         self.fresh = not named
-        for name in _PROGRESS:
-            setattr(self, name, int(state.get(name, 0)))
-        self.accumulated = 0  # gradients that wait are no part of it
+        for name, value in progress.items():
+            setattr(self, name, value)
 
     def _slots_from(self, named: Mapping[str, Mapping[str, Any]]) -> _Copies:
         if not named:
@@ -115,6 +133,11 @@ class TrainingState:
                 raise StateError("the optimizer's state is empty, and this step was exported in the middle of a training: it knows no beginning")
             return [(tensor, first) for (*_, tensor), first in zip(self.slots, self._first, strict=True)]
         copies = []
+        known = {(name, key) for key, parameters, _ in self.slots for name in parameters}
+        for name in dict.fromkeys(name for name, _ in known):
+            for key, value in named.get(name, {}).items():
+                if isinstance(value, torch.Tensor) and (name, key) not in known:
+                    raise StateError(f"the optimizer's state of {name!r} has {key!r}; {self.spec.optimizer}, as it was exported, has no such")
         for key, parameters, tensor in self.slots:
             first: torch.Tensor | None = None
             for name in parameters:
@@ -128,8 +151,8 @@ class TrainingState:
                 _check_shape(f"the optimizer's {key!r} of {name!r}", value, tensor)
                 if first is not None and float(value) != float(first):
                     raise StateError(
-                        f"the optimizer's {key!r} is {float(first):g} for {parameters[0]!r} and {float(value):g} for {name!r}; this step was exported "
-                        f"with one for both: export it with the optimizer in this state"
+                        f"the optimizer's {key!r} is {float(first):g} for {parameters[0]!r} and {float(value):g} for {name!r}; this step was "
+                        f"exported with one for both: export it with the optimizer in this state"
                     )
                 first = value
             assert first is not None
@@ -175,7 +198,7 @@ class TrainingState:
             parts[kind][rest] = tensor
         copies = self._fitting("module", self._whole, parts["module"]) + self._fitting("loss", self.loss, parts["loss"])
         copies += self._fitting("optimizer", {f"{key}/{names[0]}": t for key, names, t in self.slots}, parts["optimizer"])
-        progress = {name: int(about[name]) for name in _PROGRESS}
+        progress = {name: _count(name, about[name]) for name in _PROGRESS}
         if progress["accumulated"]:
             copies += self._fitting("gradient", self.gradients, parts["gradient"])
         options = [g["options"] for g in about["groups"]]
@@ -185,11 +208,14 @@ class TrainingState:
         for name, value in progress.items():
             setattr(self, name, value)
         self.fresh = fresh
-        self.numbers.adding(self.accumulated > 0)
+        self.waiting(self.accumulated)
         return parts["random"], extra
 
     def _check_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         for group, given in zip(self.groups, options, strict=True):
+            for key in sorted(group.own - given.keys() - set(_FORM)):
+                if group[key] is not False and group[key] is not None:  # what an older torch did not have yet is off
+                    raise StateError(f"a parameter group has no {key!r}; in this step it is {group[key]!r}")
             for key, value in given.items():
                 if key not in _FORM:
                     group.check(key, value)
@@ -214,6 +240,12 @@ class TrainingState:
 
 _FORM = ("foreach", "fused", "capturable", "differentiable")
 """Options of eager's that choose among forms of the same computation."""
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise StateError(f"{name} is {value!r}; expected a count")
+    return int(value)
 
 
 def _check_shape(what: str, value: Any, own: torch.Tensor) -> None:
