@@ -1,0 +1,105 @@
+"""Memory runs out inside a kernel: the error says so, nothing has been changed, and the next call is right (FAULTS, case 38)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import aot_backward as ab
+
+from . import exports
+
+_STARVED = """
+import ctypes, json, resource, sys
+import torch
+import aot_backward_runtime as runtime
+
+torch.set_num_threads(1)
+package = runtime.load(sys.argv[1])
+torch.manual_seed(3)
+x, y = torch.randn(64, 256), torch.randint(0, 10, (64,))
+free = resource.RLIM_INFINITY
+
+
+def used():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize"))
+
+
+def starved(call, seen):
+    # every error at a little more memory than the last, until there is enough
+    for extra in range(0, 64 << 20, 1 << 20):
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls left behind would do for this one
+        resource.setrlimit(resource.RLIMIT_AS, (used() + extra, free))
+        try:
+            return call()
+        except RuntimeError as error:
+            resource.setrlimit(resource.RLIMIT_AS, (free, free))
+            seen.append(str(error).splitlines()[0])
+            check()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (free, free))
+
+
+step, other, grad = package.step("fit"), runtime.load(sys.argv[1]).step("fit"), package.grad("loss")
+for each in (step, other):  # opens the native code
+    each(x, y)
+    each(x, y, update=False)
+    each.zero_grad()
+grad(x, y)
+
+
+def check():
+    now = step.state_dict()
+    for name, tensor in before["module"].items():
+        assert torch.equal(now["module"][name], tensor), name
+    for i, slots in before["optimizer"]["state"].items():
+        assert all(torch.equal(now["optimizer"]["state"][i][key], tensor) for key, tensor in slots.items()), i
+    assert now["count"] == before["count"] and now["accumulated"] == 0
+
+
+whole, halves, gradient = [], [], []
+before = step.state_dict()
+assert torch.equal(starved(lambda: step(x, y), whole), other(x, y))
+before = step.state_dict()
+starved(lambda: step(x, y, update=False), halves)
+step(x, y)
+other(x, y, update=False)
+other(x, y)
+assert all(torch.equal(a, b) for a, b in zip(step.parameters.values(), other.parameters.values()))
+before = step.state_dict()
+value, grads = starved(lambda: grad(x, y), gradient)
+again, repeated = grad(x, y)
+assert torch.equal(value, again) and all(torch.equal(grads[n], repeated[n]) for n in grads)
+print(json.dumps({"whole": whole, "halves": halves, "gradient": gradient}))
+"""
+
+
+def _make(path: Path) -> None:
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 10))
+    loss, (x, y) = nn.CrossEntropyLoss(), (torch.randn(64, 256), torch.randint(0, 10, (64,)))
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss(net(x), y)
+
+    variants = [ab.Variant((x, y))]
+    optimizer = torch.optim.AdamW(net.parameters())
+    entries = {"fit": ab.Step(net, variants, optimizer, loss_fn=loss, accumulate=True), "loss": ab.Grad(loss_of, variants, wrt="parameters")}
+    ab.export(path, entries)
+
+
+def test_out_of_memory_changes_nothing_and_the_next_call_is_right() -> None:
+    path = exports.shared("step-memory", _make)
+    done = subprocess.run([sys.executable, "-c", _STARVED, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    for kind, words in {"whole": "nothing was changed", "halves": "the gradients that had been added up are lost", "gradient": ""}.items():
+        assert seen[kind], f"memory never ran out ({kind}): the test shows nothing"
+        for message in seen[kind]:
+            assert "allocate memory" in message and words in message
