@@ -31,7 +31,7 @@ SMALL = 200_000
 
 def _mlp(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for i, (n, m) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (n, m) in enumerate(itertools.pairwise(widths)):
         layers += [nn.Linear(n, m), nn.Tanh()] if i < len(widths) - 2 else [nn.Linear(n, m)]
     return nn.Sequential(*layers)
 
