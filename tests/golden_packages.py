@@ -71,5 +71,24 @@ def write_pair(path: Path) -> None:
     )
 
 
+def training() -> ab.Step:
+    """A step that uses what the format can say of one: groups, gradients that wait, clipping, skipping, a symbol, weights that are not stored."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW([{"params": net[:2].parameters(), "lr": 1e-3}, {"params": net[3].parameters()}], lr=1e-2)
+    rows = {0: Dim("rows", min=4, max=64)}
+    variant = ab.Variant(samples(8), dynamic_shapes=(rows, rows))
+    return ab.Step(net, [variant], optimizer, loss_fn=nn.functional.cross_entropy, accumulate=True, clip_norm=0.5, skip_nonfinite=True)
+
+
+def samples(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+    return x, x[:, :3].argmax(1)
+
+
+def write_step(path: Path) -> None:
+    ab.export(path, {"fit": training()})
+
+
 if __name__ == "__main__":
-    {"pair": write_pair, "passes": write_passes}[Path(sys.argv[1]).stem.rpartition("-")[2]](Path(sys.argv[1]))
+    {"pair": write_pair, "passes": write_passes, "step": write_step}[Path(sys.argv[1]).stem.rpartition("-")[2]](Path(sys.argv[1]))

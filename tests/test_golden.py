@@ -6,25 +6,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from aot_backward_runtime import IncompatibleError, load, replay
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.manifest import FORMAT_VERSION
-from aot_backward_runtime.weights import load_weights
+from aot_backward_runtime.weights import filled, load_weights
 
-from .golden_packages import Pair, arguments, backward_passes
+from .golden_packages import Pair, arguments, backward_passes, samples, training
 from .oracle import assert_same, run
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES = ([p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes"))
+PAIRS, PASSES, STEPS = ([p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step"))
 
 
 def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES} == {*FILES}
+    assert {*PAIRS, *PASSES, *STEPS} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -52,6 +53,27 @@ def test_recorded_passes_are_read(path: Path) -> None:
     (variant,) = structure.variants
     assert [n.rpartition("::")[2] for n in structure.nodes].count("AddmmBackward0") == 2
     assert variant.verdict.status == "verified" and [(s.minimum, s.maximum) for s in variant.symbols] == [(2, None)]
+
+
+@pytest.mark.parametrize("path", STEPS, ids=lambda p: p.name)
+def test_a_step_is_read(path: Path) -> None:
+    archive = open_package(path)
+    assert archive.manifest.required_features == ("fill",)
+    entry = archive.manifest.entries["fit"]
+    step = entry.step
+    assert entry.kind == "step" and step is not None and step.fresh and step.norm and step.finite and step.update is not None
+    assert [g.parameters for g in step.groups] == [("0.weight", "1.weight", "1.bias"), ("3.weight", "3.bias")]
+    assert [(n.group, n.value) for n in step.numbers if n.key == "lr"] == [(0, 1e-3), (1, 1e-2)]
+    assert [n.value for n in step.numbers if n.key == "clip_norm"] == [0.5]
+    assert {s.key for s in step.state} == {"step", "exp_avg", "exp_avg_sq"} and len(step.gradients) == 5
+    (variant,) = entry.variants
+    assert variant.step is not None and variant.accumulate is not None and variant.verdict.status == "verified"
+    assert [(s.label, s.minimum, s.maximum) for s in variant.symbols] == [("rows", 4, 64)]
+    keys = {s.name: s.weight for s in entry.state}
+    zeros = filled(archive)
+    assert {keys[s.state] for s in (*step.state, *step.gradients)} <= zeros.keys()
+    assert torch.equal(zeros[keys["optimizer.exp_avg.0.weight"]], torch.zeros(8, 4))
+    torch.testing.assert_close(load_weights(archive)[keys["module.0.weight"]], next(training().module.parameters()).detach())
 
 
 def runs_here(path: Path) -> bool:
@@ -90,3 +112,32 @@ def test_a_pair_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
     expected.backward()
     torch.testing.assert_close(value, expected.detach())
     torch.testing.assert_close(gradients, {"x": x.grad, "net.first.weight": first.weight.grad})
+
+
+@pytest.mark.parametrize("path", STEPS, ids=lambda p: p.name)
+def test_a_step_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
+    """Beside eager: updates, gradients that wait, a skipped update, a learning rate that moves, and clipping that bites."""
+    if not runs_here(path):
+        return
+    step, eager = load(path).step(), training()
+    module, optimizer = eager.module, eager.optimizer
+    for i, rows in enumerate((8, 64, 5, 17)):
+        x, y = samples(rows)
+        waits = i == 1
+        loss = step(x, y, update=not waits)
+        expected = nn.functional.cross_entropy(module(x), y)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        if not waits:
+            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            assert step.grad_norm is not None
+            torch.testing.assert_close(step.grad_norm, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        for group, other in zip(step.param_groups, optimizer.param_groups, strict=True):
+            group["lr"] = other["lr"] = other["lr"] * 1.5
+    assert step.count == 3
+    torch.testing.assert_close(dict(step.parameters), {n: p.detach() for n, p in module.named_parameters()}, rtol=1e-4, atol=1e-6)
+    before = {n: p.clone() for n, p in step.parameters.items()}
+    step(torch.full((8, 4), torch.inf), samples(8)[1])
+    assert (step.count, step.skipped) == (3, 1) and all(torch.equal(p, before[n]) for n, p in step.parameters.items())
