@@ -1,5 +1,5 @@
 """Opens a package and hands out its parts, each checked against the manifest before anyone sees it. Nothing is unpickled, compiled or
-executed here; ``docs/format.md``, section 6, lists what is refused, in the order in which it is done."""
+executed here; ``docs/format.md``, section 7, lists what is refused, in the order in which it is done."""
 
 from __future__ import annotations
 
