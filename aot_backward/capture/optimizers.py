@@ -134,7 +134,8 @@ def look_at(optimizer: torch.optim.Optimizer, names: Mapping[int, str], with_gra
     )
     numbers = tuple(number for n, g in enumerate(optimizer.param_groups) for number in _numbers(n, g))
     state = _state_before_a_step(optimizer, names, set(trained))
-    return Optimized(optimizer, dict(names), groups, numbers, _slots(optimizer, names, state), trained, not optimizer.state)
+    fresh = not any(isinstance(v, torch.Tensor) for slots in optimizer.state.values() for v in slots.values())  # SGD's first momentum is None
+    return Optimized(optimizer, dict(names), groups, numbers, _slots(optimizer, names, state), trained, fresh)
 
 
 def _numbers(index: int, group: Mapping[str, Any]) -> Iterator[Number]:

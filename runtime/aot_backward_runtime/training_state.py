@@ -129,14 +129,15 @@ class TrainingState:
 
     def _slots_from(self, named: Mapping[str, Mapping[str, Any]]) -> _Copies:
         if not named:
-            if self._first is None:
+            if self._first is None and self.slots:
                 raise StateError("the optimizer's state is empty, and this step was exported in the middle of a training: it knows no beginning")
-            return [(tensor, first) for (*_, tensor), first in zip(self.slots, self._first, strict=True)]
+            return [(tensor, first) for (*_, tensor), first in zip(self.slots, self._first or (), strict=True)]
         copies = []
         known = {(name, key) for key, parameters, _ in self.slots for name in parameters}
-        for name in dict.fromkeys(name for name, _ in known):
-            for key, value in named.get(name, {}).items():
-                if isinstance(value, torch.Tensor) and (name, key) not in known:
+        trained = {name for name, _ in known} or named.keys()  # the state of a parameter that was frozen since may linger in eager
+        for name in named:
+            for key, value in named[name].items():
+                if name in trained and isinstance(value, torch.Tensor) and (name, key) not in known:
                     raise StateError(f"the optimizer's state of {name!r} has {key!r}; {self.spec.optimizer}, as it was exported, has no such")
         for key, parameters, tensor in self.slots:
             first: torch.Tensor | None = None
@@ -251,8 +252,6 @@ def _count(name: str, value: Any) -> int:
 def _check_shape(what: str, value: Any, own: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         raise StateError(f"{what} is a {type(value).__name__}; expected a tensor")
-    if value.shape != own.shape and value.numel() != 1 and own.dim() != 0:
-        raise StateError(f"{what} has shape {tuple(value.shape)}; this step was compiled for {tuple(own.shape)}")
     if value.shape != own.shape and (own.dim() != 0 or value.numel() != 1):
         raise StateError(f"{what} has shape {tuple(value.shape)}; this step was compiled for {tuple(own.shape)}")
     if value.is_complex() and not own.is_complex():
