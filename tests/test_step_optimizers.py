@@ -104,7 +104,7 @@ class Scaled(Lion):
     def note(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         size = state.setdefault("size", torch.zeros(()))
-        count = state.setdefault("count", torch.zeros((), dtype=torch.int64))
+        count = state.setdefault("step", torch.zeros((), dtype=torch.int64))
         count.add_(1)
         size.mul_(0.9).add_(p.grad.norm(), alpha=0.1)
         p.sub_(p, alpha=0.01).mul_(1 - 0.01 / (1 + size)).div_(1 + 0.01 / count.item())

@@ -445,6 +445,11 @@ REFUSED_AT_EXPORT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], s
     "no scalar": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"loss_fn": lambda a, b: a - b}, "scalar"),
     "no gradient": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"loss_fn": lambda a, b: b.sum()}, "gradient"),
     "no module": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"module": lambda x: x}, "a training step needs a torch.nn.Module"),
+    "sparse gradients": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        {"module": nn.Embedding(6, 3, sparse=True), "args": (torch.tensor([1, 2, 2]), torch.randn(3, 3))},
+        "the gradient of 'weight' is sparse, .* sparse=False",
+    ),
     "an infinite limit": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"clip_norm": float("inf")}, "clip_norm is inf; expected a finite"),
     "no target": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"args": ()}, "the last positional argument is its target"),
 }
@@ -453,10 +458,10 @@ REFUSED_AT_EXPORT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], s
 @pytest.mark.parametrize("name", REFUSED_AT_EXPORT)
 def test_what_cannot_be_exported_is_refused_and_left_as_it_was(name: str, tmp_path: Path) -> None:
     make, options, message = REFUSED_AT_EXPORT[name]
-    module = nn.Linear(6, 3)
-    optimizer = make(module)
+    module = options.get("module", nn.Linear(6, 3))
+    optimizer = make(module if isinstance(module, nn.Module) else nn.Linear(6, 3))
     options = {"module": module, "args": batch(0), "loss_fn": nn.functional.mse_loss, **options}
-    with _as_it_was(module, optimizer), pytest.raises(ExportError, match=message):
+    with _as_it_was(module if isinstance(module, nn.Module) else nn.Module(), optimizer), pytest.raises(ExportError, match=message):
         ab.export_step(**options, optimizer=optimizer, path=tmp_path / "no.pt2")
     assert not list(tmp_path.iterdir())
 

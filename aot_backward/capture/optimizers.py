@@ -313,6 +313,11 @@ optimizer has no state yet."""
 
 def trace(about: Optimized, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], fake_mode: Any, settings: Settings) -> Update:
     """Traces ``about.optimizer``'s step on fake ``gradients`` and ``parameters``. :class:`ExportError` where it does what a graph cannot."""
+    for name, gradient in zip(about.trained, gradients, strict=True):
+        if gradient.layout != torch.strided:
+            raise ExportError(
+                f"the gradient of {name!r} is sparse, which compiled code cannot hand to an optimizer; build its layer with sparse=False"
+            )
     env = torch_api.ShapeEnv()
     clips = [v for v in (settings.clip_norm, settings.clip_value) if v is not None]
     labels = [n.label for n in about.numbers] + [n for n in ("clip_norm", "clip_value") if getattr(settings, n) is not None]
@@ -427,8 +432,8 @@ def _stepped(about: Optimized, numbers: Sequence[Any], grads: Any, params: Any, 
     if states is not None:
         for slot, state in zip(about.slots, states, strict=True):
             count = state.dim() == 0 and state.dtype is torch.float32 and (slot.key == "step" or by_name[slot.parameters[0]].dim() > 0)
-            for name in slot.parameters:
-                other.state[by_name[name]][slot.key] = state.double() if count else state
+            for name in slot.parameters:  # each gets one of its own, which it may count up in place
+                other.state[by_name[name]][slot.key] = state.double() if count else state.clone()
         _fixed_state(about, by_name, other.state)
     type(optimizer).step(other)
     after = [other.state[by_name[s.parameters[0]]][s.key].to(s.value.dtype) for s in about.slots]
