@@ -19,11 +19,11 @@ from torch import nn
 import aot_backward as ab
 from aot_backward import training
 from aot_backward.training import Watcher, train
-from aot_backward_runtime import InputError, StateError, load
+from aot_backward_runtime import InputError, PackageError, StateError, load
 
 from . import cli_program, exports
 from .conftest import PROGRAM
-from .packages import EXAMPLES, WEIGHTS
+from .packages import EXAMPLES, MANIFEST, WEIGHTS, put_together, taken_apart
 from .test_cli import called, fails, rewritten
 
 SAMPLES = 203  # of which batches of 16 leave 11
@@ -118,6 +118,35 @@ def test_verify_a_step(package: Path, tmp_path: Path) -> None:
     ):
         done = called("verify", rewritten(package, tmp_path / "wrong.pt2", member, name))
         assert done.exit_code == 1 and wrong in done.stderr and "entry 'fit'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("step", None, "entry fit is of kind 'step', but has no step"),
+        ("kind", "module", "entry fit is of kind 'module', but has a step"),
+        ("variants/0/step/call/library", "nonsuch", "entry fit refers to 'nonsuch'"),
+        ("variants/0/accumulate/call/library", "nonsuch", "entry fit refers to 'nonsuch'"),
+        ("step/update/call/library", "nonsuch", "entry fit refers to 'nonsuch'"),
+        ("step/state/3/state", "nonsuch", "its step refers to 'nonsuch'"),
+        ("step/gradients/0/state", "nonsuch", "its step refers to 'nonsuch'"),
+        ("step/groups/1/parameters", ["nonsuch"], "its step refers to 'module.nonsuch'"),
+        ("step/numbers", [], "its vector of numbers has the shape [13]; expected 2 numbers"),
+        ("step/numbers/0/group", 7, "the number 'lr' is of group 7, of 2"),
+    ],
+)
+def test_a_step_that_names_what_is_not_there_is_refused(field: str, value: object, words: str, package: Path, tmp_path: Path) -> None:
+    path = tmp_path / "hostile.pt2"
+    members = taken_apart(package)
+    node = entry = json.loads(members[MANIFEST])["entries"]["fit"]
+    *parents, last = (int(k) if k.isdigit() else k for k in field.split("/"))
+    for key in parents:
+        node = node[key]
+    node[last] = value
+    put_together(path, members, {"entries/fit": entry})
+    fails(called("inspect", path), 1, "corrupt package", words)
+    with pytest.raises(PackageError, match=r"corrupt package"):
+        load(path)
 
 
 def test_run_names_the_command_that_fits(package: Path, data: Path, tmp_path: Path) -> None:

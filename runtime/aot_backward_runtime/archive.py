@@ -172,10 +172,29 @@ class Archive:
                 self._check_reference(f"entry {name}: {state.name}", state.weight, self.manifest.weights)
             for library in _called(entry):
                 self._check_reference(f"entry {name}", library, self.manifest.libraries)
+            self._check_step(name, entry)
             try:
                 check_structures(entry, self.manifest.libraries)
             except PackageError as error:
                 raise self.corrupt(f"entry {name}: {error}") from error
+
+    def _check_step(self, name: str, entry: EntrySpec) -> None:
+        """That what a training step names is in the entry's state."""
+        if (entry.kind == "step") != (entry.step is not None):
+            raise self.corrupt(f"entry {name} is of kind {entry.kind!r}, but {'has a' if entry.step else 'has no'} step")
+        if entry.step is None:
+            return
+        known = {s.name: s for s in entry.state}
+        groups = [f"module.{p}" for g in entry.step.groups for p in g.parameters]
+        slots = [s.state for s in entry.step.state] + [g.state for g in entry.step.gradients]
+        for state in ("numbers", *groups, *slots):
+            self._check_reference(f"entry {name}: its step", state, known)
+        length, shape = len(entry.step.numbers) + 2, self.manifest.weights[known["numbers"].weight].shape
+        if shape != (length,):
+            raise self.corrupt(f"entry {name}: its vector of numbers has the shape {list(shape)}; expected {length} numbers")
+        for number in entry.step.numbers:
+            if not -1 <= number.group < len(entry.step.groups):
+                raise self.corrupt(f"entry {name}: the number {number.key!r} is of group {number.group}, of {len(entry.step.groups)}")
 
     def _check_reference(self, what: str, key: str, known: Mapping[str, object]) -> None:
         if key not in known:
@@ -212,9 +231,11 @@ def open_package(path: str | os.PathLike[str]) -> Archive:
 
 def _called(entry: EntrySpec) -> Iterator[str]:
     for variant in entry.variants:
-        for plan in (variant.forward, variant.backward, variant.inference, variant.gradient):
+        for plan in (variant.forward, variant.backward, variant.inference, variant.gradient, variant.step, variant.accumulate):
             if plan is not None and plan.call is not None:
                 yield plan.call.library
+    if entry.step is not None and entry.step.update is not None and entry.step.update.call is not None:
+        yield entry.step.update.call.library
     for structure in entry.structures:
         for compiled in structure.variants:
             yield from (s.library for s in compiled.segments if s.library)
