@@ -81,10 +81,15 @@ def test_sharing_and_refusals(tmp_path: Path) -> None:
         assert one["shapes"].startswith(f"rank {rank} of 3: ranks 1, 2 hold another package or other gradients than rank 0: 'w: torch.float32 [2,")
         assert one["count"].startswith(f"rank {rank} of 3: rank 2 holds") and "'v: torch.float32 [1] strides [1], cpu' on rank 2" in one["count"]
         assert one["gathered"] == {"cpu": 0, "cuda": 5, "cpu/1": 1, "cuda/1": 5, "cpu/2": 2, "cuda/2": 5}
-        assert one["done by"] == [0] and one["first fails"] == [
-            "InputError: no",
-            "OSError: full" if rank == 0 else "DistributedError: rank 0 failed: OSError('full')",
-        ]
+        assert (
+            one["done by"] == [0]
+            and one["returned"] == "rank 0"
+            and one["first fails"]
+            == [
+                "InputError: no",
+                "OSError: full" if rank == 0 else "DistributedError: rank 0 failed: OSError('full')",
+            ]
+        )
         assert one["imported"] == []
         assert one["thirds"] == [[]] * 3  # the scale is rounded here
     assert seen[0]["late"].startswith("rank 0 of 3: averaging gradients failed: another rank has ended or does not answer") and (
@@ -204,7 +209,9 @@ def gradients(iteration: int, rank: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) * 3 for shape, dtype in GRADIENTS]
 
 
-def differing(order: Sequence[int], iterations: int, make: Callable[[list[Spec], list[str]], Averaging], **ddp: Any) -> list[list[int]]:
+def differing(
+    order: Sequence[int], iterations: int, make: Callable[[list[Spec], list[str]], Averaging], *, whole_first: bool = True, **ddp: Any
+) -> list[list[int]]:
     """By iteration, the gradients in which what ``make`` averages and DDP differ. ``make`` gets specs, and names as they arrive in DDP."""
     module = Given(order)
     arrived: list[str] = []
@@ -220,7 +227,7 @@ def differing(order: Sequence[int], iterations: int, make: Callable[[list[Spec],
         ours = ours or make([(str(i), tuple(p.shape), p.stride(), p.dtype, p.device) for i, p in enumerate(module.p)], arrived)
         for i, g in enumerate(given):
             ours.buckets.views[str(i)].copy_(g)
-        ours.average()
+        ours.average(whole_first and not iteration)
         out.append([i for i, p in enumerate(module.p) if not same_bits(ours.buckets.views[str(i)], p.grad)])
     return out
 
@@ -237,7 +244,7 @@ def sums() -> dict[str, Any]:
     return {
         "buckets": len(Buckets(specs).flat),
         "in order": differing(forward, 20, lambda specs, _: Averaging(Buckets(specs))),
-        "in order, never whole": differing(forward, 3, lambda specs, _: Averaging(Buckets(specs), whole_first=False)),
+        "in order, never whole": differing(forward, 3, lambda specs, _: Averaging(Buckets(specs)), whole_first=False),
         "another order": differing(other, 5, lambda specs, arrived: Averaging(Buckets(specs, order=arrived))),
         "another order, not said": differing(other, 3, lambda specs, _: Averaging(Buckets(specs))),
         "small buckets": differing(forward, 3, lambda specs, _: Averaging(Buckets(specs, 1.5, 1.5)), bucket_cap_mb=1.5),
@@ -292,7 +299,7 @@ def sharing() -> dict[str, Any]:
 
     out["gathered"] = {name: t.item() for name, t in ours.gathered({"cpu": torch.tensor(rank), "cuda": torch.tensor(5)}).items()}
     out["done by"], out["first fails"] = [], []
-    ours.by_first(lambda: out["done by"].append(rank))
+    out["returned"] = ours.by_first(lambda: out["done by"].append(rank) or f"rank {rank}")
     out["done by"] = [int(n) for n in ours.gathered({str(r): torch.tensor(0) for r in out["done by"]})]
     for error in (runtime.InputError("no"), OSError("full")):
         try:

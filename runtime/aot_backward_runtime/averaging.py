@@ -63,13 +63,10 @@ class Buckets:
 class Averaging:
     """Collectives of one training run, on the processes of ``group`` (all of them where it is None).
 
-    ``whole_first``: sum the first time as DDP's first iteration does, through one flat copy of all gradients. Only from three processes on does
-    that change a bit, and only then is it done.
-
     Every method is a collective: all ranks must call it. Each raises :class:`DistributedError`.
     """
 
-    def __init__(self, buckets: Buckets, group: dist.ProcessGroup | None = None, *, whole_first: bool = True):
+    def __init__(self, buckets: Buckets, group: dist.ProcessGroup | None = None):
         if not (dist.is_available() and dist.is_initialized()):
             raise DistributedError(
                 "torch.distributed is not initialised: start the program with torchrun and call torch.distributed.init_process_group() first"
@@ -80,12 +77,14 @@ class Averaging:
         self.buckets = buckets
         self._group = group
         self._scale = 1.0 / self.world
-        self._whole = whole_first and self.world > 2
 
-    def average(self) -> None:
-        """The gradients in the buckets become the mean over all ranks; returns when they are (on CUDA: when the current stream will wait for it)."""
+    def average(self, first: bool = False) -> None:
+        """The gradients in the buckets become the mean over all ranks; returns when they are (on CUDA: when the current stream will wait for it).
+
+        ``first``: sum as DDP's first iteration does, through one flat copy of all gradients. Only from three processes on does that change a
+        bit, and only then is it done."""
         with torch.no_grad():
-            if not self._whole:
+            if not first or self.world < 3:
                 self._sum(self.buckets.flat)
                 return
             flat = [torch.cat(members) for members in self.buckets.in_order]
@@ -93,7 +92,6 @@ class Averaging:
             for whole, members in zip(flat, self.buckets.in_order, strict=True):
                 for part, member in zip(whole.split([m.numel() for m in members]), members, strict=True):
                     member.copy_(part)
-            self._whole = False
 
     def share(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """``tensors`` get the values that they have on rank ``source``: parameters once, buffers before each forward as DDP's broadcast_buffers.
@@ -107,7 +105,7 @@ class Averaging:
 
     def check_same(self, text: str) -> None:
         """Refuses, on every rank, where ``text`` (such as the package's digest) or the layout of the buckets is not that of rank 0."""
-        lines = [*text.splitlines(), *self.buckets.layout, f"the first sum is {'whole' if self._whole else 'by buckets'}"]
+        lines = [*text.splitlines(), *self.buckets.layout]
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device())
         digests = [torch.empty_like(own) for _ in range(self.world)]
@@ -131,22 +129,24 @@ class Averaging:
         self._run("gathering tensors", lambda: dist.all_gather_object(everyone, dict(tensors), group=self._group))
         return {f"{name}/{rank}" if rank else name: t for rank, theirs in enumerate(everyone) for name, t in theirs.items()}
 
-    def by_first(self, action: Callable[[], object]) -> None:
-        """Rank 0 does ``action`` while the others wait. What it raises is raised on every rank: on the others as it is where it is an
-        :class:`AotBackwardError`, else inside a :class:`DistributedError`."""
+    def by_first(self, action: Callable[[], Any]) -> Any:
+        """What ``action`` returns on rank 0, where alone it is called, on every rank. So is what it raises: on the others as it is where it is
+        an :class:`AotBackwardError`, else inside a :class:`DistributedError`."""
         raised: Exception | None = None
+        value = None
         if self.rank == 0:
             try:
-                action()
+                value = action()
             except Exception as error:
                 raised = error
         told = raised if raised is None or isinstance(raised, AotBackwardError) else DistributedError(f"rank 0 failed: {raised!r}")
-        outcome = [told]
+        outcome: list[Any] = [told, value]
         self._run("waiting for rank 0", lambda: dist.broadcast_object_list(outcome, group=self._group, group_src=0))
         if self.rank == 0 and raised is not None:
             raise raised
         if outcome[0] is not None:
             raise outcome[0]
+        return outcome[1]
 
     def _device(self) -> torch.device:
         """Where the group's backend can take tensors: where the gradients are."""

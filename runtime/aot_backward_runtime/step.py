@@ -68,6 +68,8 @@ class LoadedStep(torch.optim.Optimizer):
         self._broadcast_buffers = self._buffers_due = False
         self._mode = "train" if entry.spec.training else "eval"
         self._last: _Ready | None = None
+        self._adding: _Ready | None = None  # the same of calls whose gradients wait or are averaged
+        self._run_update: Callable[..., list[torch.Tensor]] | None = None
         self._spoilt = ""
         self._lock = threading.RLock()
         self.defaults: dict[str, Any] = json.loads(spec.defaults)
@@ -79,7 +81,7 @@ class LoadedStep(torch.optim.Optimizer):
         """One step on these arguments. ``update=False``: gradients are only added up."""
         last = self._last
         if last is None or kwargs or not update or self._moved[0] or not last.fits(args):
-            return self._look_closely(args, kwargs, update)
+            return self._in_two(args, kwargs, update)
         try:
             results = last.native(args if last.order is None else [args[i] for i in last.order])  # type: ignore[arg-type]
         except RuntimeError as error:
@@ -101,18 +103,34 @@ class LoadedStep(torch.optim.Optimizer):
         if state.fresh:
             state.fresh = False
 
+    def _in_two(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
+        """A call whose gradients wait or are averaged, where its kind has come before: gradients by one native call, the update by another."""
+        with self._lock:
+            ready, state = self._adding, self._state
+            at_once = update and self._averaging is None and not state.accumulated
+            if ready is None or kwargs or at_once or self._moved[0] or not ready.fits(args):
+                return self._look_closely(args, kwargs, update)
+            self._share_buffers()
+            try:
+                results = ready.native(args if ready.order is None else [args[i] for i in ready.order])  # type: ignore[arg-type]
+            except RuntimeError as error:
+                raise self._failed(error, adding=True) from error
+            self._added(update)
+            return ready.finish(results, args)
+
     def _look_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
         entry, state = self._entry, self._state
         with self._lock:
             self._check_whole()
             admitted = entry.admit(self._mode, args, kwargs)
-            if self._averaging is not None and self._broadcast_buffers and self._buffers_due and update:
-                self._averaging.share(list(state.buffers.values()))
             binding = entry.state.refresh([t.detach() for t in self._held])
-            self._moved[0] = False
             apart = not update or state.accumulated > 0 or self._averaging is not None
             if apart and self._update is None:
                 raise InputError(f"entry {entry.name!r} was exported without gradients that wait: export it with accumulate=True for update=False")
+            if self._moved[0]:
+                self._last = self._adding = self._run_update = None  # their libraries are bound to what was there before
+                self._moved[0] = False
+            self._share_buffers()
             runnable = admitted.variant.plans["accumulate" if apart else "step"]
             ready = _Ready(entry, admitted, runnable, self._held)
             try:
@@ -121,18 +139,28 @@ class LoadedStep(torch.optim.Optimizer):
             except RuntimeError as error:
                 raise self._failed(error, adding=apart) from error
             self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
+            if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
+                ready.remember(args)
+                if apart:
+                    self._adding = ready
+                else:
+                    self._last = ready
             if apart:
-                self._last = None  # it would leave out the gradients that wait
-                state.accumulated += 1
-                state.numbers.adding(True)
-                if update:
-                    self._apply()
+                self._added(update)
             else:
                 self._settle(results)
-                if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
-                    ready.remember(args)
-                    self._last = ready
             return ready.finish(results, admitted.given)
+
+    def _added(self, update: bool) -> None:
+        """After gradients were added to those that wait, or took their place."""
+        state = self._state
+        self._last = None  # it would leave out the gradients that wait
+        state.accumulated += 1
+        self._buffers_due = update  # DDP's rule: before a forward, unless the one before it was within no_sync
+        if update:
+            self._apply()
+        else:
+            state.numbers.adding(True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Hands the gradients that were added up to the optimizer. :class:`InputError` where there are none."""
@@ -145,22 +173,28 @@ class LoadedStep(torch.optim.Optimizer):
             self._apply()
 
     def _apply(self) -> None:
-        state, runnable = self._state, self._update
-        assert runnable is not None
+        state, runnable, run = self._state, self._update, self._run_update
+        assert runnable is not None and runnable.library is not None
+        if run is None or self._moved[0]:
+            binding = self._entry.state.refresh([t.detach() for t in self._held])
+            run = lambda _: runnable.call(binding, (), {})  # noqa: E731
         if self._averaging is not None:
-            self._averaging.average()
-        binding = self._entry.state.refresh([t.detach() for t in self._held])
+            averaging, first = self._averaging, not state.count + state.skipped
+            self._together("the averaging of gradients", lambda: averaging.average(first))
         try:
-            results = runnable.call(binding, (), {})
+            results = run([])
         except RuntimeError as error:
+            state.waiting(state.accumulated)
             raise self._failed(error) from error
+        if not self._moved[0]:
+            self._run_update = runnable.library.raw_run
+        self._buffers_due = True
         self._settle(results)
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients that were added up."""
-        self._state.accumulated = 0
-        self._state.numbers.adding(False)
+        self._state.waiting(0)
         self._last = None
 
     def _check_whole(self) -> None:
@@ -169,11 +203,14 @@ class LoadedStep(torch.optim.Optimizer):
 
     def _failed(self, error: RuntimeError, adding: bool = False) -> ExecutionError:
         """What a failed native call comes to; ``adding``: one that only adds up gradients."""
-        self._last = None
+        self._last = self._adding = self._run_update = None
         reason = str(error).splitlines()[0]
         if adding:
             self.zero_grad()
             left = "the gradients that had been added up are lost, everything else is as it was"
+        elif self._averaging is not None:
+            self._spoilt = f"an update failed here ({reason}), which other processes have made"
+            left = "other processes have made this update: resume() a saved state on all of them"
         elif self._state.spec.in_place:
             left = "nothing was changed"
         else:
@@ -183,7 +220,7 @@ class LoadedStep(torch.optim.Optimizer):
 
     def train(self, mode: bool = True) -> LoadedStep:
         """Serves calls from the variants exported in training mode."""
-        self._mode, self._last = "train" if mode else "eval", None
+        self._mode, self._last, self._adding = "train" if mode else "eval", None, None
         return self
 
     def eval(self) -> LoadedStep:
@@ -252,7 +289,8 @@ class LoadedStep(torch.optim.Optimizer):
         """Writes the whole state of training to ``path``, whole or not at all: parameters, buffers, the optimizer's state, the groups' numbers,
         gradients that wait, the counts, torch's random state, and ``extra``, anything that JSON holds (an epoch, a schedule's state).
 
-        Over several processes all must call it; the first writes. Raises :class:`StateError`."""
+        Over several processes all must call it, at the same point; the first writes. Gradients that wait are averaged first, and buffers become
+        the first's, so that any number of processes can go on. Raises :class:`StateError`."""
         with self._lock:
             if self._spoilt:
                 raise StateError(f"nothing was saved to {path}: {self._spoilt}")
@@ -261,19 +299,29 @@ class LoadedStep(torch.optim.Optimizer):
                 random["cuda"] = torch.cuda.get_rng_state(self._held[0].device)
             if self._averaging is None:
                 self._state.save(path, random, extra)
-            else:
-                random = self._averaging.gathered(random)
-                self._averaging.by_first(lambda: self._state.save(path, random, extra))
+                return
+            averaging, state = self._averaging, self._state
+            if state.accumulated:
+                self._together("the averaging of gradients", lambda: averaging.average(not state.count + state.skipped))
+                self._buffers_due = True
+            random = averaging.gathered(random)
+            self._share_buffers()
+            averaging.by_first(lambda: state.save(path, random, extra))
 
     def resume(self, path: str | os.PathLike[str], *, random: bool = True) -> Any:
         """Goes on from what :meth:`save` wrote, bit for bit; returns its ``extra``. ``random=False`` leaves torch's random state as it is.
 
-        Over several processes each reads the file; a rank that it has no random state of (it was saved by fewer) keeps its own.
-        Raises :class:`StateError`; then the old state stays."""
+        Over several processes all must call it; the first reads, and all get what it read. A rank whose random state was not saved (there were
+        fewer processes) keeps its own. Raises :class:`StateError`, on every rank; then the old state stays."""
         with self._lock:
-            states, extra = self._state.resume(path)
-            self._last, self._spoilt = None, ""
-            rank = "" if self._averaging is None or self._averaging.rank == 0 else f"/{self._averaging.rank}"
+            state, averaging = self._state, self._averaging
+            if averaging is None:
+                states, extra = state.resume(path)
+            else:
+                states, extra = averaging.by_first(lambda: state.resume(path))
+                self._follow_first(averaging)
+            self._last, self._spoilt, self._buffers_due = None, "", True
+            rank = f"/{number}" if (number := self._rank()) else ""
             if random and f"cpu{rank}" in states:
                 torch.set_rng_state(states[f"cpu{rank}"])
             if random and f"cuda{rank}" in states and self._held[0].is_cuda:
@@ -282,32 +330,73 @@ class LoadedStep(torch.optim.Optimizer):
 
     # several processes
 
-    def distribute(self, group: Any = None, *, broadcast_buffers: bool = True, bucket_mb: float = 25.0) -> LoadedStep:
+    def distribute(
+        self, group: Any = None, *, broadcast_buffers: bool = True, bucket_mb: float | None = None, order: Sequence[str] | None = None
+    ) -> LoadedStep:
         """From now on gradients are averaged over the processes of ``group`` before each update, as ``DistributedDataParallel`` averages them;
-        all start from the state of the first. ``broadcast_buffers``: before a forward all get the first's buffers (BatchNorm's statistics).
-        ``bucket_mb``: gradients are averaged in pieces of so many MiB. Call it on every rank, after
-        ``torch.distributed.init_process_group``. Raises :class:`DistributedError`."""
+        all start from the state of the first. Call it on every rank, after ``torch.distributed.init_process_group``.
+
+        ``broadcast_buffers``: before a forward all get the first's buffers (BatchNorm's statistics), unless the call before was one without an
+        update. ``bucket_mb``: gradients are averaged in pieces of so many MiB, as DDP's ``bucket_cap_mb``; by default, as there, 25, and 1 for
+        the first. ``order``: the parameters' names in the order in which their gradients arrive in eager, where that is not the last first; from
+        three processes on the last bit of a sum depends on it, and on nothing else does it bear.
+        Raises :class:`DistributedError`; :class:`InputError` where the step is distributed already, or was exported for one process."""
         from .averaging import Averaging, Buckets
 
         if self._update is None:
             raise InputError(f"entry {self._entry.name!r} was exported for one process: export it with distributed=True")
+        if self._averaging is not None:
+            raise InputError("this step is distributed already; load the package again for other processes or other buckets")
         with self._lock:
             state = self._state
-            specs = [(n, tuple(t.shape), t.stride(), t.dtype, t.device) for n, t in state.gradients.items()]
-            buckets = Buckets(specs, bucket_mb)
+            old = {n: state.gradients[n] for n in state.parameters if n in state.gradients}  # in the module's order, as DDP takes them
+            buckets = Buckets(
+                [(n, tuple(t.shape), t.stride(), t.dtype, t.device) for n, t in old.items()],
+                25.0 if bucket_mb is None else bucket_mb,
+                1.0 if bucket_mb is None else bucket_mb,
+                order=order,
+            )
             averaging = Averaging(buckets, group)
             averaging.check_same(f"package {self._digest}, entry {self._entry.name}")
-            for name, view in buckets.views.items():
-                view.copy_(state.gradients[name])
-                self._held[self._places[next(g.state for g in state.spec.gradients if g.parameter == name)]] = view
-            state.gradients = dict(buckets.views)
-            own = [t.detach() for t in (*state.parameters.values(), *state.buffers.values())]
-            averaging.share([*own, *(t for *_, t in state.slots)])
-            self._averaging, self._last = averaging, None
+            for gradient in state.spec.gradients:
+                view = buckets.views[gradient.parameter]
+                self._held[self._places[gradient.state]] = view.copy_(old[gradient.parameter])
+            state.gradients = {n: buckets.views[n] for n in state.gradients}
+            self._last, self._moved[0] = None, True
+            self._follow_first(averaging)
+            self._averaging = averaging
             self._broadcast_buffers = broadcast_buffers and bool(state.buffers)
             self._buffers_due = True
-            self._moved[0] = True
         return self
+
+    def _rank(self) -> int:
+        """Whose random state is resumed. A script may well resume before it distributes."""
+        if self._averaging is not None:
+            return self._averaging.rank
+        distributed = torch.distributed
+        return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+    def _follow_first(self, averaging: Averaging) -> None:
+        """The whole state becomes that of rank 0."""
+
+        def follow() -> None:
+            self._state.follow(averaging.by_first(self._state.notes))
+            averaging.share(self._state.tensors())
+
+        self._together("sharing the state", follow)
+
+    def _share_buffers(self) -> None:
+        if self._broadcast_buffers and self._buffers_due and (averaging := self._averaging) is not None:
+            self._together("sharing buffers", lambda: averaging.share(list(self._state.buffers.values())))
+
+    def _together(self, what: str, action: Callable[[], None]) -> None:
+        """``action`` with the other processes. Where it is broken off, by their end or by an interrupt, some tensors are as before and some not."""
+        try:
+            action()
+        except BaseException:
+            self._last = self._adding = None
+            self._spoilt = f"{what} was broken off"
+            raise
 
     # what an optimizer has and a compiled step cannot do
 

@@ -206,11 +206,31 @@ class TrainingState:
         self._check_options(options)
         extra, fresh = about["extra"], bool(about["fresh"])
         self._write(copies, options)
+        self._go_on(progress, fresh)
+        return parts["random"], extra
+
+    def _go_on(self, progress: Mapping[str, int], fresh: bool) -> None:
         for name, value in progress.items():
             setattr(self, name, value)
         self.fresh = fresh
         self.waiting(self.accumulated)
-        return parts["random"], extra
+
+    # another process
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that training changes, but the groups' numbers, in the same order in each process."""
+        own = [*self.parameters.values(), *self.buffers.values(), *self.loss.values(), *(t for *_, t in self.slots)]
+        return [t.detach() for t in (*own, *(self.gradients.values() if self.accumulated else ()))]
+
+    def notes(self) -> tuple[list[dict[str, Any]], dict[str, int], bool]:
+        """What :meth:`follow` takes: what is not in tensors."""
+        return [plain(g.options()) for g in self.groups], self.progress(), self.fresh
+
+    def follow(self, notes: tuple[list[dict[str, Any]], dict[str, int], bool]) -> None:
+        """Options, counts and all become those of a process with the same package. :meth:`tensors` are not changed."""
+        options, progress, fresh = notes
+        self._write([], options)
+        self._go_on(progress, fresh)
 
     def _check_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         for group, given in zip(self.groups, options, strict=True):
