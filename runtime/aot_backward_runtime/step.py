@@ -272,10 +272,13 @@ class LoadedStep(torch.optim.Optimizer):
         """Calls whose gradients wait for an update."""
         return self._state.accumulated
 
-    def state_dict(self) -> dict[str, Any]:
-        """``{"module": …, "optimizer": …, "count": …, …}``, as an eager module's and optimizer's ``load_state_dict`` take them; copies."""
+    def state_dict(self, *, whole: bool = False) -> dict[str, Any]:
+        """``{"module": …, "optimizer": …, "count": …, …}``, as an eager module's and optimizer's ``load_state_dict`` take them; copies.
+
+        ``whole``: the optimizer's state also before its first step, where eager has none yet. ``torch.distributed.checkpoint.load`` needs that:
+        it fills what is there, and no more."""
         with self._lock:
-            return self._state.state_dict()
+            return self._state.state_dict(whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}`` of an eager training, or :meth:`state_dict`'s.

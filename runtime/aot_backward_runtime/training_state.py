@@ -72,10 +72,10 @@ class TrainingState:
 
     # eager's dicts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, whole: bool = False) -> dict[str, Any]:
         order = {name: i for i, name in enumerate(n for g in self.spec.groups for n in g.parameters)}
         state: dict[int, dict[str, torch.Tensor]] = {}
-        if not self.fresh:
+        if whole or not self.fresh:
             for key, names, tensor in self.slots:
                 for name in names:
                     state.setdefault(order[name], {})[key] = tensor.detach().clone()
@@ -119,11 +119,17 @@ class TrainingState:
             named = {}  # as eager's SGD has it where no momentum was used yet
         options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         self._check_options(options)
-        copies += self._slots_from(named)
+        slots = self._slots_from(named)
         progress = {name: _count(name, state.get(name, 0)) for name in _PROGRESS}
+        if progress["count"] and self.slots and not named:
+            raise StateError(
+                f"{progress['count']} updates were made, but the optimizer's state is empty: a checkpoint is to be loaded into "
+                "state_dict(whole=True)"
+            )
         progress["accumulated"] = 0  # gradients that wait are no part of it
-        self._write(copies, options)
-        self.fresh = not named
+        untouched = state.get("count") == 0 and self._first is not None and all(map(_equal, (v for _, v in slots), self._first))
+        self._write(copies + slots, options)
+        self.fresh = not named or untouched
         for name, value in progress.items():
             setattr(self, name, value)
 
@@ -261,6 +267,10 @@ class TrainingState:
 
 _FORM = ("foreach", "fused", "capturable", "differentiable")
 """Options of eager's that choose among forms of the same computation."""
+
+
+def _equal(value: torch.Tensor, own: torch.Tensor) -> bool:
+    return torch.equal(value.to(own), own)
 
 
 def _count(name: str, value: Any) -> int:
