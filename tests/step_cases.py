@@ -15,7 +15,8 @@ import aot_backward as ab
 
 from . import exports
 
-CLIP = 0.5
+CLIP = 3.2
+"""Between the norms of the ten steps, so that some are clipped and some are not."""
 WAITING = ("SGD", "Adam")
 """The families whose gradients can wait, for which three graphs are compiled, not one."""
 
