@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .averaging import Averaging
 
 _MODULE = "module."
+_SEEN = (_MODULE, "optimizer.")  # what a caller sees, and may give other memory
 
 
 class LoadedStep(torch.optim.Optimizer):
@@ -51,7 +52,7 @@ class LoadedStep(torch.optim.Optimizer):
         made: dict[str, torch.Tensor] = {}
         for s in entry.spec.state:
             if s.weight not in made:
-                made[s.weight] = self._bound(tensors[s.weight], s.requires_grad) if s.name.startswith(_MODULE) else tensors[s.weight]
+                made[s.weight] = self._bound(tensors[s.weight], s.requires_grad) if s.name.startswith(_SEEN) else tensors[s.weight]
         self._held = [made[s.weight] for s in entry.spec.state]
         self._weak = [weakref.ref(t) for t in self._held if isinstance(t, BoundParameter)]  # torch.utils.swap_tensors refuses then
         own = [s for s in entry.spec.state if s.name.startswith(_MODULE)]
