@@ -5,16 +5,19 @@ with everything in float64. What is compared is the losses, and by how much each
 changed: a wrong update is small beside the parameter that it is added to. With a, e, t the artifact's, eager's and float64's change of a tensor
 whose values are p:
 
-    ‖a − t‖ ≤ 4·‖e − t‖ + 16·eps·‖t‖ + 2·eps·‖p‖ + 8·s
+    ‖a − t‖ ≤ 4·‖e − t‖ + 16·eps·‖t‖ + 2·eps·‖p‖ + 8·s + 8·n
 
-where s is how far t moves when everything that goes in is rounded otherwise, as in ``selfcheck.py``, and eps·‖p‖ what storing p rounds off.
+where s is how far t moves when everything that goes in is rounded otherwise, as in ``selfcheck.py``, eps·‖p‖ what storing p rounds off, and n how
+far t moves when each gradient is off by as much as ``selfcheck.py`` allows a gradient to be, in a random direction: an optimizer such as Adam
+divides a gradient by its own size, and makes a whole step of one whose true value is zero (a bias before BatchNorm).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,9 +65,16 @@ class Outcome:
     losses: dict[str, torch.Tensor]
     before: dict[str, torch.Tensor]
     after: dict[str, torch.Tensor]
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each step, of eager alone
 
     def change(self, name: str) -> torch.Tensor:
-        return self.after[name].double() - self.before[name].double()
+        """By how much a parameter or buffer has changed; of the optimizer's state, which may not have been there before, what it is."""
+        after = self.after[name].double()
+        return after - self.before[name].double() if name.startswith(("parameter ", "buffer ")) else after
+
+
+Noise = list[dict[str, float]]
+"""The norm of what is added to each gradient in each step."""
 
 
 def check(package: Package, entry: str, number: int, case: Case, example: Example, stored: dict[str, torch.Tensor]) -> Verdict:
@@ -137,7 +147,7 @@ def _first(value: Any) -> torch.Tensor:
     return pytree.tree_leaves(value)[0].detach().clone()
 
 
-def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool) -> Outcome:
+def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, noise: Noise | None = None) -> Outcome:
     """The same steps by the person's own objects, which are put back."""
     module, optimizer, settings = case.program.module, case.optimizer, case.settings
     torch.manual_seed(selfcheck.SEED)
@@ -148,7 +158,8 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool) 
     with undisturbed.in_mode(module, example.mode), undisturbed.slots_kept(case.program), selfcheck.undone(tensors), _state_kept(optimizer):
         try:
             before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss)
-            losses = {}
+            losses, gradients = {}, []
+            generator = torch.Generator().manual_seed(selfcheck.SEED)
             for i in range(STEPS):
                 optimizer.zero_grad(set_to_none=True)
                 for half in (" first half", "") if waiting else ("",):
@@ -156,6 +167,11 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool) 
                         value = pytree.tree_leaves(case.program(*args, **kwargs))[0]
                         losses[f"loss {i}{half}"] = value.detach().clone()
                         value.backward()
+                gradients.append({case.names[id(p)]: p.grad.detach().clone() for p in trained if p.grad is not None})
+                for p in trained if noise is not None else ():
+                    assert p.grad is not None and noise is not None
+                    direction = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
+                    p.grad += (noise[i][case.names[id(p)]] / max(float(direction.norm()), 1e-30) * direction).to(p.dtype)
                 if settings.clip_norm is not None:
                     torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
                 if settings.clip_value is not None:
@@ -170,7 +186,7 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool) 
                 if isinstance(t, torch.Tensor) and case.names.get(id(p)) in case.trained
             }
             slots |= loss
-            return Outcome(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots))
+            return Outcome(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots), gradients)
         finally:
             for p in case.program.parameters():
                 p.grad = None
@@ -213,27 +229,58 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _truth(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, eager: Outcome) -> tuple[Outcome, dict[str, float]]:
-    """The steps in float64, and by name how far their changes move with the rounding of what goes in; eager itself where float64 is no truth."""
+    """The steps in float64, or eager itself where float64 is no truth; and by name 8·s + 8·n of the measure above."""
+    truth, moved, given = eager, dict.fromkeys(eager.after, 0.0), (args, kwargs)
     values = [*case.program.parameters(), *eager.losses.values()]
-    if any(t.is_complex() for t in values) or not any(t.is_floating_point() and t.dtype is not torch.float64 for t in values):
-        return eager, {}
-    args, kwargs = selfcheck.doubled(args, kwargs)
+    wider = not any(t.is_complex() for t in values) and any(t.is_floating_point() and t.dtype is not torch.float64 for t in values)
     device = next(case.program.parameters()).device.type
-    try:
-        with torch.autocast(device, enabled=False):
-            with selfcheck.in_float64(case.program):
-                truth = _eager(case, example, args, kwargs, waiting)
-            with selfcheck.in_float64(case.program, rounded=True):
-                near = _eager(case, example, selfcheck.rounded_values(args), selfcheck.rounded_values(kwargs), waiting)
-    except Exception:  # whatever stands against float64, eager is the next best
-        return eager, {}
+    with contextlib.ExitStack() as stack:
+        if wider:
+            try:
+                args, kwargs = selfcheck.doubled(args, kwargs)
+                with torch.autocast(device, enabled=False):
+                    with selfcheck.in_float64(case.program):
+                        truth = _eager(case, example, args, kwargs, waiting)
+                    with selfcheck.in_float64(case.program, rounded=True):
+                        near = _eager(case, example, selfcheck.rounded_values(args), selfcheck.rounded_values(kwargs), waiting)
+            except Exception:  # whatever stands against float64, eager is the next best
+                truth = eager
+        if truth is not eager and _same_computation(eager, truth):
+            moved = {n: 8 * float((near.change(n) - truth.change(n)).norm()) for n in truth.after}
+            stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(selfcheck.in_float64(case.program))
+        else:
+            truth, args, kwargs = eager, *given
+        noisy = _eager(case, example, args, kwargs, waiting, _noise(eager, truth))
+    return truth, {n: m + 8 * float((noisy.change(n) - truth.change(n)).norm()) for n, m in moved.items()}
+
+
+def _same_computation(eager: Outcome, truth: Outcome) -> bool:
+    """Whether float64 is eager with less rounding, and not another computation (other random numbers)."""
     if truth.after.keys() != eager.after.keys():
-        return eager, {}
+        return False
     for name, loss in eager.losses.items():
-        if not torch.isfinite(truth.losses[name]) or abs(float(loss) - float(truth.losses[name])) > 1e-2 * max(1e-3, abs(float(truth.losses[name]))):
-            return eager, {}  # other random numbers, or another computation
-    moved = {n: float((near.change(n) - truth.change(n)).norm()) for n in truth.after if n in truth.before}
-    return truth, moved
+        right = float(truth.losses[name])
+        if not math.isfinite(right) or abs(float(loss) - right) > 1e-2 * max(1e-3, abs(right)):
+            return False
+    return True
+
+
+def _noise(eager: Outcome, truth: Outcome) -> Noise:
+    """What ``selfcheck.py`` allows each gradient to be off by."""
+    out = []
+    for ours, right in zip(eager.gradients, truth.gradients, strict=True):
+        norms = {n: float(torch.nan_to_num(g.double(), 0.0, 0.0, 0.0).norm()) for n, g in right.items()}
+        largest = max(norms.values())
+        allowed = {}
+        for n, g in ours.items():
+            scale = max(norms[n], 1e-3 * largest)
+            if truth is eager:
+                allowed[n] = selfcheck.RELATIVE[g.dtype] / 4 * scale
+            else:
+                allowed[n] = 4 * float((g.double() - right[n].double()).norm()) + 16 * torch.finfo(g.dtype).eps * scale
+        out.append(allowed)
+    return out
 
 
 def compared(actual: Outcome, eager: Outcome, truth: Outcome, moved: dict[str, float], coarse: bool) -> list[tuple[str, float, float, float]]:
@@ -269,9 +316,9 @@ def compared(actual: Outcome, eager: Outcome, truth: Outcome, moved: dict[str, f
             da, de, dt = (torch.where(keep, x, 0) for x in (da, de, dt))
         eps = torch.finfo(e.dtype).eps
         if truth is eager:
-            allowed = selfcheck.RELATIVE[e.dtype] * float(dt.norm()) + 4 * eps * float(e.double().norm())
+            allowed = selfcheck.RELATIVE[e.dtype] * float(dt.norm()) + 4 * eps * float(e.double().norm()) + moved[name]
         else:
-            allowed = 4 * float((de - dt).norm()) + 16 * eps * float(dt.norm()) + 2 * eps * float(e.double().norm()) + 8 * moved.get(name, 0.0)
+            allowed = 4 * float((de - dt).norm()) + 16 * eps * float(dt.norm()) + 2 * eps * float(e.double().norm()) + moved[name]
         if coarse:
             allowed += selfcheck.RELATIVE[torch.bfloat16] * float(dt.norm())
         error = float((da - dt).norm())
@@ -287,7 +334,7 @@ def _store(stored: dict[str, torch.Tensor], prefix: str, args: Any, kwargs: Any,
         stored[f"{prefix}/expected/{name}"] = loss
         stored[f"{prefix}/allowed/{name}"] = torch.tensor(2 * allowed[name], dtype=torch.float64)  # another machine's rounding
     for name, e in eager.after.items():
-        if name in eager.before and e.is_floating_point():
+        if e.is_floating_point():
             stored[f"{prefix}/expected/{name}"] = probes(eager.change(name))
             stored[f"{prefix}/allowed/{name}"] = torch.tensor(2 * allowed[f"the change of {name}"], dtype=torch.float64)
 
@@ -302,5 +349,5 @@ def probes(change: torch.Tensor) -> torch.Tensor:
 
 def named(outcome: Outcome) -> dict[str, torch.Tensor]:
     """What :func:`_store` keeps, of the artifact."""
-    changes = {n: probes(outcome.change(n)) for n, t in outcome.after.items() if n in outcome.before and t.is_floating_point()}
+    changes = {n: probes(outcome.change(n)) for n, t in outcome.after.items() if t.is_floating_point()}
     return dict(outcome.losses) | changes

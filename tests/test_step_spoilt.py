@@ -1,0 +1,61 @@
+"""The self-check of a training step finds a gradient or an update that is off by a thousandth, and no package is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aot_backward as ab
+from aot_backward.capture import optimizers
+
+aten = torch.ops.aten
+
+
+def _scaled_gradient(graph: torch.fx.Graph, parameters: int) -> None:
+    gradient = next(iter(graph.find_nodes(op="placeholder")))
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        scaled = graph.call_function(aten.mul.Tensor, (gradient, 1.001))
+    scaled.meta = dict(gradient.meta)
+    gradient.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+
+
+def _scaled_update(graph: torch.fx.Graph, parameters: int) -> None:
+    before = list(graph.find_nodes(op="placeholder"))[parameters]
+    output = next(iter(graph.find_nodes(op="output")))
+    after, *others = output.args[0]
+    with graph.inserting_before(output):
+        change = graph.call_function(aten.mul.Tensor, (graph.call_function(aten.sub.Tensor, (after, before)), 1.001))
+        made = graph.call_function(aten.add.Tensor, (before, change))
+    for node in (*change.all_input_nodes, change, made):
+        node.meta.setdefault("val", before.meta["val"])
+    output.args = ([made, *others],)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "optimizer"), [(_scaled_gradient, torch.optim.SGD), (_scaled_gradient, torch.optim.AdamW), (_scaled_update, torch.optim.AdamW)]
+)
+def test_what_is_off_by_a_thousandth_fails_the_export(
+    spoil: Callable[[torch.fx.Graph, int], None], optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = optimizers.trace
+
+    def spoilt(about: Any, gradients: Any, parameters: Any, fake_mode: Any, settings: Any) -> Any:
+        update = original(about, gradients, parameters, fake_mode, settings)
+        with fake_mode:
+            spoil(update.graph.graph, len(parameters))
+        update.graph.recompile()
+        return update
+
+    monkeypatch.setattr(optimizers, "trace", spoilt)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    x, y, path = torch.randn(12, 8), torch.randint(0, 4, (12,)), tmp_path / "step.pt2"
+    path.write_bytes(b"the old package")
+    with pytest.raises(ab.ExportError, match=r"wrong: off by .* from eager, .* is allowed; nothing was written"):
+        ab.export_step(net, (x, y), loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer(net.parameters(), lr=0.1), path=path)
+    assert path.read_bytes() == b"the old package"
