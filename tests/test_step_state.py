@@ -254,6 +254,12 @@ def test_numbers_that_the_code_does_not_hold_for(adam: Any) -> None:
     assert _train(adam, 1, 2, 3) == _train(twin, 1, 2, 3)
 
 
+def test_gradients_that_cannot_wait() -> None:
+    step = load(package("AdamW")).step()
+    _train(step, 0)
+    _untouched(step, lambda: step(*batch(1), update=False), InputError, "exported without gradients that wait: export it with accumulate=True")
+
+
 def _changed(*path: Any, to: Any = ...) -> Callable[[Any], None]:
     """What deletes the item at ``path`` of a state, or sets it to ``to``, or to ``to`` of it."""
 

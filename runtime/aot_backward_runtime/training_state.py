@@ -123,8 +123,7 @@ class TrainingState:
         progress = {name: _count(name, state.get(name, 0)) for name in _PROGRESS}
         if progress["count"] and self.slots and not named:
             raise StateError(
-                f"{progress['count']} updates were made, but the optimizer's state is empty: a checkpoint is to be loaded into "
-                "state_dict(whole=True)"
+                f"{progress['count']} updates were made, but the optimizer's state is empty: a checkpoint is to be loaded into state_dict(whole=True)"
             )
         progress["accumulated"] = 0  # gradients that wait are no part of it
         untouched = state.get("count") == 0 and self._first is not None and all(map(_equal, (v for _, v in slots), self._first))
