@@ -26,7 +26,7 @@ PEERS = ("foreach", "fused", "compile", "compile-optimizer", "compile-all", "ste
 COMPILED = ("compile", "compile-optimizer", "compile-all")
 ROWS = (1, 16, 256)
 SMALL = 200_000
-"""Parameters, below which a model counts as small."""
+"""Parameters, below which a model counts as small. Larger ones are measured with the smallest and the largest batch."""
 
 
 def _mlp(*widths: int) -> nn.Module:
@@ -153,7 +153,8 @@ def measure(quick: bool, threads: list[int]) -> Result:
     columns = ["model", "parameters", "rows", "threads", *PEERS, "step/compiled", "step/best"]
     result = Result("training", TITLE, columns)
     for name in ("mlp-10k",) if quick else MODELS:
-        for rows in (16,) if quick else ROWS:
+        small = sum(p.numel() for p in make(name, 1)[0].parameters()) < SMALL
+        for rows in (16,) if quick else ROWS if small else (ROWS[0], ROWS[-1]):
             package = exported(name, rows)
             for count in threads:
                 _measure(result, name, rows, package, count, quick)
