@@ -18,7 +18,7 @@ from .entry import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError, InputError, StateError
 from .grad import BoundParameter
 from .guards import Fast
-from .plan import Runnable
+from .plan import Binding, Runnable
 from .training_state import TrainingState
 from .tree import unflatten
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .averaging import Averaging
 
 _MODULE = "module."
+_REMEMBERED = 8  # kinds of call that need only a check in C
 _SEEN = (_MODULE, "optimizer.")  # what a caller sees, and may give other memory
 
 
@@ -68,8 +69,9 @@ class LoadedStep(torch.optim.Optimizer):
         self._averaging: Averaging | None = None
         self._broadcast_buffers = self._buffers_due = False
         self._mode = "train" if entry.spec.training else "eval"
-        self._last: _Ready | None = None
-        self._adding: _Ready | None = None  # the same of calls whose gradients wait or are averaged
+        self._last: _Ready | None = None  # the last kind of call; None while gradients wait, or are averaged
+        self._known: list[_Ready] = []  # the last kinds of call, also of those whose gradients wait
+        self._binding: Binding | None = None
         self._run_update: Callable[..., list[torch.Tensor]] | None = None
         self._spoilt = ""
         self._lock = threading.RLock()
@@ -105,18 +107,24 @@ class LoadedStep(torch.optim.Optimizer):
             state.fresh = False
 
     def _in_two(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
-        """A call whose gradients wait or are averaged, where its kind has come before: gradients by one native call, the update by another."""
+        """A call that is not of the last kind, but of one that has come before: of another size, or with gradients that wait or are averaged."""
         with self._lock:
-            ready, state = self._adding, self._state
-            at_once = update and self._averaging is None and not state.accumulated
-            if ready is None or kwargs or at_once or self._moved[0] or not ready.fits(args):
+            adding = not update or self._averaging is not None or self._state.accumulated > 0
+            ready = None
+            if not kwargs and not self._moved[0]:
+                ready = next((r for r in self._known if r.adding == adding and r.fits(args)), None)
+            if ready is None:
                 return self._look_closely(args, kwargs, update)
             self._share_buffers()
             try:
                 results = ready.native(args if ready.order is None else [args[i] for i in ready.order])  # type: ignore[arg-type]
             except RuntimeError as error:
-                raise self._failed(error, adding=True) from error
-            self._added(update)
+                raise self._failed(error, adding) from error
+            if adding:
+                self._added(update)
+            else:
+                self._last = ready
+                self._settle(results)
             return ready.finish(results, args)
 
     def _look_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
@@ -124,16 +132,13 @@ class LoadedStep(torch.optim.Optimizer):
         with self._lock:
             self._check_whole()
             admitted = entry.admit(self._mode, args, kwargs)
-            binding = entry.state.refresh([t.detach() for t in self._held])
             apart = not update or state.accumulated > 0 or self._averaging is not None
             if apart and self._update is None:
                 raise InputError(f"entry {entry.name!r} was exported without gradients that wait: export it with accumulate=True for update=False")
-            if self._moved[0]:
-                self._last = self._adding = self._run_update = None  # their libraries are bound to what was there before
-                self._moved[0] = False
+            binding = self._bind()
             self._share_buffers()
             runnable = admitted.variant.plans["accumulate" if apart else "step"]
-            ready = _Ready(entry, admitted, runnable, self._held)
+            ready = _Ready(entry, admitted, runnable, self._held, apart)
             try:
                 with torch.no_grad():
                     results = runnable.call(binding, admitted.flat, admitted.sizes)
@@ -142,10 +147,8 @@ class LoadedStep(torch.optim.Optimizer):
             self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
             if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
                 ready.remember(args)
-                if apart:
-                    self._adding = ready
-                else:
-                    self._last = ready
+                self._known = [ready, *self._known[: _REMEMBERED - 1]]
+                self._last = ready
             if apart:
                 self._added(update)
             else:
@@ -177,7 +180,7 @@ class LoadedStep(torch.optim.Optimizer):
         state, runnable, run = self._state, self._update, self._run_update
         assert runnable is not None and runnable.library is not None
         if run is None or self._moved[0]:
-            binding = self._entry.state.refresh([t.detach() for t in self._held])
+            binding = self._bind()
             run = lambda _: runnable.call(binding, (), {})  # noqa: E731
         if self._averaging is not None:
             averaging, first = self._averaging, not state.count + state.skipped
@@ -187,11 +190,22 @@ class LoadedStep(torch.optim.Optimizer):
         except RuntimeError as error:
             state.waiting(state.accumulated)
             raise self._failed(error) from error
-        if not self._moved[0]:
-            self._run_update = runnable.library.raw_run
+        self._run_update = runnable.library.raw_run
         self._buffers_due = True
         self._settle(results)
         self.zero_grad()
+
+    def _bind(self) -> Binding:
+        """What libraries are bound to; looked at again only where a parameter was given other memory."""
+        if self._binding is None or self._moved[0]:
+            self._forget()
+            self._binding = self._entry.state.refresh([t.detach() for t in self._held])
+            self._moved[0] = False
+        return self._binding
+
+    def _forget(self) -> None:
+        """Each call is looked at closely again."""
+        self._last, self._known, self._run_update = None, [], None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients that were added up."""
@@ -204,7 +218,7 @@ class LoadedStep(torch.optim.Optimizer):
 
     def _failed(self, error: RuntimeError, adding: bool = False) -> ExecutionError:
         """What a failed native call comes to; ``adding``: one that only adds up gradients."""
-        self._last = self._adding = self._run_update = None
+        self._forget()
         reason = str(error).splitlines()[0]
         if adding:
             self.zero_grad()
@@ -221,7 +235,8 @@ class LoadedStep(torch.optim.Optimizer):
 
     def train(self, mode: bool = True) -> LoadedStep:
         """Serves calls from the variants exported in training mode."""
-        self._mode, self._last, self._adding = "train" if mode else "eval", None, None
+        self._mode = "train" if mode else "eval"
+        self._forget()
         return self
 
     def eval(self) -> LoadedStep:
@@ -398,7 +413,7 @@ class LoadedStep(torch.optim.Optimizer):
         try:
             action()
         except BaseException:
-            self._last = self._adding = None
+            self._forget()
             self._spoilt = f"{what} was broken off"
             raise
 
@@ -445,6 +460,7 @@ class _Ready:
     """What is left to do when the same kind of call comes again."""
 
     __slots__ = (
+        "adding",
         "check",
         "count",
         "held",
@@ -462,7 +478,9 @@ class _Ready:
         "variant",
     )
 
-    def __init__(self, entry: Entry, admitted: Admitted, runnable: Runnable, held: list[torch.Tensor]):
+    def __init__(self, entry: Entry, admitted: Admitted, runnable: Runnable, held: list[torch.Tensor], adding: bool):
+        """``adding``: whether it only adds up gradients."""
+        self.adding = adding
         self.variant, self.runnable, self.sizes, self.types, self.held = admitted.variant, runnable, admitted.sizes, entry.types, held
         self.tree = admitted.variant.spec.out_tree
         self.outputs = runnable.outputs
