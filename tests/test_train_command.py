@@ -108,7 +108,7 @@ def test_inspect_a_step(package: Path, static: Path) -> None:
 def test_verify_a_step(package: Path, tmp_path: Path) -> None:
     before = package.read_bytes()
     done = called("verify", package)
-    assert done.exit_code == 0 and "entry 'fit' variant 0: 11 tensors as eager's" in done.stdout, done.stderr
+    assert done.exit_code == 0 and "entry 'fit' variant 0: 29 tensors as eager's" in done.stdout, done.stderr
     assert package.read_bytes() == before
     for member, name, wrong in (
         (EXAMPLES, "fit/0/expected/loss 2", "loss 2 is off by"),
