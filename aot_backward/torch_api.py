@@ -42,6 +42,8 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "partition_fn": ("torch._inductor.compile_fx", _ALL),
     "select_decomp_table": ("torch._inductor.decomposition", _ALL),
     "inductor_config": ("torch._inductor.config", _ALL),  # the module itself
+    "_global_optimizer_pre_hooks": ("torch.optim.optimizer", _ALL),
+    "_global_optimizer_post_hooks": ("torch.optim.optimizer", _ALL),
     "fx_graph_cse": ("torch._functorch.compile_utils", _ALL),
     # recorded passes
     "FakeTensorMode": ("torch._subclasses.fake_tensor", _ALL),

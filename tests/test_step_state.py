@@ -436,6 +436,24 @@ class Closure(torch.optim.SGD):
         return super().step()
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).abs()[:, :3]
+
+
+class Empty(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.nothing.sum(0)
+
+
 def _hooked() -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(nn.Linear(6, 3).parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: None)
@@ -460,6 +478,8 @@ REFUSED_AT_EXPORT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], s
         {"module": nn.Embedding(6, 3, sparse=True), "args": (torch.tensor([1, 2, 2]), torch.randn(3, 3))},
         "the gradient of 'weight' is sparse, .* sparse=False",
     ),
+    "a complex parameter": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"module": Complex()}, "'weight' is complex, .*train its real view"),
+    "an empty parameter": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"module": Empty()}, "'nothing' has no elements; leave it out"),
     "an infinite limit": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"clip_norm": float("inf")}, "clip_norm is inf; expected a finite"),
     "no target": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"args": ()}, "the last positional argument is its target"),
 }
@@ -474,6 +494,12 @@ def test_what_cannot_be_exported_is_refused_and_left_as_it_was(name: str, tmp_pa
     with _as_it_was(module if isinstance(module, nn.Module) else nn.Module(), optimizer), pytest.raises(ExportError, match=message):
         ab.export_step(**options, optimizer=optimizer, path=tmp_path / "no.pt2")
     assert not list(tmp_path.iterdir())
+
+
+def test_hooks_of_all_optimizers_are_refused(tmp_path: Path) -> None:
+    net = nn.Linear(6, 3)
+    with torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: None), pytest.raises(ExportError, match="has step hooks"):
+        ab.export_step(net, batch(0), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters()), path=tmp_path / "no.pt2")
 
 
 def test_an_export_in_the_middle_of_a_training_starts_there_and_leaves_it(tmp_path: Path) -> None:

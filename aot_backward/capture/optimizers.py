@@ -109,7 +109,8 @@ def parameters_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[i
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused):
             raise ExportError(f"{kind.__qualname__} cannot be exported: it {reason}")
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    everywhere = [*torch_api._global_optimizer_pre_hooks, *torch_api._global_optimizer_post_hooks]
+    if everywhere or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ExportError(f"the {kind.__qualname__} has step hooks, which a compiled step would not call; remove them before the export")
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
@@ -128,6 +129,11 @@ def look_at(optimizer: torch.optim.Optimizer, names: Mapping[int, str], with_gra
     trained = tuple(names[id(p)] for g in optimizer.param_groups for p in g["params"] if with_gradient(names[id(p)]))
     if not trained:
         raise ExportError("none of the optimizer's parameters gets a gradient from this loss")
+    for parameter in (p for g in optimizer.param_groups for p in g["params"] if names[id(p)] in trained):
+        if parameter.is_complex():
+            raise ExportError(f"the parameter {names[id(parameter)]!r} is complex, which the compiler has no optimizer for: train its real view")
+        if not parameter.numel():
+            raise ExportError(f"the parameter {names[id(parameter)]!r} has no elements; leave it out of the optimizer")
     groups = tuple(
         GroupSpec(tuple(names[id(p)] for p in g["params"]), _as_json(f"param_groups[{n}]", {k: v for k, v in g.items() if k != "params"}))
         for n, g in enumerate(optimizer.param_groups)

@@ -245,9 +245,9 @@ class LoadedStep(torch.optim.Optimizer):
     # state
 
     @property
-    def param_groups(self) -> list[Any]:  # type: ignore[override]
+    def param_groups(self) -> tuple[Any, ...]:  # type: ignore[override]
         """The optimizer's groups; numbers may be set, ``params`` are the parameters."""
-        return self._state.groups
+        return tuple(self._state.groups)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
