@@ -57,6 +57,8 @@ _OPTIONS: Options = {
     "layout_optimization": False,
     "fallback_random": True,  # the dropout masks are eager's
     "cpp.dynamic_threads": True,  # else the builder's number of cores is in the code
+    # What is parallel is decided for so many, wherever it is built. Decided for one, the code of several would run single loops in each thread.
+    "cpp.threads": 8,
     "cpp.march": MARCH,
     "cpp.simdlen": SIMD_BITS,
     "cpp.vec_isa_ok": True,  # without a probe
