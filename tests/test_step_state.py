@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import aot_backward as ab
 from aot_backward_runtime import AotBackwardError, ExportError, InputError, StateError, WeightsError, load
@@ -498,7 +499,7 @@ def test_what_cannot_be_exported_is_refused_and_left_as_it_was(name: str, tmp_pa
 
 def test_hooks_of_all_optimizers_are_refused(tmp_path: Path) -> None:
     net = nn.Linear(6, 3)
-    with torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: None), pytest.raises(ExportError, match="has step hooks"):
+    with register_optimizer_step_pre_hook(lambda *_: None), pytest.raises(ExportError, match="has step hooks"):
         ab.export_step(net, batch(0), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters()), path=tmp_path / "no.pt2")
 
 
