@@ -44,6 +44,9 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
         prefix = f"{name}.{i}"
         with undisturbed.in_mode(entry.module, mode), requiring(program, wanted, args, kwargs) as (args, kwargs):
             joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=True)
+            if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
+                first = joint.out_tree.keys[0]
+                raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")
             split.from_a_scalar(joint, prefix, weights)
             optimized = optimizers.look_at(entry.optimizer, names, steps.gets_gradient(joint))
             if shared is None:

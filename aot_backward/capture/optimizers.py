@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import copy
+import dataclasses
 import inspect
 import json
 import math
@@ -39,6 +40,8 @@ _REFUSED = {
     torch.optim.LBFGS: "evaluates the loss several times in each step (a closure)",
     torch.optim.SparseAdam: "takes sparse gradients, which compiled code does not make; torch.optim.Adam takes dense ones",
 }
+_FROM_A_NUMBER = {torch.optim.Rprop: ("step_size", "lr"), torch.optim.ASGD: ("eta", "lr")}
+"""State that is made from a number of the group."""
 _FIXED = ("ns_coefficients",)
 """Numbers that shape the computation, and no schedule moves."""
 _LOW = (torch.bfloat16, torch.float16)
@@ -67,6 +70,7 @@ class Slot:
     key: str
     parameters: tuple[str, ...]
     value: torch.Tensor
+    starts_as: int = -1  # the number, by its place among all, that it holds before the first step
 
 
 @dataclass(frozen=True)
@@ -141,12 +145,45 @@ def look_at(optimizer: torch.optim.Optimizer, names: Mapping[int, str], with_gra
     numbers = tuple(number for n, g in enumerate(optimizer.param_groups) for number in _numbers(n, g))
     state = _state_before_a_step(optimizer, names, set(trained))
     fresh = not any(isinstance(v, torch.Tensor) for slots in optimizer.state.values() for v in slots.values())  # SGD's first momentum is None
-    return Optimized(optimizer, dict(names), groups, numbers, _slots(optimizer, names, state), trained, fresh)
+    slots = _slots(optimizer, names, state)
+    if fresh:
+        _refuse_state_from_numbers(optimizer, names, trained, state)
+        slots = tuple(dataclasses.replace(s, starts_as=_starts_as(optimizer, groups, numbers, s)) for s in slots)
+    return Optimized(optimizer, dict(names), groups, numbers, slots, trained, fresh)
+
+
+def _starts_as(optimizer: torch.optim.Optimizer, groups: Sequence[GroupSpec], numbers: Sequence[Number], slot: Slot) -> int:
+    for kind, (key, number) in _FROM_A_NUMBER.items():
+        if isinstance(optimizer, kind) and slot.key == key:
+            group = next(i for i, g in enumerate(groups) if slot.parameters[0] in g.parameters)
+            return next(i for i, n in enumerate(numbers) if (n.group, n.key) == (group, number))
+    return -1
+
+
+def _refuse_state_from_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: Sequence[str], state: Any) -> None:
+    """A person's own optimizer whose first state depends on its learning rate would start otherwise under a schedule that warms up."""
+    if type(optimizer).__module__.startswith("torch.optim.") or not all(isinstance(g.get("lr"), (int, float)) for g in optimizer.param_groups):
+        return
+    before = [g["lr"] for g in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 2 * group["lr"] + 0.125
+        other = _state_before_a_step(optimizer, names, set(trained))
+    finally:
+        for group, lr in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = lr
+    for name, slots in state.items():
+        for key, value in slots.items():
+            if not _same(value, other[name].get(key)):
+                raise ExportError(
+                    f"{type(optimizer).__qualname__} makes the first state[{name!r}][{key!r}] from lr, which a schedule may move before that; let it "
+                    f"make a step before the export"
+                )
 
 
 def _numbers(index: int, group: Mapping[str, Any]) -> Iterator[Number]:
     for key, value in group.items():
-        if key in _FIXED:
+        if key in _FIXED or (key == "dampening" and not value):  # with it SGD's first step is another: see _starts_otherwise
             continue
         if isinstance(value, torch.Tensor) and key != "params" and value.numel() == 1:
             value = float(value)
@@ -396,7 +433,7 @@ def _update(about: Optimized, settings: Settings, grads: Any, params: Any, state
         finite = torch.isfinite(norm) if norm is not None else torch.stack([torch.isfinite(g).all() for g in grads]).all()
     with _Scalars():
         if norm is not None:
-            coefficient = torch.clamp(clips.pop(0) / (norm + 1e-6), max=1.0)  # as nn.utils.clip_grads_with_norm_
+            coefficient = torch.clamp(clips.pop(0) / (norm + 1e-6), max=1.0).to(norm.dtype)  # as nn.utils.clip_grads_with_norm_
             grads = [g * coefficient for g in grads]
         if settings.clip_value is not None:
             limit = clips.pop(0)
@@ -588,7 +625,8 @@ def _staged(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
     the first ``gradients`` placeholders: so nothing is changed before everything has been allocated, and where memory runs out the state is
     still whole."""
     pure: set[torch.fx.Node] = set()
-    for node in graph.nodes:
+    given = set(list(graph.find_nodes(op="placeholder"))[:gradients])
+    for node in (n for n in graph.nodes if n not in given):
         value = node.meta.get("val")
         numbers = node.op == "placeholder" and value.dim() <= 1 and value.dtype is torch.float64  # the vector itself
         scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
@@ -604,7 +642,7 @@ def _staged(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
     order = [n for n in graph.nodes if n.op != "output"]
     copied([n for n in order if n.op == "placeholder"])
     copied([n for n in order if n in pure and n.op != "placeholder"])
-    never = _never(out, [new[n] for n in order[:gradients]])
+    never = known_with(out, [new[n] for n in order[:gradients]])
     stages: dict[torch.dtype, list[torch.fx.Node]] = {}
     for node in order:
         loops = [u for u in node.users if u not in pure and u.op != "output"]
@@ -633,7 +671,7 @@ def _staged(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
     return out
 
 
-def _never(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
+def known_with(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
     """A 0-d False that is known only when all ``tensors`` are there."""
     aten = torch.ops.aten
     out: torch.fx.Node | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bo
     for slot in optimized.slots:
         name = f"optimizer.{slot.key}.{slot.parameters[0]}"
         tensors[name] = slot.value
-        slots.append(OptimizerStateSpec(slot.key, slot.parameters, name))
+        slots.append(OptimizerStateSpec(slot.key, slot.parameters, name, slot.starts_as))
     gradients = {}
     if waiting:
         for parameter in optimized.trained:
@@ -184,6 +184,7 @@ def _put_update(graph: GraphModule, joint: Joint, shared: Shared, update: Update
     for node in update.graph.graph.find_nodes(op="get_attr"):
         setattr(graph, str(node.target), getattr(update.graph, str(node.target)))
     given = dict(zip(update.graph.graph.find_nodes(op="placeholder"), [*gradients, *parameters, *slots, numbers], strict=True))
+    _hold_back(graph, joint, gradients)
     with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
         made = pytree.tree_leaves(graph.graph.graph_copy(update.graph.graph, dict(given)))
         targets = [*parameters, *slots]
@@ -197,8 +198,24 @@ def _put_update(graph: GraphModule, joint: Joint, shared: Shared, update: Update
     return extra
 
 
+def _hold_back(graph: GraphModule, joint: Joint, gradients: Sequence[Node]) -> None:
+    """Buffers that the forward updates wait for every gradient too: a call that fails on the way has changed nothing."""
+    buffers = [n for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"]
+    if not buffers:
+        return
+    with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
+        never = optimizers.known_with(graph.graph, gradients)
+        for node in buffers:
+            target, value = node.args
+            if never is not None:
+                value = _call(graph, aten.where.self, never, target, value)
+            node.replace_all_uses_with(_call(graph, aten.copy_.default, target, value))
+            graph.graph.erase_node(node)
+
+
 def _put_accumulation(graph: GraphModule, joint: Joint, shared: Shared, gradients: dict[str, Node]) -> None:
     numbers = _state(graph, joint, shared, NUMBERS)
+    _hold_back(graph, joint, list(gradients.values()))
     with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
         keep = _call(graph, aten.ne.Scalar, _call(graph, aten.select.int, numbers, 0, 0), 0)
         for parameter, gradient in gradients.items():

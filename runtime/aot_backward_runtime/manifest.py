@@ -261,6 +261,7 @@ class OptimizerStateSpec:
     key: str  # "exp_avg"
     parameters: tuple[str, ...]
     state: str
+    starts_as: int = -1  # the place in ``numbers`` of the one that every element is before the first step, wherever a schedule has moved it
 
 
 @dataclass(frozen=True)

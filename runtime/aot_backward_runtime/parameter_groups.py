@@ -23,6 +23,8 @@ class Numbers:
         self.defaults = options_in(spec.defaults, "the optimizer's defaults")
         self._flags = vector[0], vector[1]
         self._set = [False, spec.fresh]
+        self._following: dict[int, list[torch.Tensor]] = {}
+        self._vector = vector
         with torch.no_grad():
             vector.copy_(torch.tensor([0.0, float(spec.fresh), *(n.value for n in spec.numbers)], dtype=torch.float64))
 
@@ -38,6 +40,10 @@ class Numbers:
         if self._set[place] != flag:
             self._set[place] = flag
             self._flags[place].fill_(float(flag))
+            if place == 1 and flag:
+                for number, tensors in self._following.items():
+                    for tensor in tensors:
+                        tensor.fill_(self._vector[2 + number].item())
 
     def positions(self, group: int, key: str) -> list[int]:
         """Where ``key`` has numbers: [-1] for one, the places within a list, or nothing."""
@@ -58,6 +64,13 @@ class Numbers:
 
     def set(self, group: int, key: str, position: int, value: float) -> None:
         self._places[group, key, position][1].fill_(value)
+        if self._following and self._set[1]:  # what the optimizer makes of it, it makes in its first step
+            for tensor in self._following.get(list(self._places).index((group, key, position)), ()):
+                tensor.fill_(value)
+
+    def follow(self, number: int, tensor: torch.Tensor) -> None:
+        """Until the first step every element of ``tensor`` is the number at that place of the list."""
+        self._following.setdefault(number, []).append(tensor)
 
 
 class Group(dict[str, Any]):

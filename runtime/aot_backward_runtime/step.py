@@ -15,7 +15,7 @@ import torch
 
 from . import torch_api
 from .entry import Admitted, Entry
-from .errors import AotBackwardError, ExecutionError, InputError, StateError
+from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
 from .grad import BoundParameter
 from .guards import Fast
 from .plan import Binding, Runnable
@@ -28,6 +28,20 @@ if TYPE_CHECKING:
 _MODULE = "module."
 _REMEMBERED = 8  # kinds of call that need only a check in C
 _SEEN = (_MODULE, "optimizer.")  # what a caller sees, and may give other memory
+
+
+class StepParameter(BoundParameter):
+    """A parameter that compiled code trains: whether it does, and with which gradient, was settled at export."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        if requires_grad != self.requires_grad:
+            raise InputError("which parameters are trained is fixed in the compiled step; export a step without this one in the optimizer")
+        return self
+
+    def _no_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError("a compiled step calls no hooks on gradients; do in the loss or the module what the hook would do, and export that")
+
+    register_hook = register_post_accumulate_grad_hook = _no_hook
 
 
 class LoadedStep(torch.optim.Optimizer):
@@ -49,6 +63,7 @@ class LoadedStep(torch.optim.Optimizer):
         assert spec is not None
         self._entry, self._tensors, self._digest = entry, dict(tensors), digest
         self._moved = [True]  # set by a parameter that was given other memory
+        self._shared = shared
         self._handed_out = shared  # whether anybody could have a parameter in a graph of autograd's
         made: dict[str, torch.Tensor] = {}
         for s in entry.spec.state:
@@ -199,6 +214,13 @@ class LoadedStep(torch.optim.Optimizer):
         """What libraries are bound to; looked at again only where a parameter was given other memory."""
         if self._binding is None or self._moved[0]:
             self._forget()
+            if self._shared:
+                for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
+                    if spec.name.startswith(_SEEN) and tensor.data_ptr() != self._tensors[spec.weight].data_ptr():
+                        raise WeightsError(
+                            f"{spec.name.removeprefix(_MODULE)} was given other memory, which other entries of the package would not see: "
+                            f"write into it in place (with torch.no_grad(): p.copy_(…))"
+                        )
             self._binding = self._entry.state.refresh([t.detach() for t in self._held])
             self._moved[0] = False
         return self._binding
@@ -448,7 +470,7 @@ class LoadedStep(torch.optim.Optimizer):
     __getstate__ = __reduce__
 
     def _bound(self, tensor: torch.Tensor, requires_grad: bool) -> BoundParameter:
-        made = torch_api.make_subclass(BoundParameter, tensor, requires_grad)
+        made = torch_api.make_subclass(StepParameter, tensor, requires_grad)
         made._moved = self._moved
         return made
 

@@ -42,8 +42,10 @@ class TrainingState:
         """What the loss function holds, which eager's two dicts do not."""
         self._first = [t.detach().clone() for *_, t in self.slots] if spec.fresh else None
         self.gradients: dict[str, torch.Tensor] = {g.parameter: others[g.state] for g in spec.gradients}
+        for s in spec.state:
+            if s.starts_as >= 0:
+                self.numbers.follow(s.starts_as, others[s.state])
         self.count = self.skipped = self.accumulated = 0
-
         self.fresh = spec.fresh
 
     @property
@@ -149,6 +151,8 @@ class TrainingState:
             for name in parameters:
                 value = named.get(name, {}).get(key)
                 if value is None and key == "momentum_buffer" and name in named:
+                    if any(g.get("dampening") for g in self.groups) and any(s.get(key) is not None for s in named.values()):
+                        raise StateError(f"{name!r} has no momentum yet and others have: with dampening its first step would be another one")
                     value = torch.zeros_like(tensor)  # eager's, before the first step
                 if not isinstance(value, torch.Tensor):
                     value = torch.tensor(float(value)) if isinstance(value, (int, float)) else value
@@ -283,5 +287,7 @@ def _check_shape(what: str, value: Any, own: torch.Tensor) -> None:
         raise StateError(f"{what} is a {type(value).__name__}; expected a tensor")
     if value.shape != own.shape and (own.dim() != 0 or value.numel() != 1):
         raise StateError(f"{what} has shape {tuple(value.shape)}; this step was compiled for {tuple(own.shape)}")
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        raise StateError(f"{what} is a tensor of layout {value.layout} on {value.device}; expected a plain one: pass .to_dense(), or its values")
     if value.is_complex() and not own.is_complex():
         raise StateError(f"{what} is complex; this step was compiled for {own.dtype}")
