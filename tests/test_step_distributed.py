@@ -29,7 +29,7 @@ import aot_backward_runtime as runtime
 from aot_backward_runtime.step import LoadedStep
 
 from . import exports
-from .step_cases import CLIP, FAMILIES, SCHEDULES, Eager, assert_equal, assert_same_change, batch, eager, everything, net, package
+from .step_cases import SCHEDULES, Eager, assert_equal, assert_same_change, batch, eager, everything, package
 
 ROOT = Path(__file__).parents[1]
 SIZES = [(1000, 300), (7,), (1001,), (500, 1100), (3, 5)]  # two of more than 1 MB, so that DDP has several buckets
@@ -70,17 +70,6 @@ def products_package() -> Path:
     return exports.shared("step-products", make)
 
 
-def adamw_package() -> Path:
-    """As ``step_cases.package("AdamW")``, for several processes and one size."""
-
-    def make(path: Path) -> None:
-        own = net()
-        optimizer = FAMILIES["AdamW"](own)
-        ab.export_step(own, batch(0), loss_fn=nn.functional.mse_loss, optimizer=optimizer, distributed=True, clip_norm=CLIP, path=path)
-
-    return exports.shared("step-AdamW-processes", make)
-
-
 def torchrun(scenario: str, processes: int, folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     own = [f"--nproc-per-node={processes}", "-m", "tests.test_step_distributed", scenario, str(folder)]
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, *own]
@@ -101,33 +90,35 @@ def check(scenario: str, processes: int, folder: Path, *options: str) -> dict[st
 @pytest.mark.parametrize("processes", [2, 4])
 def test_as_ddp_in_eager(processes: int, tmp_path: Path) -> None:
     """Ten steps with BatchNorm, dropout, two groups, clipping, schedules, accumulation; equal to the last bit where gradients are."""
-    for make in (products_package, adamw_package, lambda: package("SGD")):
-        make()
+    products_package()
+    package("AdamW")
+    package("SGD")
     seen = check("training", processes, tmp_path)
     assert {name for name in seen if name.endswith("steps")} == {"AdamW: 10 steps", "SGD: 10 steps", "products: 10 steps"}
 
 
 def test_saved_and_resumed(tmp_path: Path) -> None:
     """By as many processes to the same bits, dropout included; by fewer and by more."""
-    adamw_package()
+    package("AdamW")
     package("SGD")
     seen = check("saving", 4, tmp_path)
     assert seen == {"resumed": [1, 2, 4], "by others": ["2 by 1", "2 by 4", "1 by 2", "4 by 2"]}
-    step = runtime.load(adamw_package()).step()
+    step = runtime.load(package("AdamW")).step()
     assert step.resume(tmp_path / "4.state") == {"processes": 4}
     assert step.count == 3
 
 
 def test_refusals_and_checkpoints(tmp_path: Path) -> None:
-    for make in (products_package, adamw_package, lambda: package("AdamW")):
-        make()
+    products_package()
+    package("AdamW")
+    package("RMSprop")
     assert check("refusals", 2, tmp_path) == {"done": True}
 
 
 @pytest.mark.parametrize("when", ["between", "within"])
 def test_a_killed_rank_ends_the_training(when: str, tmp_path: Path) -> None:
     """Between two steps, and within one: after its gradients, before they are averaged."""
-    adamw_package()
+    package("AdamW")
     done, seen = torchrun(f"killed {when}", 2, tmp_path)
     assert done.returncode != 0 and "Signal 9 (SIGKILL)" in done.stderr
     [survivor] = seen
@@ -138,7 +129,7 @@ def test_a_killed_rank_ends_the_training(when: str, tmp_path: Path) -> None:
 
 def test_a_bad_argument_on_one_rank_ends_the_training(tmp_path: Path) -> None:
     """As an exception in one rank's forward does under DDP: that process ends with it, and the connection tells the others."""
-    adamw_package()
+    package("AdamW")
     done, seen = torchrun("bad-argument", 2, tmp_path)
     assert done.returncode != 0 and "InputError: x has dtype torch.float64" in done.stderr
     [other] = seen
@@ -255,7 +246,8 @@ def ten(training: Any, schedule: Any) -> list[float]:
 
 def training() -> dict[str, Any]:
     seen = {}
-    for name, path in (("AdamW", adamw_package()), ("SGD", package("SGD"))):
+    for name in ("AdamW", "SGD"):
+        path = package(name)
         step, other = runtime.load(path).step(), Parallel(eager(name))
         assert step.distribute() is step
         before = everything(other)
@@ -309,7 +301,7 @@ def run(step: LoadedStep, steps: range) -> list[float]:
 
 
 def saving() -> dict[str, Any]:
-    folder, rank, path = Path(sys.argv[2]), dist.get_rank(), adamw_package()
+    folder, rank, path = Path(sys.argv[2]), dist.get_rank(), package("AdamW")
     groups = {n: dist.new_group(list(range(n))) for n in (1, 2, 4)}
     expected: dict[int, Any] = {}
     saved: dict[int, Any] = {}
@@ -394,10 +386,10 @@ def refused(kind: type[Exception], words: str, action: Callable[[], object]) -> 
 
 def refusals() -> dict[str, Any]:
     rank, folder = dist.get_rank(), Path(sys.argv[2])
-    refused(runtime.InputError, "exported for one process", lambda: runtime.load(package("AdamW")).step().distribute())
-    step = runtime.load(products_package() if rank else adamw_package()).step()
+    refused(runtime.InputError, "exported for one process", lambda: runtime.load(package("RMSprop")).step().distribute())
+    step = runtime.load(products_package() if rank else package("AdamW")).step()
     refused(runtime.DistributedError, "rank 1 holds another package or other gradients than rank 0", step.distribute)
-    step = runtime.load(adamw_package()).step()
+    step = runtime.load(package("AdamW")).step()
     refused(runtime.DistributedError, "holds another package", lambda: step.distribute(bucket_mb=1e-5 * (1 + rank)))
     first = everything(step)
     with torch.no_grad():
@@ -427,7 +419,7 @@ def refusals() -> dict[str, Any]:
 
     first_rank = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # else BatchNorm's statistics are of any rank
     dcp.save(step.state_dict(), checkpoint_id=folder / "checkpoint", planner=first_rank)
-    again = runtime.load(adamw_package()).step().distribute()
+    again = runtime.load(package("AdamW")).step().distribute()
     state = again.state_dict(whole=True)
     dcp.load(state, checkpoint_id=folder / "checkpoint")
     again.load_state_dict(state)
@@ -468,7 +460,7 @@ def killed(when: str) -> None:
     from aot_backward_runtime.averaging import Averaging
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    step = runtime.load(adamw_package()).step().distribute()
+    step = runtime.load(package("AdamW")).step().distribute()
     end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     try:
         run(step, range(5))
@@ -483,7 +475,7 @@ def killed(when: str) -> None:
 
 def bad_argument() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    step = runtime.load(adamw_package()).step().distribute()
+    step = runtime.load(package("AdamW")).step().distribute()
     run(step, range(2))
     x, y = batch(0)
     try:

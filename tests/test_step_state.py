@@ -256,7 +256,7 @@ def test_numbers_that_the_code_does_not_hold_for(adam: Any) -> None:
 
 
 def test_gradients_that_cannot_wait() -> None:
-    step = load(package("AdamW")).step()
+    step = load(package("RMSprop")).step()
     _train(step, 0)
     _untouched(step, lambda: step(*batch(1), update=False), InputError, "exported without gradients that wait: export it with accumulate=True")
 
