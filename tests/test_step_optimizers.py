@@ -246,7 +246,9 @@ def test_numbers_become_conditions(tmp_path: Path) -> None:
     for key in ("momentum", "weight_decay"):
         with pytest.raises(InputError, match=rf"param_groups\[0\]\['{key}'\] = 0.1: SGD computes otherwise then; compiled for 0 alone"):
             step.param_groups[0][key] = 0.1
-    step.param_groups[0].update(lr=0.1, dampening=0.3, momentum=0)
+    with pytest.raises(InputError, match=r"param_groups\[0\]\['dampening'\] is fixed in the compiled step at 0, got 0.3"):
+        step.param_groups[0]["dampening"] = 0.3  # it makes the first step another one
+    step.param_groups[0].update(lr=0.1, momentum=0)
     step(*batch(0))
     assert not torch.equal(step.parameters["weight"], before["parameter weight"])
     with pytest.raises(StateError, match="'momentum_buffer'"):
