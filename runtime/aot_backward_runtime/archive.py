@@ -196,6 +196,10 @@ class Archive:
             if not -1 <= number.group < len(entry.step.groups):
                 raise self.corrupt(f"entry {name}: the number {number.key!r} is of group {number.group}, of {len(entry.step.groups)}")
 
+        for slot in entry.step.state:
+            if not -1 <= slot.starts_as < len(entry.step.numbers):
+                raise self.corrupt(f"entry {name}: the state {slot.state!r} starts as number {slot.starts_as}, of {len(entry.step.numbers)}")
+
     def _check_reference(self, what: str, key: str, known: Mapping[str, object]) -> None:
         if key not in known:
             raise self.corrupt(f"{what} refers to {key!r}, which the manifest does not have")
