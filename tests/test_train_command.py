@@ -132,6 +132,7 @@ def test_verify_a_step(package: Path, tmp_path: Path) -> None:
         ("step/gradients/0/state", "nonsuch", "its step refers to 'nonsuch'"),
         ("step/groups/1/parameters", ["nonsuch"], "its step refers to 'module.nonsuch'"),
         ("step/numbers", [], "its vector of numbers has the shape [13]; expected 2 numbers"),
+        ("step/state/0/starts_as", 99, "starts as number 99, of 11"),
         ("step/numbers/0/group", 7, "the number 'lr' is of group 7, of 2"),
     ],
 )
