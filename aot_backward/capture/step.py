@@ -23,9 +23,10 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import GradientSlot, OptimizerStateSpec, Plan, StepSpec
 
 from ..program import Graph
-from . import optimizers, split
+from . import number_vector, optimizer_trace, optimizers, split
 from .joint import FunctionModule, Joint
-from .optimizers import Optimized, Settings, Update
+from .optimizer_trace import Update
+from .optimizers import Optimized, Settings
 from .split import Pieces
 
 aten = torch.ops.aten
@@ -102,7 +103,7 @@ def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bo
             tensors[gradients[parameter]] = torch.zeros_like(parameters[parameter], requires_grad=False)
     values = [n.value for n in optimized.numbers] + [v for v in (settings.clip_norm, settings.clip_value) if v is not None]
     device = parameters[optimized.trained[0]].device
-    tensors[NUMBERS] = torch.tensor([0.0] * optimizers.FIRST_NUMBER + values, dtype=torch.float64, device=device)
+    tensors[NUMBERS] = torch.tensor([0.0] * number_vector.FIRST_NUMBER + values, dtype=torch.float64, device=device)
     defaults = {k: optimizers.plain(v) for k, v in optimized.optimizer.defaults.items()}
     spec = StepSpec(
         optimizer=optimized.name,
@@ -128,7 +129,7 @@ def split_step(joint: Joint, name: str, weights: Weights, shared: Shared) -> tup
     gradients = {p: joint.gradients[("parameter", MODULE + p)] for p in trained}
     parameters = {n: node for n, node in _parameters(joint, joint.graph).items() if n in gradients}
     values = [node.meta["val"] for node in gradients.values()], [parameters[p].meta["val"] for p in trained]
-    update = optimizers.trace(shared.optimized, *values, joint.fake_mode, shared.settings)
+    update = optimizer_trace.trace(shared.optimized, *values, joint.fake_mode, shared.settings)
     pieces = Pieces()
     graph = GraphModule(joint.graph, split.copied(joint.graph.graph))
     extra = _put_update(graph, joint, shared, update, [_named(graph, gradients[p].name) for p in trained])
@@ -204,7 +205,7 @@ def _hold_back(graph: GraphModule, joint: Joint, gradients: Sequence[Node]) -> N
     if not buffers:
         return
     with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
-        never = optimizers.known_with(graph.graph, gradients)
+        never = number_vector.known_with(graph.graph, gradients)
         for node in buffers:
             target, value = node.args
             if never is not None:

@@ -1,0 +1,136 @@
+"""The numbers of an optimizer in its graph: read from a vector when the graph runs, computed with before the loops over parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .. import torch_api
+from .joint import decompositions
+
+FIRST_NUMBER = 2
+"""The vector begins with two flags: whether gradients are added to what has been accumulated, or replace it; and whether the optimizer has no
+state yet."""
+LOW = (torch.bfloat16, torch.float16)
+
+
+def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, slots: Any, vector: torch.Tensor) -> torch.fx.GraphModule:
+    """The graph again, with the numbers as elements of ``vector``: Python's arithmetic on symbols becomes arithmetic on float64 tensors."""
+    for node in list(traced.graph.nodes):
+        if node.op == "call_function" and (node.target is torch.ops.aten.copy_.default or "profiler" in str(node.target)):
+            if node.users and node.target is torch.ops.aten.copy_.default:
+                node.replace_all_uses_with(node.args[1])
+            traced.graph.erase_node(node) if not node.users else None
+    for node in reversed(list(traced.graph.nodes)):
+        if node.op == "call_function" and "profiler" in str(node.target):
+            traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+    class Again(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target is torch.ops.aten.scalar_tensor.default and isinstance(args[0], torch.Tensor):
+                return args[0]
+            given = [a for a in args if isinstance(a, torch.Tensor)]
+            low = any(a.dtype in LOW for a in given)
+            if low and any(a.dtype is torch.float64 and a.dim() == 0 for a in given):
+                # eager's kernels hold a Python number in float32 beside elements of 16 bits, a tensor of one element they would round to those
+                wide = [a.float() if isinstance(a, torch.Tensor) and a.dim() > 0 else a for a in args]
+                narrow = next(a.dtype for a in given if a.dtype in LOW)
+                return super().call_function(target, tuple(wide), kwargs).to(narrow)
+            return super().call_function(target, args, kwargs)
+
+    def again(grads: Any, params: Any, states: Any, numbers: torch.Tensor) -> Any:
+        each = [numbers.select(0, i) for i in range(FIRST_NUMBER, numbers.shape[0])]
+        return Again(traced).run(*grads, *params, *states, numbers.select(0, 1), *each)
+
+    flat = torch.fx.CodeGen()
+    traced.graph.set_codegen(flat)
+    traced.recompile()
+    made = make_fx(again, decomposition_table=decompositions())(gradients, parameters, slots, vector)
+    made.graph.set_codegen(torch.fx.CodeGen())
+    made.graph = torch_api.fx_graph_cse(made.graph)
+    made.graph.eliminate_dead_code()
+    return torch.fx.GraphModule(made, _staged(made.graph, len(gradients)))
+
+
+def _staged(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
+    """The graph with what is computed from numbers alone (bias corrections) done first, and read from memory by the loops over parameters.
+
+    Else the compiler writes the computation into each loop: two ``pow`` for every eight elements. These scalars also wait for every gradient,
+    the first ``gradients`` placeholders: so nothing is changed before everything has been allocated, and where memory runs out the state is
+    still whole."""
+    pure: set[torch.fx.Node] = set()
+    given = set(list(graph.find_nodes(op="placeholder"))[:gradients])
+    for node in (n for n in graph.nodes if n not in given):
+        value = node.meta.get("val")
+        numbers = node.op == "placeholder" and value.dim() <= 1 and value.dtype is torch.float64  # the vector itself
+        scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+        if numbers or (scalar and (node.op == "placeholder" or (node.all_input_nodes and pure.issuperset(node.all_input_nodes)))):
+            pure.add(node)
+    out = torch.fx.Graph()
+    new: dict[torch.fx.Node, torch.fx.Node] = {}
+
+    def copied(nodes: Sequence[torch.fx.Node]) -> None:
+        for node in nodes:
+            new[node] = out.node_copy(node, lambda n: new[n])
+
+    order = [n for n in graph.nodes if n.op != "output"]
+    copied([n for n in order if n.op == "placeholder"])
+    copied([n for n in order if n in pure and n.op != "placeholder"])
+    never = known_with(out, [new[n] for n in order[:gradients]])
+    stages: dict[torch.dtype, list[torch.fx.Node]] = {}
+    for node in order:
+        loops = [u for u in node.users if u not in pure and u.op != "output"]
+        if node in pure and loops and node.meta["val"].dim() == 0:
+            single = all(u.meta["val"].dtype is torch.float32 for u in loops)
+            stages.setdefault(torch.float32 if single else torch.float64, []).append(node)
+    loaded: dict[torch.fx.Node, torch.fx.Node] = {}
+    for dtype, nodes in stages.items():
+        parts = []
+        for node in nodes:
+            part = new[node]
+            if node.meta["val"].dtype is not dtype:
+                part = _call(out, torch.ops.prims.convert_element_type.default, part, dtype)
+            part = _waiting(out, never, part)
+            parts.append(_call(out, torch.ops.aten.unsqueeze.default, part, 0))
+        together = _call(out, torch.ops.aten.cat.default, parts if len(parts) > 1 else parts * 2)
+        for i, node in enumerate(nodes):
+            loaded[node] = _call(out, torch.ops.aten.select.int, together, 0, i)
+    for node in order:
+        if node not in new:
+            new[node] = out.node_copy(node, lambda n: loaded.get(n, new[n]))
+    for node in next(iter(graph.find_nodes(op="output"))).args[0]:
+        if node in pure:
+            new[node] = _waiting(out, never, new[node])
+    out.output(torch.fx.node.map_arg(next(iter(graph.find_nodes(op="output"))).args[0], lambda n: new[n]))
+    return out
+
+
+def known_with(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
+    """A 0-d False that is known only when all ``tensors`` are there."""
+    aten = torch.ops.aten
+    out: torch.fx.Node | None = None
+    for tensor in tensors:
+        if tensor.meta["val"].numel():
+            for dim in range(tensor.meta["val"].dim() - 1, -1, -1):
+                tensor = _call(graph, aten.select.int, tensor, dim, 0)
+            odd = _call(graph, aten.isnan.default, tensor)
+            neither = _call(graph, aten.logical_and.default, odd, _call(graph, aten.logical_not.default, odd))
+            out = neither if out is None else _call(graph, aten.logical_or.default, out, neither)
+    return out
+
+
+def _waiting(graph: torch.fx.Graph, never: torch.fx.Node | None, scalar: torch.fx.Node) -> torch.fx.Node:
+    if never is None:
+        return scalar
+    return _call(graph, torch.ops.aten.where.self, never, _call(graph, torch.ops.aten.neg.default, scalar), scalar)
+
+
+def _call(graph: torch.fx.Graph, target: Any, *args: Any) -> torch.fx.Node:
+    made = graph.call_function(target, args)
+    made.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+    return made

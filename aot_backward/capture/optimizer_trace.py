@@ -1,0 +1,299 @@
+"""A ``torch.optim`` optimizer, as one graph: from parameters, gradients and state to what ``optimizer.step()`` would make of them.
+
+The person's own object is traced, the single-tensor form of its ``step``, on fake tensors. Two things are other than in eager:
+
+- The numbers of its parameter groups (learning rate, weight decay, betas, …) are symbols while it is traced, so that what it computes from
+  them in Python stands in the graph, in float64, and what it decides by them becomes a condition on the number (``weight_decay != 0``).
+- State of one element per parameter (``step``) is read as float64, which is what eager's ``.item()`` makes of it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Interval, NumberSpec
+
+from .. import torch_api
+from .joint import tracing
+from .number_vector import FIRST_NUMBER, LOW, with_tensors
+from .optimizers import Optimized, Settings, form, twin
+
+_CAPTURABLE = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
+"""Their other form decides by the value of a tensor which formula holds."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``Optimized.trained``; the slots; the vector of numbers.
+    It returns new parameters, new slots, and, where they were asked for, the gradients' norm and whether all of them were finite."""
+
+    graph: torch.fx.GraphModule
+    allowed: tuple[NumberSpec, ...]
+    norm: bool
+    finite: bool
+    coarse: bool  # whether it computes in 16 bits what has more (Muon)
+    in_place: bool  # whether it works element by element, and so allocates nothing once it has begun to change the state
+
+
+def trace(about: Optimized, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], fake_mode: Any, settings: Settings) -> Update:
+    """Traces ``about.optimizer``'s step on fake ``gradients`` and ``parameters``. :class:`ExportError` where it does what a graph cannot."""
+    for name, gradient in zip(about.trained, gradients, strict=True):
+        if gradient.layout != torch.strided:
+            raise ExportError(
+                f"the gradient of {name!r} is sparse, which compiled code cannot hand to an optimizer; build its layer with sparse=False"
+            )
+    env = torch_api.ShapeEnv()
+    clips = [v for v in (settings.clip_norm, settings.clip_value) if v is not None]
+    labels = [n.label for n in about.numbers] + [n for n in ("clip_norm", "clip_value") if getattr(settings, n) is not None]
+    values = [n.value for n in about.numbers] + clips
+    symbols = [_symbol(env, f"number{i}", v) for i, v in enumerate(values)]
+    with fake_mode:
+        slots = [torch.empty_strided(s.value.shape, s.value.stride(), dtype=s.value.dtype, device=s.value.device) for s in about.slots]
+        vector = torch.empty(FIRST_NUMBER + len(values), dtype=torch.float64, device=parameters[0].device)
+
+    def update(grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
+        return _update(about, settings, grads, params, states, first, numbers)
+
+    kind = type(about.optimizer).__qualname__
+    try:
+        with fake_mode, tracing(), torch.no_grad(), _lenient(type(about.optimizer)):
+            traced = make_fx(torch.func.functionalize(update, remove="mutations"))(list(gradients), list(parameters), slots, vector[1], symbols)
+    except ExportError:
+        raise
+    except Exception as error:  # the optimizer's own code ran in there, and may raise anything
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(f"{kind}.step could not be traced: {type(error).__name__}: {first}") from error
+    with fake_mode, torch.no_grad():
+        graph = with_tensors(traced, list(gradients), list(parameters), slots, vector)
+    allowed = tuple(
+        NumberSpec(
+            group=about.numbers[i].group if i < len(about.numbers) else -1,
+            key=about.numbers[i].key if i < len(about.numbers) else labels[i],
+            position=about.numbers[i].position if i < len(about.numbers) else -1,
+            value=values[i],
+            allowed=_allowed(env, symbols[i], values[i]),
+        )
+        for i in range(len(values))
+    )
+    coarse = any(v.dtype in LOW for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
+    coarse = coarse and not any(p.dtype in LOW for p in parameters)
+    return Update(graph, allowed, settings.clip_norm is not None, settings.skip_nonfinite, coarse, _in_place(graph, len(gradients)))
+
+
+def _in_place(graph: torch.fx.GraphModule, gradients: int) -> bool:
+    """Whether nothing but element-wise operators is applied to what depends on parameters and state."""
+    dependent = set(list(graph.graph.find_nodes(op="placeholder"))[gradients:])
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or dependent.isdisjoint(node.all_input_nodes):
+            continue
+        if node.meta["val"].dim() > 0 or any(n.meta["val"].dim() > 0 for n in node.all_input_nodes if n in dependent and n.op != "placeholder"):
+            tags = getattr(node.target, "tags", ())
+            if torch.Tag.pointwise not in tags and not _STILL.intersection({getattr(node.target, "_opname", "")}):
+                return False
+        dependent.add(node)
+    return True
+
+
+_STILL = {"copy", "clone", "select", "unsqueeze", "cat", "convert_element_type", "view_as_real", "view_as_complex", "full", "zeros_like", "full_like"}
+"""What is not called element-wise, and allocates nothing either where the compiler fuses it."""
+
+
+def _symbol(env: Any, name: str, value: float) -> Any:
+    source = torch_api.ConstantSource(name)
+    symbol = env.create_unspecified_symbol(value, source=source, dynamic_dim=torch_api.DimDynamic.DYNAMIC)
+    return env.create_symfloatnode(symbol, hint=value, source=source)
+
+
+def _update(about: Optimized, settings: Settings, grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
+    """One step as a function of tensors. ``first``: 1 where the optimizer has no state yet."""
+    own, clips = list(numbers[: len(about.numbers)]), list(numbers[len(about.numbers) :])
+    norm = finite = None
+    if settings.clip_norm is not None:
+        norm = nn.utils.get_total_norm(grads, foreach=False)
+    if settings.skip_nonfinite:
+        finite = torch.isfinite(norm) if norm is not None else torch.stack([torch.isfinite(g).all() for g in grads]).all()
+    with _Scalars():
+        if norm is not None:
+            coefficient = torch.clamp(clips.pop(0) / (norm + 1e-6), max=1.0).to(norm.dtype)  # as nn.utils.clip_grads_with_norm_
+            grads = [g * coefficient for g in grads]
+        if settings.clip_value is not None:
+            limit = clips.pop(0)
+            grads = [_clamped(g, -limit, limit) for g in grads]
+        started = None
+        if _starts_otherwise(about.optimizer):
+            started = _stepped(about, own, grads, [p.clone() for p in params], None)
+        new, after = _stepped(about, own, grads, params, states)
+        if started is not None:
+            new = [torch.where(first != 0, a, b) for a, b in zip(started[0], new, strict=True)]
+            after = [torch.where(first != 0, a, b) for a, b in zip(started[1], after, strict=True)]
+    return new, after, [v for v in (norm, finite) if v is not None]
+
+
+def _starts_otherwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether no state stands for "none yet": SGD's first momentum is the gradient itself, whatever the dampening."""
+    return isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] and g["dampening"] for g in optimizer.param_groups)
+
+
+def _stepped(about: Optimized, numbers: Sequence[Any], grads: Any, params: Any, states: Any) -> tuple[list[Any], list[Any]]:
+    """The person's optimizer on ``params``, which it changes: they and its state afterwards. ``states`` None: it has none yet."""
+    optimizer = about.optimizer
+    by_name = dict(zip(about.trained, params, strict=True))
+    other = twin(optimizer)
+    other.param_groups, other.state = [], defaultdict(dict)
+    for n, group in enumerate(optimizer.param_groups):
+        made = {**group, **form(group)}
+        if isinstance(optimizer, _CAPTURABLE):
+            made["capturable"] = True
+        for number, symbol in zip(about.numbers, numbers, strict=True):
+            if number.group == n and number.position < 0:
+                made[number.key] = symbol
+            elif number.group == n:
+                made[number.key] = tuple(symbol if i == number.position else v for i, v in enumerate(made[number.key]))
+        made["params"] = [by_name[about.names[id(p)]] for p in group["params"] if about.names[id(p)] in by_name]
+        other.param_groups.append(made)
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    if states is not None:
+        for slot, state in zip(about.slots, states, strict=True):
+            count = state.dim() == 0 and state.dtype is torch.float32 and (slot.key == "step" or by_name[slot.parameters[0]].dim() > 0)
+            for name in slot.parameters:  # each gets one of its own, which it may count up in place
+                other.state[by_name[name]][slot.key] = state.double() if count else state.clone()
+        _fixed_state(about, by_name, other.state)
+    type(optimizer).step(other)
+    after = [other.state[by_name[s.parameters[0]]][s.key].to(s.value.dtype) for s in about.slots]
+    return [by_name[n] for n in about.trained], after
+
+
+def _fixed_state(about: Optimized, by_name: Mapping[str, Any], state: Any) -> None:
+    """What of the state is no tensor: None, or a number that never changes."""
+    for p, slots in about.optimizer.state.items():
+        name = about.names.get(id(p), "")
+        if name in by_name:
+            for key, value in slots.items():
+                if not isinstance(value, torch.Tensor):
+                    state[by_name[name]][key] = value
+
+
+def _full(value: Any) -> Any:
+    value = _tensor_of(value)
+    return value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=torch.float64)
+
+
+def _tensor_of(value: Any) -> Any:
+    made: Any = torch.scalar_tensor
+    return made(value, dtype=torch.float64) if isinstance(value, torch.SymFloat) else value
+
+
+class _Scalars(TorchFunctionMode):
+    """Numbers that are known only when the step runs, where an operator wants a Python number: written out with tensors, as the CPU kernels
+    compute (``self + (value * a) / b``)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.scalar_tensor:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        base = name.rstrip("_")
+        if name == "item":
+            return args[0].double()
+        number = kwargs.get("alpha", kwargs.get("value", kwargs.get("weight", args[2] if base == "lerp" and len(args) > 2 else None)))
+        if base in ("add", "sub", "addcdiv", "addcmul", "lerp") and isinstance(number, (torch.SymFloat, torch.Tensor)):
+            wide = [a.float() if a.dtype in LOW else a for a in args[: 3 if base.startswith("addc") else 2]]  # as kernels compute 16 bits
+            out = _written_out(base, wide, number).to(args[0].dtype)
+            return args[0].copy_(out) if name.endswith("_") else out
+        if name == "square_":  # the only one of them that functionalization does not know
+            return args[0].copy_(args[0] * args[0])
+        if base in ("clamp", "clip") and any(isinstance(v, (torch.SymFloat, torch.Tensor)) for v in (*args[1:], *kwargs.values())):
+            limits = dict(zip(("min", "max"), args[1:], strict=False)) | kwargs
+            out = _clamped(args[0], limits.get("min"), limits.get("max"))
+            return args[0].copy_(out) if name.endswith("_") else out
+        args = torch.utils._pytree.tree_map(_tensor_of, args)
+        return func(*args, **{k: _tensor_of(v) for k, v in kwargs.items()})
+
+
+def _clamped(own: Any, low: Any, high: Any) -> Any:
+    if low is not None:
+        own = torch.maximum(own, _full(low).to(own.dtype))
+    return own if high is None else torch.minimum(own, _full(high).to(own.dtype))
+
+
+def _written_out(base: str, args: Any, number: Any) -> Any:
+    own = args[0]
+    if base == "lerp":
+        if isinstance(number, torch.SymFloat):
+            near = bool(number > -0.5) and bool(number < 0.5)
+            number = _tensor_of(number)
+            return own + number * (args[1] - own) if near else args[1] - (args[1] - own) * (1 - number)
+        number = number.to(torch.float64) if number.dim() == 0 else number
+        return torch.where(number.abs() < 0.5, own + number * (args[1] - own), args[1] - (args[1] - own) * (1 - number))
+    number = _tensor_of(number)
+    if base == "add":
+        return own + number * args[1]
+    if base == "sub":
+        return own - number * args[1]
+    return own + (number * args[1]) / args[2] if base == "addcdiv" else own + (number * args[1]) * args[2]
+
+
+@contextlib.contextmanager
+def _lenient(kind: Any) -> Iterator[None]:
+    """``min`` and ``max`` of the optimizer's own module take tensors too: Adafactor and ASGD ask them for the smaller of two numbers."""
+
+    def chosen(builtin: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:
+        def choose(*values: Any, **kwargs: Any) -> Any:
+            if len(values) == 2 and any(isinstance(v, torch.Tensor) for v in values):
+                return tensors(*(_full(v).double() for v in values))
+            return builtin(*values, **kwargs)
+
+        return choose
+
+    names = inspect.unwrap(kind.step).__globals__
+    shadows = {"min": chosen(builtins.min, torch.minimum), "max": chosen(builtins.max, torch.maximum)}
+    own = names.keys() & shadows.keys()
+    names.update({n: f for n, f in shadows.items() if n not in own})
+    try:
+        yield
+    finally:
+        for name in shadows.keys() - own:
+            del names[name]
+
+
+def _allowed(env: Any, symbol: Any, value: float) -> tuple[Interval, ...]:
+    """Where the conditions under which the optimizer was traced hold: intervals of the number. One point where it is fixed; none: anywhere."""
+    own = symbol.node.expr
+    if not own.free_symbols or own in env.replacements:
+        return (Interval(value, value, False, False),)
+    x = sympy.Symbol("x", real=True)
+    found: Any = sympy.S.Reals
+    for guard in env.guards:
+        if own not in guard.expr.free_symbols:
+            continue
+        if len(guard.expr.free_symbols) > 1:
+            return (Interval(value, value, False, False),)
+        found = found.intersect(guard.expr.xreplace({own: x}).as_set())
+    if found == sympy.S.Reals:
+        return ()
+    parts = found.args if isinstance(found, sympy.Union) else (found,)
+    if not all(isinstance(p, sympy.Interval) for p in parts):
+        return (Interval(value, value, False, False),)
+    return tuple(
+        Interval(
+            None if p.start == -sympy.oo else float(p.start),
+            None if p.end == sympy.oo else float(p.end),
+            bool(p.left_open),
+            bool(p.right_open),
+        )
+        for p in parts
+    )
