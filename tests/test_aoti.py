@@ -339,6 +339,12 @@ def test_every_version_and_setting_changes_the_key(place: Any, name: str, value:
     assert base != _key(captured)
 
 
+def test_rounding_as_eager_does_changes_the_key() -> None:
+    graph, mode = capture(_scaled(2.0), [ROWS], PAIR)
+    form = canonical_graph(graph, mode.shape_env)
+    assert aoti._key(form, "cpu", round_as_eager=True) != aoti._key(form, "cpu")
+
+
 def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Path) -> None:
     """Sorting compiles for sizes below 32767, which is a guard; adding up and convolving do not narrow the size."""
     seen = []

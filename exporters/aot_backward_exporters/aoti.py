@@ -297,7 +297,7 @@ def _artifact(graph: Graph, key: str, entry: Entry, folder: Path) -> Artifact:
     )
 
 
-def _key(form: Canonical, target: str, round_as_eager: bool) -> str:
+def _key(form: Canonical, target: str, round_as_eager: bool = False) -> str:
     """What the library depends on: the graph, every setting of Inductor, and the versions of all that takes part."""
     with torch_api.inductor_config.patch({**_options(), "emulate_precision_casts": round_as_eager}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
