@@ -305,14 +305,17 @@ _DECOMPOSITIONS: dict[Any, Any] = {}
 
 
 def decompositions() -> dict[Any, Any]:
-    """Inductor's table as it is with ``fallback_random`` (without ``native_dropout``: its masks are then eager's to the bit), and without the
-    matrix products, which it decomposes by size: that would guard a dynamic batch into a corner (``batch <= 16``)."""
+    """Inductor's table as it is with ``fallback_random`` (without ``native_dropout``: its masks are then eager's to the bit), without the
+    matrix products, which it decomposes by size: that would guard a dynamic batch into a corner (``batch <= 16``), and without the pooling
+    that eager's own kernels do faster (``aoti.KERNELS``)."""
     if not _DECOMPOSITIONS:
         _ = torch_api.partition_fn  # brings in the lowerings, which some decompositions look up
         with torch_api.inductor_config.patch(fallback_random=True):
             _DECOMPOSITIONS.update(torch_api.select_decomp_table())
         aten = torch.ops.aten
-        for operator in (aten.native_dropout.default, aten.mm.default, aten.bmm.default, aten.addmm.default):
+        products = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+        pooling = (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
+        for operator in (aten.native_dropout.default, *products, *pooling):
             _DECOMPOSITIONS.pop(operator, None)
     return _DECOMPOSITIONS
 

@@ -69,6 +69,10 @@ _OPTIONS: Options = {
     "aot_inductor.embed_kernel_binary": True,
 }
 
+KERNELS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool2d_with_indices_backward.default)
+"""Operators that eager's kernels do faster on a CPU than what Inductor generates: a step of two convolutions with pooling, 256 rows, takes 1.75 ms
+with them and 2.7 to 3.7 with generated code."""
+
 _CONSTANT = re.compile(r'constants_info_\[\d+\]\.(name|original_fqn) = "(.*)";')
 
 
@@ -164,6 +168,7 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
     """``known``: how many guards the capture left. All later ones count as this graph's: an earlier graph's may have shaped its code."""
     config, V = torch_api.inductor_config, torch_api.V
     module = _copy(graph.module)
+    _call_kernels(module)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),
@@ -322,6 +327,16 @@ def _exporter() -> str:
 
 def _options() -> Options:
     return torch_api.known_options(_OPTIONS)
+
+
+def _call_kernels(module: torch.fx.GraphModule) -> None:
+    """Marks the operators that Inductor is to call as they are."""
+    for node in module.graph.nodes:
+        if node.target in KERNELS and node.args[0].meta["val"].device.type == "cpu":
+            node.meta["should_fallback"] = True
+    for _, child in module.named_children():
+        if isinstance(child, torch.fx.GraphModule):
+            _call_kernels(child)
 
 
 def _copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
