@@ -1,4 +1,5 @@
-"""Memory runs out inside a kernel: the error says so, nothing has been changed, and the next call is right (FAULTS, case 38)."""
+"""The memory of a step's gradients. Where it runs out inside a kernel the error says so, nothing has been changed, and the next call is right
+(FAULTS, case 38); else the process keeps it from call to call."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ print(json.dumps({"whole": whole, "halves": halves, "gradient": gradient}))
 
 def _make(path: Path) -> None:
     torch.manual_seed(5)
-    net = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 10))
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
+    net = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), *hidden, nn.Linear(1024, 10))
     loss, (x, y) = nn.CrossEntropyLoss(), (torch.randn(64, 256), torch.randint(0, 10, (64,)))
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -105,3 +107,36 @@ def test_out_of_memory_changes_nothing_and_the_next_call_is_right() -> None:
         assert seen[kind], f"memory never ran out ({kind}): the test shows nothing"
         for message in seen[kind]:
             assert "allocate memory" in message and words in message
+
+
+_FAULTED = """
+import resource, sys
+import torch
+import aot_backward_runtime as runtime
+
+torch.set_num_threads(1)
+step = runtime.load(sys.argv[1]).step("fit")
+x, y = torch.randn(64, 256), torch.randint(0, 10, (64,))
+for _ in range(20):
+    step(x, y)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step(x, y)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
+"""
+
+
+def _pages_faulted_in(path: Path, **settings: str) -> float:
+    """At each step."""
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | settings
+    done = subprocess.run([sys.executable, "-c", _FAULTED, str(path)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return float(done.stdout)
+
+
+def test_the_memory_of_gradients_is_kept_unless_the_person_says_otherwise() -> None:
+    path = exports.shared("step-memory", _make)
+    pages = 14_000_000 / 4096
+    assert _pages_faulted_in(path) < pages / 20
+    assert _pages_faulted_in(path, MALLOC_TRIM_THRESHOLD_="131072") > pages / 2
+    assert _pages_faulted_in(path, GLIBC_TUNABLES="glibc.malloc.trim_threshold=131072") > pages / 2

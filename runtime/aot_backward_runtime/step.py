@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import torch_api
+from . import heap, torch_api
 from .entry import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
 from .grad import BoundParameter
@@ -92,6 +92,7 @@ class LoadedStep(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self.defaults: dict[str, Any] = json.loads(spec.defaults)
         self.grad_norm: torch.Tensor | None = None
+        heap.keep(sum(p.nbytes for p in parameters.values() if p.requires_grad and p.device.type == "cpu"))
 
     # calling
 
