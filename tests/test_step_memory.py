@@ -35,7 +35,7 @@ def used():
 
 def starved(call, seen):
     # every error at a little more memory than the last, until there is enough
-    for extra in range(0, 64 << 20, 1 << 20):
+    for extra in range(0, 64 << 20, 2 << 20):
         resource.setrlimit(resource.RLIMIT_AS, (used() + extra, free))
         try:
             return call()
