@@ -19,15 +19,14 @@ LOW = (torch.bfloat16, torch.float16)
 
 def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, slots: Any, vector: torch.Tensor) -> torch.fx.GraphModule:
     """The graph again, with the numbers as elements of ``vector``: Python's arithmetic on symbols becomes arithmetic on float64 tensors."""
-    for node in list(traced.graph.nodes):
-        if node.op == "call_function" and (node.target is torch.ops.aten.copy_.default or "profiler" in str(node.target)):
-            if node.users and node.target is torch.ops.aten.copy_.default:
-                node.replace_all_uses_with(node.args[1])
-            traced.graph.erase_node(node) if not node.users else None
-    for node in reversed(list(traced.graph.nodes)):
-        if node.op == "call_function" and "profiler" in str(node.target):
+    for node in reversed(list(traced.graph.nodes)):  # users come first
+        if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
+            node.replace_all_uses_with(node.args[1])
+            traced.graph.erase_node(node)
+        elif node.op == "call_function" and "profiler" in str(node.target):
             traced.graph.erase_node(node)
     traced.graph.eliminate_dead_code()
+    traced.graph.set_codegen(torch.fx.CodeGen())  # flat arguments
     traced.recompile()
 
     class Again(torch.fx.Interpreter):
@@ -47,9 +46,6 @@ def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, 
         each = [numbers.select(0, i) for i in range(FIRST_NUMBER, numbers.shape[0])]
         return Again(traced).run(*grads, *params, *states, numbers.select(0, 1), *each)
 
-    flat = torch.fx.CodeGen()
-    traced.graph.set_codegen(flat)
-    traced.recompile()
     made = make_fx(again, decomposition_table=decompositions())(gradients, parameters, slots, vector)
     made.graph.set_codegen(torch.fx.CodeGen())
     made.graph = torch_api.fx_graph_cse(made.graph)

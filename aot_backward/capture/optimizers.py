@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import GroupSpec
+from aot_backward_runtime.parameter_groups import plain
 
 from .. import torch_api
 
@@ -177,15 +178,6 @@ def _numbers(index: int, group: Mapping[str, Any]) -> Iterator[Number]:
             for position, v in enumerate(value):
                 if isinstance(v, float) or (isinstance(v, torch.Tensor) and v.numel() == 1):
                     yield Number(index, key, position, float(v))
-
-
-def plain(value: Any) -> Any:
-    """A group's option as JSON can hold it: tensors of one element as numbers, tuples as lists."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value)
-    if isinstance(value, (tuple, list)):
-        return [plain(v) for v in value]
-    return value
 
 
 def _as_json(where: str, options: Mapping[str, Any]) -> str:

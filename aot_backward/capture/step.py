@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import GradientSlot, OptimizerStateSpec, Plan, StepSpec
+from aot_backward_runtime.parameter_groups import plain
 
 from ..program import Graph
-from . import number_vector, optimizer_trace, optimizers, split
+from . import number_vector, optimizer_trace, split
 from .joint import FunctionModule, Joint
 from .optimizer_trace import Update
 from .optimizers import Optimized, Settings
@@ -104,7 +105,7 @@ def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bo
     values = [n.value for n in optimized.numbers] + [v for v in (settings.clip_norm, settings.clip_value) if v is not None]
     device = parameters[optimized.trained[0]].device
     tensors[NUMBERS] = torch.tensor([0.0] * number_vector.FIRST_NUMBER + values, dtype=torch.float64, device=device)
-    defaults = {k: optimizers.plain(v) for k, v in optimized.optimizer.defaults.items()}
+    defaults = {k: plain(v) for k, v in optimized.optimizer.defaults.items()}
     spec = StepSpec(
         optimizer=optimized.name,
         defaults=json.dumps(defaults, allow_nan=False, default=str),
@@ -132,11 +133,13 @@ def split_step(joint: Joint, name: str, weights: Weights, shared: Shared) -> tup
     update = optimizer_trace.trace(shared.optimized, *values, joint.fake_mode, shared.settings)
     pieces = Pieces()
     graph = GraphModule(joint.graph, split.copied(joint.graph.graph))
-    extra = _put_update(graph, joint, shared, update, [_named(graph, gradients[p].name) for p in trained])
+    nodes = _by_name(graph)
+    extra = _put_update(graph, joint, shared, update, [nodes[gradients[p].name] for p in trained])
     pieces.step = _finish(pieces, joint, graph, f"{name}.step", weights, extra)
     if shared.gradients:
         graph = GraphModule(joint.graph, split.copied(joint.graph.graph))
-        _put_accumulation(graph, joint, shared, {p: _named(graph, gradients[p].name) for p in trained})
+        nodes = _by_name(graph)
+        _put_accumulation(graph, joint, shared, {p: nodes[gradients[p].name] for p in trained})
         pieces.accumulate = _finish(pieces, joint, graph, f"{name}.accumulate", weights, [])
     pieces.graphs = [dataclasses.replace(g, round_as_eager=update.coarse) for g in pieces.graphs]
     return pieces, update
@@ -167,7 +170,8 @@ def update_alone(joint: Joint, name: str, weights: Weights, shared: Shared, upda
 
 def _finish(pieces: Pieces, joint: Joint, graph: GraphModule, name: str, weights: Weights, extra: list[Node]) -> Plan:
     forward = split.results_of(joint.graph)[: joint.forward_values]
-    split.truncate(graph, [*(_named(graph, n.name) if isinstance(n, Node) else n for n in forward), *extra])
+    nodes = _by_name(graph)
+    split.truncate(graph, [*(nodes[n.name] if isinstance(n, Node) else n for n in forward), *extra])
     cut = split.Cut(joint, split.joint_passes(graph, joint), name, weights)
     results = split.results_of(cut.graph)
     outputs = split.current_outputs(joint, cut, results)
@@ -266,5 +270,5 @@ def _output(graph: GraphModule) -> Node:
     return next(iter(graph.graph.find_nodes(op="output")))
 
 
-def _named(graph: GraphModule, name: str) -> Node:
-    return next(n for n in graph.graph.nodes if n.name == name)
+def _by_name(graph: GraphModule) -> dict[str, Node]:
+    return {n.name: n for n in graph.graph.nodes}

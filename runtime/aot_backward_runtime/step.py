@@ -490,7 +490,6 @@ class _Ready:
         "index",
         "memory",
         "native",
-        "only_inputs",
         "order",
         "outputs",
         "plain",
@@ -510,14 +509,13 @@ class _Ready:
         self.plain = self.tree.kind == "tensor" and runnable.outputs == [("result", 0)]
         self.index = {name: i for i, name in enumerate(entry.state.names)}
         where = [i for _, i in runnable.operands]
-        self.only_inputs = all(kind == "input" for kind, _ in runnable.operands)
         self.count = len(admitted.variant.spec.inputs)
         self.order = None if where == list(range(self.count)) else where
         self.check: Callable[..., bool] = lambda *_: False
 
     def remember(self, args: Sequence[torch.Tensor]) -> None:
         """From now on calls like ``args`` need only the check in C. The library is bound already."""
-        if self.only_inputs and self.runnable.library is not None:
+        if self.runnable.library is not None and all(kind == "input" for kind, _ in self.runnable.operands):
             fast = Fast(args)
             self.check, self.memory, self.native = fast.check, fast.memory, self.runnable.library.raw_run
 
