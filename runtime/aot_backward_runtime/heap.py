@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-_LARGE = 4 << 20  # bytes of gradients, below which glibc keeps the memory by itself
+_LARGE = 1 << 20  # bytes of gradients; below, it makes no difference that could be measured
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT = 1 << 30
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
