@@ -25,7 +25,7 @@ from . import trees
 from .ambient import current_ambient
 from .shapes import Sizes, expression_of, write
 
-INNER = "program"  # the attribute of _Wrapper below which the person's module hangs
+INNER = "program"  # the attribute of Wrapper below which the person's module hangs
 _PREFIX = INNER + "."
 
 
@@ -69,7 +69,7 @@ class Joint:
         return tuple(position[leaf] for leaf in self.cotangents)
 
 
-class _Wrapper(nn.Module):
+class Wrapper(nn.Module):
     """The program as a function of its flat tensors; other arguments are fixed (the tracer would make symbols of integers).
 
     Outputs that share memory with an input or with each other get memory of their own: a graph compiled to native code cannot hand autograd
@@ -189,10 +189,45 @@ def _trace_once(
     owner = _SignatureOwner(signature)
     labels = _labels(owner, args, kwargs, dynamic_shapes)
     fake_mode, fake_args, fake_kwargs, equalities, original, shapes = torch_api.make_fake_inputs(owner, args, kwargs, dynamic_shapes)
-    wrapper = _Wrapper(program, (fake_args, fake_kwargs), copied, first_only)
+    wrapper = Wrapper(program, (fake_args, fake_kwargs), copied, first_only)
     inputs = tuple(v for v in wrapper.flat if isinstance(v, torch.Tensor))
     tensor_names = tuple(n for n, v in zip(names, wrapper.flat, strict=True) if isinstance(v, torch.Tensor))
+
+    def settle(graph: torch.fx.GraphModule) -> Sizes:
+        # raises where the trace narrowed a declared size; may also put one symbol for another, so sizes are read off afterwards
+        torch_api.produce_guards_and_solve_constraints(fake_mode, graph, shapes, equalities, original)
+        fake_mode.shape_env.frozen = False  # the partitioner's and the compiler's guards are still to come
+        return Sizes.of_inputs(fake_mode.shape_env, inputs, labels)
+
     ambient = current_ambient(_device(args, kwargs, program))
+    about = Described(fake_mode, ambient, tensor_names, argument_names, _in_tree(args, kwargs))
+    required = [t.requires_grad for t in inputs]
+    traced = joint_of(wrapper, inputs, about, settle)
+    for name, before, tensor in zip(tensor_names, required, inputs, strict=True):
+        if tensor.requires_grad and not before:
+            raise ExportError(
+                f"the forward calls requires_grad_() on its input {name!r}, which changes the caller's tensor; write {name} = "
+                f"{name}.detach().requires_grad_(), or export with an example that requires a gradient"
+            )
+    return traced
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a joint graph's trace does not say itself."""
+
+    fake_mode: Any
+    ambient: Ambient
+    input_names: tuple[str, ...]
+    argument_names: tuple[str, ...]
+    in_tree: Tree
+
+
+def joint_of(
+    wrapper: Wrapper, inputs: tuple[torch.Tensor, ...], about: Described, settle: Callable[[torch.fx.GraphModule], Sizes]
+) -> tuple[Joint | None, frozenset[int]]:
+    """The joint graph of ``wrapper`` on fake ``inputs``; or None, and the outputs that it must copy. ``settle``: the sizes, once it is traced."""
+    program = wrapper.program
     with contextlib.ExitStack() as stack, torch.enable_grad(), tracing():
         described = torch_api.aot_export_joint_with_descriptors(
             stack, wrapper, inputs, decompositions=decompositions(), keep_inference_input_mutations=True
@@ -201,7 +236,7 @@ def _trace_once(
         graph, meta = captured.graph_module, state.fw_metadata
         parameters = [_strip(n) for n in described.params_spec]
         buffers = [_strip(n) for n in described.buffers_spec]
-        _refuse_mutations(meta, parameters, buffers, tensor_names)
+        _refuse_mutations(meta, parameters, buffers, about.input_names)
 
         aliases = torch_api.OutputType
         views = frozenset(
@@ -209,10 +244,7 @@ def _trace_once(
         ) | _repeats(graph, meta)
         if views:
             return None, views
-
-        # raises where the trace narrowed a declared size; may also put one symbol for another, so sizes are read off afterwards
-        torch_api.produce_guards_and_solve_constraints(fake_mode, graph, shapes, equalities, original)
-        fake_mode.shape_env.frozen = False  # the partitioner's and the compiler's guards are still to come
+        sizes = settle(graph)
 
         placeholders: dict[str, tuple[str, Any]] = {}
         for node in graph.graph.find_nodes(op="placeholder"):
@@ -222,7 +254,6 @@ def _trace_once(
         described_results = list(output_node.meta["desc"])
         if len(results) != len(described_results):  # None leaves would shift one against the other
             results = list(pytree.tree_flatten(output_node.args[0], is_leaf=lambda v: v is None)[0])
-        sizes = Sizes.of_inputs(fake_mode.shape_env, inputs, labels)
 
         count = len(meta.mutated_inp_runtime_indices) + meta.num_outputs + meta.num_intermediate_bases + meta.num_outputs_rng_offset
         first = len(meta.mutated_inp_runtime_indices)
@@ -243,7 +274,7 @@ def _trace_once(
 
         joint = Joint(
             graph=graph,
-            fake_mode=fake_mode,
+            fake_mode=about.fake_mode,
             sizes=sizes,
             placeholders=placeholders,
             outputs=tuple(outputs),
@@ -255,11 +286,11 @@ def _trace_once(
             cotangent_values=tuple(n.meta["val"] for n in graph.graph.find_nodes(op="placeholder") if placeholders[n.name][0] == "cotangent"),
             inputs=inputs,
             state=state_of(program),
-            input_names=tensor_names,
-            argument_names=argument_names,
-            in_tree=_in_tree(args, kwargs),
+            input_names=about.input_names,
+            argument_names=about.argument_names,
+            in_tree=about.in_tree,
             out_tree=_out_tree(described.out_spec, results[first : first + meta.num_outputs], outputs, wrapper.constants, sizes),
-            ambient=ambient,
+            ambient=about.ambient,
             trace_inputs=captured.updated_flat_args,
         )
     return joint, frozenset()
