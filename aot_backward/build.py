@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from aot_backward_exporters import aoti, targets
 from aot_backward_runtime.errors import ExportError
@@ -20,12 +19,12 @@ from aot_backward_runtime.tree import describe
 
 from . import selfcheck, undisturbed
 from .capture import joint as joints
-from .capture import split, trees
+from .capture import second, split
 from .entries import Entry, Grad, Module, Step
 from .package import library_spec
 from .program import VERSION, Graph
 from .stepping import add_step
-from .variants import below, prepared, requiring, variant_spec
+from .variants import differentiated, prepared, requiring, variant_spec
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are done, and how many there are."""
@@ -51,6 +50,8 @@ class Build:
     def add(self, name: str, entry: Entry) -> None:
         if not name.isidentifier():
             raise ExportError(f"entry name {name!r}: use a Python identifier")
+        if isinstance(entry, Module) and not (type(entry.order) is int and 1 <= entry.order <= 4):
+            raise ExportError(f"entry {name!r}: order is {entry.order!r}; expected 1 (gradients), 2 (gradients of gradients), 3 or 4")
         if not entry.variants:
             raise ExportError(f"entry {name!r} has no variants: give at least one Variant(args)")
         if isinstance(entry, Step):
@@ -71,23 +72,39 @@ class Build:
             self.say(f"capture {name}", i, len(entry.variants))
             args, kwargs = prepared(variant, signature)
             mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
-            wanted = None if is_module else _wrt(entry.wrt, program, isinstance(fn, nn.Module), signature, args, kwargs)  # type: ignore[union-attr]
+            wanted: list[tuple[str, str]] | None
+            if isinstance(entry, Grad):
+                names = entry.wrt if entry.wrt is not None else "parameters" if isinstance(fn, nn.Module) else "inputs"
+                wanted = differentiated("wrt", names, program, signature, args, kwargs)
+            else:
+                wanted = None
+                if variant.requires_grad is not None:
+                    wanted = differentiated("requires_grad", variant.requires_grad, program, signature, args, kwargs)
             with undisturbed.in_mode(program, mode), requiring(program, wanted, args, kwargs) as (args, kwargs):
-                joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=wanted is not None)
-                if wanted is not None and not entry.has_aux and joint.out_tree.kind != "tensor":  # type: ignore[union-attr]
+                joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=not is_module)
+                if isinstance(entry, Grad) and not entry.has_aux and joint.out_tree.kind != "tensor":
                     raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
                 prefix = f"{name}.{i}"
-                if wanted is None:
+                further = self._further(entry.order, program, (args, kwargs), joint, weights) if isinstance(entry, Module) else []
+                if is_module:
                     pieces = split.split_module(joint, prefix, weights, forward_only=mode == "eval")
                 else:
+                    assert wanted is not None
                     asked = tuple(_asked(wanted, joint, weights))
                     pieces = split.split_grad(joint, prefix, weights, asked)
+                graphs, again = list(pieces.graphs), []
+                for order, one in enumerate(further, start=2):
+                    again.append(split.split_module(one.joint, f"{prefix}.order{order}", weights, forward_only=False))
+                    graphs += again[-1].graphs
                 known = dict(joint.sizes.shape_env.replacements)
-                self.compile(pieces.graphs, joint)
+                self.compile(graphs, joint)
                 if joint.sizes.shape_env.replacements != known:
                     raise ExportError(f"{prefix}: the compiler fixed a size that was declared dynamic; make it static, or report the model")
-                variants.append(variant_spec(mode, joint, pieces))
-                examples.append(selfcheck.Example(args, kwargs, mode, asked if wanted is not None else None))
+                double = None
+                for one, cut in reversed(list(zip(further, again, strict=True))):
+                    double = dataclasses.replace(variant_spec(mode, one.joint, cut), gives=one.gives, random=one.random, double=double)
+                variants.append(dataclasses.replace(variant_spec(mode, joint, pieces), double=double))
+                examples.append(selfcheck.Example(args, kwargs, mode, None if is_module else asked))
             self.say(f"capture {name}", i + 1, len(entry.variants))
         persistent = set(program.state_dict(keep_vars=True))
         names = [t[1] if t[0] == "parameter" else variants[0].inputs[t[1]].name for t in asked]
@@ -103,6 +120,16 @@ class Build:
             has_aux=not is_module and entry.has_aux,  # type: ignore[union-attr]
         )
         self._checks[name] = lambda package, i, stored: selfcheck.check(package, name, i, program, examples[i], stored)
+
+    def _further(
+        self, order: int, program: nn.Module, arguments: Any, joint: joints.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]
+    ) -> list[second.Differentiated]:
+        """The gradients as programs of their own, from the first that can be differentiated again up to ``order - 1`` times."""
+        out: list[second.Differentiated] = []
+        while len(out) < order - 1 and joint.has_backward:
+            out.append(second.trace(program, arguments, joint, weights))
+            program, arguments, joint = out[-1].program, out[-1].arguments, out[-1].joint
+        return out
 
     def compile(self, graphs: Sequence[Graph], joint: joints.Joint) -> None:
         folder = self.folder / f"g{len(self.artifacts)}"
@@ -134,10 +161,15 @@ class Build:
                     f"{name} and {other} share memory without being one tensor; tie them (module.weight = other.weight), or clone one of them"
                 )
 
+    def _features(self) -> tuple[str, ...]:
+        """What a runtime must know to read the package rightly."""
+        plans = [p for e in self.entries.values() for one in e.variants for v in one.orders for p in (v.backward,) if p is not None]
+        return (*(["fill"] if self.fills else []), *(["consumes"] if any(p.consumes for p in plans) else []))
+
     def manifest(self, with_weights: bool) -> Manifest:
         return Manifest(
             format_version=FORMAT_VERSION,
-            required_features=("fill",) if self.fills else (),
+            required_features=self._features(),
             producer=f"aot-backward {VERSION}",
             torch=torch.__version__,
             target=targets.target_spec(self.target),
@@ -164,33 +196,6 @@ class Build:
             self.say(f"check {name}", len(spec.variants), len(spec.variants))
             entries[name] = dataclasses.replace(spec, variants=tuple(variants))
         return dataclasses.replace(manifest, entries=entries)
-
-
-def _wrt(wrt: str | Sequence[str] | None, program: nn.Module, is_module: bool, signature: Any, args: Any, kwargs: Any) -> list[tuple[str, str]]:
-    """What is differentiated, as ("parameter", name) and ("input", name), in the order asked for."""
-    inputs, _ = trees.input_names(signature, args, kwargs)
-    flat = pytree.tree_leaves((args, kwargs))
-    floating = [n for n, v in zip(inputs, flat, strict=True) if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    parameters = dict(program.named_parameters())
-    trained = [n for n, p in parameters.items() if p.requires_grad]
-    asked = [wrt] if isinstance(wrt, str) else list(wrt) if wrt is not None else ["parameters" if is_module else "inputs"]
-    out: list[tuple[str, str]] = []
-    for name in asked:
-        if name == "parameters" or name == "inputs":
-            found = [("parameter", n) for n in trained] if name == "parameters" else [("input", n) for n in floating]
-            if not found:
-                raise ExportError(f"wrt={name!r}, but there is none of floating point that could get a gradient")
-        elif name in parameters:
-            found = [("parameter", name)]
-        else:
-            found = [("input", n) for n in inputs if below(n, name)]
-            wrong = [n for _, n in found if n not in floating]
-            if wrong:
-                raise ExportError(f"wrt names the input {wrong[0]!r}, which is no floating-point tensor")
-            if not found:
-                raise ExportError(f"wrt names {name!r}, which is no input {inputs} and no parameter {list(parameters)[:20]}")
-        out += [f for f in found if f not in out]
-    return out
 
 
 def _asked(wanted: Sequence[tuple[str, str]], joint: joints.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:

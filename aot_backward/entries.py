@@ -16,7 +16,9 @@ class Variant:
 
     ``args``, ``kwargs``: example inputs: tensors, None, bool, int, float, str, in any nesting of tuple, list, dict, namedtuple and registered
     pytrees. Values of tensors are used only to check the result. ``dynamic_shapes``: as ``torch.export.export`` takes it.
-    ``requires_grad``: the names of the inputs that get a gradient; by default those whose example requires one.
+    ``requires_grad``, of a module: everything that gets a gradient, and nothing else is computed: names of inputs and parameters ("x",
+    "head.weight"), of what they lie in ("head"), "inputs" and "parameters"; by default what requires one now. A call is served by the
+    smallest variant that covers what requires a gradient in it.
     ``mode``: "train" or "eval"; by default the module's own.
     """
 
@@ -30,10 +32,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Module:
-    """An ``nn.Module`` whose forward and backward are exported; loaded with ``load(path).module(name)``."""
+    """An ``nn.Module`` whose forward and backward are exported; loaded with ``load(path).module(name)``.
+
+    ``order=2``: its gradients can be differentiated again (``create_graph=True``), as for a gradient penalty, forces that are trained on or a
+    Hessian; 3: and those again (``torch.autograd.functional.hvp`` asks for it).
+    """
 
     module: nn.Module
     variants: Sequence[Variant]
+    order: int = 1
 
 
 @dataclass(frozen=True)

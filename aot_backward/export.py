@@ -54,13 +54,16 @@ def export_module(
     kwargs: dict[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
+    requires_grad: Sequence[str] | None = None,
+    order: int = 1,
     target: str = "cpu",
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
-    """One module, one variant, in its present mode: forward and backward. See :func:`export`."""
-    variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes)
-    return export(path, {"module": Module(module, [variant])}, target=target, progress=progress)
+    """One module, one variant, in its present mode: forward and backward, with ``order=2`` twice. See :class:`Module`, :class:`Variant` and
+    :func:`export`."""
+    variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes, requires_grad=requires_grad)
+    return export(path, {"module": Module(module, [variant], order)}, target=target, progress=progress)
 
 
 def export_grad(

@@ -31,6 +31,7 @@ class Graph:
     constants: dict[str, tuple[str, torch.Tensor]]
     nodes: int
     round_as_eager: bool = False  # to 16 bits after each operator, also within a fused loop
+    donated: tuple[int, ...] = ()  # inputs whose memory the code may write its own values into
 
 
 @dataclass(frozen=True)

@@ -129,14 +129,14 @@ def artifact(package: Package, entry: str, spec: VariantSpec, mode: str, args: A
             out.update({f"gradient of {n}": g for n, g in grads.items()})
             return {n: None if v is None else v.detach().clone() for n, v in out.items()}
     module = package.module(entry).train(mode == "train")
-    with undone(dict(module.named_buffers())):
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    targets = _targets(spec, parameters, args, kwargs)
+    with undone(dict(module.named_buffers())), undisturbed.requiring_alone(parameters.values(), targets.values()):
         value = module(*args, **kwargs)
         flat = _outputs(out, value)
-        targets = _targets(spec, dict(module.named_parameters(remove_duplicate=False)), args, kwargs)
         if targets and spec.differentiable:
             outputs = [flat[i] for i in spec.differentiable]
-            gradients = torch.autograd.grad(outputs, list(targets.values()), list(cotangents), allow_unused=True)
-            out.update({f"gradient of {n}": g for n, g in zip(targets, gradients, strict=True)})
+            _gradients(out, outputs, targets, cotangents, _order(spec))
         out.update({f"buffer {n}": b for n, b in module.named_buffers()})
         return {n: None if v is None else v.detach().clone() for n, v in out.items()}
 
@@ -146,41 +146,56 @@ def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotange
     out: Named = {}
     args, kwargs = _leaves_again(args, kwargs)
     parameters = dict(program.named_parameters(remove_duplicate=False))
-    before = {p: p.requires_grad for p in parameters.values()}
+    if example.wrt is not None:
+        flat_in = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        targets = {(spec.inputs[w].name if k == "input" else w): (flat_in[w] if k == "input" else parameters[w]) for k, w in example.wrt}
+    else:
+        targets = _targets(spec, parameters, args, kwargs)
     torch.manual_seed(SEED)
-    try:
-        with (
-            undisturbed.in_mode(program, example.mode),
-            undisturbed.slots_kept(program),
-            undone(dict(program.named_buffers())),
-            torch.enable_grad(),
-        ):
-            if example.wrt is not None:
-                names = {parameters[w] for k, w in example.wrt if k == "parameter"}
-                for parameter in parameters.values():
-                    parameter.requires_grad_(parameter in names)
-                flat_in = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-                targets = {(spec.inputs[w].name if k == "input" else w): (flat_in[w] if k == "input" else parameters[w]) for k, w in example.wrt}
-            else:
-                targets = _targets(spec, parameters, args, kwargs)
-            value = program(*args, **kwargs)
-            flat = _outputs(out, value)
-            if example.wrt is not None:
-                gradients: Sequence[Any] = torch.autograd.grad(flat[0], list(targets.values()), allow_unused=True)
-            elif targets and spec.differentiable:
-                outputs = [flat[i] for i in spec.differentiable]
-                gradients = torch.autograd.grad(
-                    outputs, list(targets.values()), [c.to(o.dtype) for c, o in zip(cotangents, outputs, strict=True)], allow_unused=True
-                )
-            else:
-                targets, gradients = {}, []
+    with (
+        undisturbed.in_mode(program, example.mode),
+        undisturbed.slots_kept(program),
+        undone(dict(program.named_buffers())),
+        undisturbed.requiring_alone(parameters.values(), targets.values()),
+        undisturbed.checkpoints_run_plainly(),
+        torch.enable_grad(),
+    ):
+        value = program(*args, **kwargs)
+        flat = _outputs(out, value)
+        if example.wrt is not None:
+            gradients = torch.autograd.grad(flat[0], list(targets.values()), allow_unused=True)
             out.update({f"gradient of {n}": g for n, g in zip(targets, gradients, strict=True)})
-            if example.wrt is None:
-                out.update({f"buffer {n}": b for n, b in program.named_buffers()})
-            return {n: None if v is None else v.detach().clone() for n, v in out.items()}
-    finally:
-        for parameter, flag in before.items():
-            parameter.requires_grad_(flag)
+        elif targets and spec.differentiable:
+            outputs = [flat[i] for i in spec.differentiable]
+            _gradients(out, outputs, targets, [c.to(o.dtype) for c, o in zip(cotangents, outputs, strict=True)], _order(spec))
+        if example.wrt is None:
+            out.update({f"buffer {n}": b for n, b in program.named_buffers()})
+        return {n: None if v is None else v.detach().clone() for n, v in out.items()}
+
+
+def _order(spec: VariantSpec) -> int:
+    return 1 if spec.double is None else 1 + _order(spec.double)
+
+
+def _gradients(
+    out: Named, outputs: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor], order: int
+) -> None:
+    """Notes the gradients of ``outputs``; then those of the gradients themselves, also with regard to the incoming ones, up to ``order``."""
+    sources, prefix = dict(targets), ""
+    for level in range(1, order + 1):
+        last = level == order
+        if not last:
+            cotangents = [c.detach().clone().requires_grad_() for c in cotangents]
+        gradients = torch.autograd.grad(outputs, list(sources.values()), list(cotangents), allow_unused=True, create_graph=not last)
+        out.update({f"{prefix}gradient of {n}": g for n, g in zip(sources, gradients, strict=True)})
+        if last:
+            return
+        sources |= {f"incoming {prefix}gradient {i}": c for i, c in enumerate(cotangents)}
+        outputs = [g for g in gradients if g is not None]
+        generator = torch.Generator().manual_seed(SEED + level)
+        draws = [torch.randn(g.shape, generator=generator, dtype=torch.complex64 if g.is_complex() else torch.float32) for g in outputs]
+        cotangents = [c.to(g) for c, g in zip(draws, outputs, strict=True)]
+        prefix = ("second-order ", "third-order ", "fourth-order ")[level - 1]
 
 
 def _truth(

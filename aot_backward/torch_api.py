@@ -61,6 +61,8 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "compile_fx_inner": ("torch._inductor.compile_fx", _ALL),
     "get_cpp_wrapper_config": ("torch._inductor.compile_fx", _ALL),
     "V": ("torch._inductor.virtualized", _ALL),
+    "TracingContext": ("torch._guards", _ALL),
+    "in_tracing_context": ("torch._guards", _ALL),
     "CppBuilder": ("torch._inductor.cpp_builder", _ALL),
     "cpu_vec_isa": ("torch._inductor.cpu_vec_isa", _ALL),  # the module itself
     "CppKernel": ("torch._inductor.codegen.cpp", _ALL),
@@ -68,9 +70,13 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "InvalidCxxCompiler": ("torch._inductor.exc", _ALL),
     "InductorError": ("torch._inductor.exc", _ALL),
 }
-_MODULES = {"sympy_functions", "symbolic_shapes_config", "inductor_config", "functorch_config", "cpu_vec_isa"}
+_MODULES = {"decompositions", "sympy_functions", "symbolic_shapes_config", "inductor_config", "functorch_config", "cpu_vec_isa"}
 
-_RENAMED = {"is_non_overlapping_and_dense": "is_non_overlapping_and_dense_or_false", "contiguous_strides": "make_contiguous_strides_for"}
+_RENAMED = {
+    "is_non_overlapping_and_dense": "is_non_overlapping_and_dense_or_false",
+    "contiguous_strides": "make_contiguous_strides_for",
+    "in_tracing_context": "tracing",
+}
 
 _MISSING_OPTIONS: dict[str, frozenset[str]] = {
     "2.11": frozenset({"cpp.march", "aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer"}),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+import torch.utils.checkpoint
 from torch import nn
+
+from aot_backward_runtime.errors import ExportError
 
 
 @contextlib.contextmanager
@@ -39,3 +43,57 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
         for slots, kept in before:
             slots.clear()
             slots.update(kept)
+
+
+def _refuse_unusual(program: nn.Module) -> None:
+    """What is no module of plain tensors: a wrapper whose own hooks a trace does not see, TorchScript, a subclass of ``Tensor``."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for name, module in program.named_modules():
+        called = f"the submodule {name!r}" if name else "the module"
+        if isinstance(module, wrappers):
+            raise ExportError(f"{called} is a {type(module).__name__}: export what it wraps (.module), and wrap the loaded module")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ExportError(f"{called} is TorchScript, whose backward cannot be traced: export the nn.Module that it was made of")
+    for name, tensor in [*program.named_parameters(), *program.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise ExportError(f"{name} has no shape yet: call the module once on example inputs before the export")
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise ExportError(f"{name} is a {type(tensor).__name__}; a package takes plain tensors: export the module before it is wrapped")
+        if tensor.layout is not torch.strided:
+            raise ExportError(
+                f"{name} has layout {tensor.layout}; a package takes strided tensors: register its dense form, or its indices and values"
+            )
+
+
+@contextlib.contextmanager
+def requiring_alone(parameters: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Of ``parameters`` those among ``targets`` require a gradient inside, and no other."""
+    before = [(p, p.requires_grad) for p in parameters]
+    wanted = {id(t) for t in targets}
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(id(parameter) in wanted)
+        yield
+    finally:
+        for parameter, flag in before:
+            parameter.requires_grad_(flag)
+
+
+@contextlib.contextmanager
+def checkpoints_run_plainly() -> Iterator[None]:
+    """Inside, ``checkpoint(use_reentrant=True)`` runs its function as it stands: its own backward cannot be traced, and gives the same gradients.
+
+    Where no input requires a gradient, it gives none to the parameters either."""
+    function = torch.utils.checkpoint.CheckpointFunction
+    original = function.apply
+
+    def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
+            return run(*args)
+
+    function.apply = apply  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        function.apply = original  # type: ignore[method-assign]

@@ -14,13 +14,14 @@ from torch.utils import _pytree as pytree
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import VariantSpec, Verdict
 
+from . import undisturbed
 from .capture import joint as joints
 from .capture import split, trees
 from .entries import Variant
 
 
 def prepared(variant: Variant, signature: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example inputs as leaves of their own, with ``requires_grad`` as asked for."""
+    """The example inputs as leaves of their own."""
     if not isinstance(variant.args, tuple):
         raise ExportError(f"args is a {type(variant.args).__name__}; expected a tuple of the positional arguments, args=(x,)")
     kwargs = dict(variant.kwargs or {})
@@ -28,24 +29,39 @@ def prepared(variant: Variant, signature: Callable[..., Any]) -> tuple[tuple[Any
         inspect.signature(signature).bind(*variant.args, **kwargs)
     except TypeError as error:
         raise ExportError(f"the example arguments do not fit {inspect.signature(signature)}: {error}") from error
-    names, _ = trees.input_names(signature, variant.args, kwargs)
-    flat, spec = pytree.tree_flatten((variant.args, kwargs))
-    if variant.requires_grad is not None:
-        for name in variant.requires_grad:
-            if not any(below(n, name) for n in names):
-                raise ExportError(f"requires_grad names {name!r}, which is no input; the inputs are {names}")
-    for i, value in enumerate(flat):
-        if isinstance(value, torch.Tensor):
-            needed = value.requires_grad if variant.requires_grad is None else any(below(names[i], n) for n in variant.requires_grad)
-            if needed and not (value.is_floating_point() or value.is_complex()):
-                raise ExportError(f"input {names[i]!r} has dtype {value.dtype}; only floating point and complex tensors get gradients")
-            flat[i] = value.detach().requires_grad_(needed)
-    return pytree.tree_unflatten(flat, spec)
+    return pytree.tree_map(lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v, (variant.args, kwargs))
+
+
+def differentiated(
+    option: str, asked: str | Sequence[str], program: nn.Module, signature: Callable[..., Any], args: Any, kwargs: Any
+) -> list[tuple[str, str]]:
+    """What ``option`` names, as ("parameter", name) and ("input", name), in the order asked for."""
+    inputs, _ = trees.input_names(signature, args, kwargs)
+    flat = dict(zip(inputs, pytree.tree_leaves((args, kwargs)), strict=True))
+    floating = [n for n, v in flat.items() if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
+    parameters = dict(program.named_parameters())
+    trained = [n for n, p in parameters.items() if p.requires_grad]
+    first = {id(p): n for n, p in parameters.items()}  # a tied one goes by that
+    out: list[tuple[str, str]] = []
+    for name in [asked] if isinstance(asked, str) else asked:
+        if name in ("parameters", "inputs"):
+            found = [("parameter", n) for n in trained] if name == "parameters" else [("input", n) for n in floating]
+            if not found:
+                raise ExportError(f"{option}={name!r}, but there is none of floating point that could get a gradient")
+        else:
+            found = [("input", n) for n in inputs if below(n, name)]
+            if wrong := [n for _, n in found if n not in floating]:
+                raise ExportError(f"{option} names the input {wrong[0]!r}, which is no floating-point or complex tensor")
+            found = found or [("parameter", first[id(p)]) for n, p in program.named_parameters(remove_duplicate=False) if below(n, name)]
+            if not found:
+                raise ExportError(f"{option} names {name!r}, which is no input {inputs} and no parameter {list(parameters)[:20]}")
+        out += [f for f in found if f not in out]
+    return out
 
 
 @contextlib.contextmanager
 def requiring(program: nn.Module, wanted: Sequence[tuple[str, str]] | None, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Exactly what is differentiated requires a gradient inside; a ``module`` entry keeps what it has."""
+    """Exactly what is differentiated requires a gradient inside; without ``wanted`` all keeps what it has."""
     if wanted is None:
         yield args, kwargs
         return
@@ -54,15 +70,9 @@ def requiring(program: nn.Module, wanted: Sequence[tuple[str, str]] | None, args
     chosen = {n for k, n in wanted if k == "input"}
     flat, spec = pytree.tree_flatten((args, kwargs))
     flat = [v.detach().requires_grad_(n in chosen) if isinstance(v, torch.Tensor) else v for n, v in zip(inputs, flat, strict=True)]
-    before = [(p, p.requires_grad) for p in program.parameters()]
-    wanted_tensors = {id(p) for n, p in program.named_parameters(remove_duplicate=False) if n in names}
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(id(parameter) in wanted_tensors)
+    targets = [p for n, p in program.named_parameters(remove_duplicate=False) if n in names]
+    with undisturbed.requiring_alone(program.parameters(), targets):
         yield pytree.tree_unflatten(flat, spec)
-    finally:
-        for parameter, flag in before:
-            parameter.requires_grad_(flag)
 
 
 def variant_spec(mode: str, joint: joints.Joint, pieces: split.Pieces) -> VariantSpec:

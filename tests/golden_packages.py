@@ -90,5 +90,27 @@ def write_step(path: Path) -> None:
     ab.export(path, {"fit": training()})
 
 
+class Curved(nn.Module):
+    """Its gradients depend on everything, and its backward on activations that nobody else sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.body, self.head = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 6)), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.nn.functional.silu(self.body(x)))
+
+
+def write_orders(path: Path) -> None:
+    """A module differentiated twice, in a variant for everything and one for its head alone."""
+    rows, x = {0: Dim("rows", min=2, max=64)}, torch.randn(4, 3)
+    subsets = (("x", "parameters"), ("head",))
+    variants = [ab.Variant((x,), dynamic_shapes=(rows,), requires_grad=names, mode="train") for names in subsets]
+    ab.export(path, {"curved": ab.Module(Curved(), variants, order=2)})
+
+
 if __name__ == "__main__":
-    {"pair": write_pair, "passes": write_passes, "step": write_step}[Path(sys.argv[1]).stem.rpartition("-")[2]](Path(sys.argv[1]))
+    {"pair": write_pair, "passes": write_passes, "step": write_step, "orders": write_orders}[Path(sys.argv[1]).stem.rpartition("-")[2]](
+        Path(sys.argv[1])
+    )

@@ -13,19 +13,19 @@ from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.manifest import FORMAT_VERSION
 from aot_backward_runtime.weights import filled, load_weights
 
-from .golden_packages import Pair, arguments, backward_passes, samples, training
+from .golden_packages import Curved, Pair, arguments, backward_passes, samples, training
 from .oracle import assert_same, run
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES, STEPS = ([p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step"))
+PAIRS, PASSES, STEPS, ORDERS = ([p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders"))
 
 
 def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES, *STEPS} == {*FILES}
+    assert {*PAIRS, *PASSES, *STEPS, *ORDERS} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -74,6 +74,41 @@ def test_a_step_is_read(path: Path) -> None:
     assert {keys[s.state] for s in (*step.state, *step.gradients)} <= zeros.keys()
     assert torch.equal(zeros[keys["optimizer.exp_avg.0.weight"]], torch.zeros(8, 4))
     torch.testing.assert_close(load_weights(archive)[keys["module.0.weight"]], next(training().module.parameters()).detach())
+
+
+@pytest.mark.parametrize("path", ORDERS, ids=lambda p: p.name)
+def test_orders_are_read(path: Path) -> None:
+    archive = open_package(path)
+    assert archive.manifest.required_features == ("consumes",)
+    whole, head = archive.manifest.entries["curved"].variants
+    for variant, targets in ((whole, 7), (head, 2)):
+        assert variant.backward is not None and len(variant.backward.gradients) == targets
+        (double,) = variant.orders[1:]
+        assert double.random and len(double.gives) == targets and len(double.inputs) == 2
+        assert double.forward is not None and double.backward is not None
+    assert whole.backward is not None and whole.backward.consumes
+
+
+@pytest.mark.parametrize("path", ORDERS, ids=lambda p: p.name)
+def test_orders_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
+    """A gradient penalty beside eager, then the head alone."""
+    if not runs_here(path):
+        return
+    results = []
+    for module in (load(path).module(), Curved()):
+        torch.manual_seed(12)
+        x = torch.randn(9, 3, requires_grad=True)
+        (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+        found = [gradient.detach(), x.grad, *(p.grad for p in module.parameters())]
+        module.body.requires_grad_(False)
+        module.zero_grad()
+        module(torch.ones(3, 3)).sum().backward()
+        results.append([*found, *(p.grad for p in module.head.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def runs_here(path: Path) -> bool:

@@ -163,7 +163,7 @@ class Where(NamedTuple):
     ("kwargs", "message"),
     [
         ({"wrt": "velocity"}, r"wrt names 'velocity', which is no input \['x', 'ids'\] and no parameter"),
-        ({"wrt": "ids"}, r"wrt names the input 'ids', which is no floating-point tensor"),
+        ({"wrt": "ids"}, r"wrt names the input 'ids', which is no floating-point or complex tensor"),
         ({"wrt": "parameters"}, r"wrt='parameters', but there is none"),
         ({"wrt": "x", "fn": lambda x, ids: x * ids}, r"a gradient needs a scalar loss, got shape \(3,\); reduce it"),
         ({"wrt": "x", "fn": lambda x, ids: (x.sum(), ids)}, r"returns more than a loss, \(Tensor, Tensor\): say has_aux=True"),

@@ -50,7 +50,9 @@ def package() -> Path:
             return nn.functional.mse_loss(net(x), y)
 
         entries = {
-            "net": ab.Module(net, [ab.Variant((x,), dynamic_shapes={"x": rows}, requires_grad=["x"], mode=m) for m in ("train", "eval")]),
+            "net": ab.Module(
+                net, [ab.Variant((x,), dynamic_shapes={"x": rows}, requires_grad=["x", "parameters"], mode=m) for m in ("train", "eval")]
+            ),
             "fit": ab.Grad(loss, [ab.Variant((x, y), dynamic_shapes={"x": rows, "y": rows})], wrt="parameters"),
         }
         ab.export(path, entries)

@@ -124,6 +124,7 @@ class Cut:
         self.results: list[Node] = []
         self.names: list[str] = []
         self.saved: dict[str, int] = {}  # placeholder name -> index among the saved tensors
+        self.donated: frozenset[int] = frozenset()  # saved tensors that nobody else sees
 
     def result(self, node: Node, name: str = "") -> str:
         """The node as an output of the compiled graph: ``result:I``; ``state``, inputs and repeats are not computed twice."""
@@ -150,6 +151,7 @@ class Cut:
         reads: list[str] = []
         writes: list[str] = []
         attributes: dict[str, Node] = {}
+        donated: list[tuple[int, int]] = []  # (input of the graph, saved tensor)
         _replace_sizes(graph, joint)
         for node in graph.graph.find_nodes(op="placeholder"):
             kind, index = joint.placeholders.get(node.name, ("saved", None))
@@ -168,6 +170,8 @@ class Cut:
                 graph.graph.erase_node(node)
                 continue
             if node.name in self.saved:
+                if self.saved[node.name] in self.donated:
+                    donated.append((len(operands), self.saved[node.name]))
                 operands.append(f"saved:{self.saved[node.name]}")
                 inputs.append(joint.sizes.spec(f"saved[{self.saved[node.name]}]", node.meta["val"], False))
             elif kind == "input":
@@ -187,9 +191,10 @@ class Cut:
         count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
         specs = tuple(joint.sizes.spec(n, node.meta["val"], False) for n, node in zip(self.names, self.results, strict=True))
         if self.results:
-            pieces.graphs.append(Graph(self.name, graph, tuple(inputs), specs, constants, count))
+            pieces.graphs.append(Graph(self.name, graph, tuple(inputs), specs, constants, count, donated=tuple(i for i, _ in donated)))
         call = Call(self.name, tuple(operands)) if self.results else None
-        return Plan(call, outputs, saved, watched, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), gradients)
+        consumes = tuple(i for _, i in donated)
+        return Plan(call, outputs, saved, watched, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), gradients, consumes)
 
 
 def _finish_forward(pieces: Pieces, cut: Cut, crossing: _Crossing) -> Plan:
@@ -209,6 +214,7 @@ def _finish_forward(pieces: Pieces, cut: Cut, crossing: _Crossing) -> Plan:
 def _finish_backward(pieces: Pieces, cut: Cut, crossing: _Crossing, depends: dict[tuple[str, Any], tuple[int, ...]]) -> Plan:
     joint = cut.joint
     cut.saved = {node.name: i for i, node in enumerate(crossing.nodes)}
+    cut.donated = frozenset(crossing.donated)
     gradients = []
     for target, node in zip(joint.gradient_slots, results_of(cut.graph), strict=True):
         if target in joint.gradients:
@@ -277,6 +283,7 @@ class _Crossing:
 
     nodes: list[Node] = field(default_factory=list)
     watched: list[Node] = field(default_factory=list)
+    donated: list[int] = field(default_factory=list)  # by place in ``nodes``: whose memory is of nobody else
 
 
 def _crossing(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Crossing:
@@ -311,7 +318,23 @@ def _crossing(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Cro
         elif root in reachable and reachable[root] is not source:
             out.watched.append(reachable[root])
         out.nodes.append(source)
+    roots = [root_of(n) for n in (*out.nodes, *out.watched)]
+    for i, node in enumerate(out.nodes):
+        if node.op == "call_function" and roots[i] is node and roots.count(node) == 1 and node not in reachable and _is_fresh(node):
+            out.donated.append(i)
     return out
+
+
+def _is_fresh(node: Node) -> bool:
+    """Whether the operator always makes new memory."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    target = maker.target  # type: ignore[union-attr]
+    if not isinstance(target, torch_api.OpOverload) or target._schema.is_mutable:
+        return False
+    return target not in _MAYBE_VIEWS and all(r.alias_info is None for r in target._schema.returns)
+
+
+_MAYBE_VIEWS = {aten.reshape.default, aten.contiguous.default, aten._to_copy.default, aten.to.dtype}
 
 
 def _rebuild(source: Node, placeholder: Node, backward: GraphModule) -> None:

@@ -151,9 +151,17 @@ def _variant(variant: VariantSpec) -> dict[str, Any]:
         "outputs": [_tensor(s, contract) for s in variant.outputs],
         "sizes": {contract.words(s.name): {"minimum": s.minimum, "maximum": s.maximum} for s in variant.symbols},
         "guards": [contract.words(g) for g in variant.guards],
+        "gradients": _gradients(variant),
+        "order": len(variant.orders),
         "ambient": dataclasses.asdict(variant.ambient),
         "verdict": dataclasses.asdict(variant.verdict),
     }
+
+
+def _gradients(variant: VariantSpec) -> list[str]:
+    """What a module's variant has gradients of."""
+    found = [g.of.partition(":") for g in variant.backward.gradients] if variant.backward else []
+    return [variant.inputs[int(where)].name if kind == "input" else where for kind, _, where in found]
 
 
 def _structure(structure: StructureSpec) -> dict[str, Any]:
@@ -252,6 +260,10 @@ def _show_variant(number: int, v: dict[str, Any]) -> None:
         top = "" if bounds["maximum"] is None else f" to {bounds['maximum']}"
         click.echo(f"    {label}: from {bounds['minimum']}{top}")
     _show_conditions(v["guards"], v["ambient"], "    ")
+    if v["gradients"]:
+        names = v["gradients"] if len(v["gradients"]) <= 8 else [*v["gradients"][:7], f"{len(v['gradients']) - 7} more"]
+        again = "" if v["order"] == 1 else f", differentiable up to order {v['order']}"
+        click.echo(f"    gradients of {', '.join(names)}{again}")
     click.echo(f"    compared with eager: {_verdict(v['verdict'])}")
 
 

@@ -23,6 +23,7 @@ import json
 import math
 import re
 import tempfile
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def compile_graphs(
     """
     report = progress or (lambda stage, done, total: None)
     forms = {graph.name: canonical_graph(graph, fake_mode.shape_env) for graph in graphs}
-    keys = {graph.name: _key(forms[graph.name], target, graph.round_as_eager) for graph in graphs}
+    keys = {graph.name: _key(forms[graph.name], target, graph.round_as_eager, graph.donated) for graph in graphs}
     entries = {key: entry for key in keys.values() if (entry := fetch(key)) is not None}
     missing = {keys[graph.name]: (graph, forms[graph.name]) for graph in graphs if keys[graph.name] not in entries}
     if missing:
@@ -182,9 +183,12 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
         torch_api._compiling_state_context(),
         _open_sizes(),
         _target_processor(),
+        _donating(graph, fake_mode) as donating,
     ):
         try:
-            compiled = torch_api.compile_fx_inner(module, inputs, static_input_idxs=[], is_inference=True, cpp_wrapper=True)
+            compiled = torch_api.compile_fx_inner(
+                module, inputs, static_input_idxs=[], is_inference=not donating, is_backward=donating, cpp_wrapper=True
+            )
         except torch_api.InductorError as error:
             reason = str(error).partition("\n")[0]
             raise ExportError(f"{graph.name}: Inductor cannot compile the graph: {reason}. TORCH_LOGS=+inductor shows where") from error
@@ -234,6 +238,18 @@ def _open_sizes() -> Iterator[None]:
     finally:
         kernel.need_use_acc_helper = original
         torch_api._set_mkldnn_enabled(mkldnn)
+
+
+@contextlib.contextmanager
+def _donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
+    """Within, Inductor may put its own values into the memory of the inputs that are donated. Whether there are any."""
+    if not graph.donated:
+        yield False
+        return
+    context = torch_api.TracingContext(fake_mode)
+    context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=list(graph.donated))
+    with torch_api.in_tracing_context(context):
+        yield True
 
 
 @contextlib.contextmanager
@@ -302,13 +318,14 @@ def _artifact(graph: Graph, key: str, entry: Entry, folder: Path) -> Artifact:
     )
 
 
-def _key(form: Canonical, target: str, round_as_eager: bool = False) -> str:
+def _key(form: Canonical, target: str, round_as_eager: bool = False, donated: Sequence[int] = ()) -> str:
     """What the library depends on: the graph, every setting of Inductor, and the versions of all that takes part."""
     with torch_api.inductor_config.patch({**_options(), "emulate_precision_casts": round_as_eager}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
     return digest(
         {
             "graph": form.form,
+            "donated": list(donated),
             "settings": {name: repr(value) for name, value in settings.items()},
             "target": dataclasses.asdict(target_spec(target)),
             "torch": [torch.__version__, str(torch.version.git_version)],

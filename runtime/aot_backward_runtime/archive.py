@@ -12,13 +12,14 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from . import cache
 from .elf import numeric, read_elf
 from .errors import PackageError
-from .manifest import LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, EntrySpec, LibrarySpec, Manifest, Member
+from .manifest import LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, EntrySpec, LibrarySpec, Manifest, Member, VariantSpec
 from .manifest_json import from_json
 from .structures import check_structures
 from .zip_directory import Place, read_at, read_directory
@@ -173,10 +174,23 @@ class Archive:
             for library in _called(entry):
                 self._check_reference(f"entry {name}", library, self.manifest.libraries)
             self._check_step(name, entry)
+            for number, variant in enumerate(entry.variants):
+                self._check_orders(f"entry {name}: variant {number}", variant)
             try:
                 check_structures(entry, self.manifest.libraries)
             except PackageError as error:
                 raise self.corrupt(f"entry {name}: {error}") from error
+
+    def _check_orders(self, what: str, variant: VariantSpec) -> None:
+        """That gradients which can be differentiated again take the inputs and the incoming gradients, and give what the backward gives."""
+        for first, again in pairwise(variant.orders):
+            if first.backward is None or again.forward is None or again.backward is None or len(again.gives) != len(again.forward.outputs):
+                raise self.corrupt(f"{what}: its gradients cannot be differentiated again as it says")
+            kinds = [(s.dtype, s.device, s.shape) for s in (*first.inputs, *first.cotangents)]
+            if kinds != [(s.dtype, s.device, s.shape) for s in again.inputs]:
+                raise self.corrupt(f"{what}: its gradients take other inputs and incoming gradients than it does")
+            if not {g.of for g in first.backward.gradients}.issuperset(again.gives):
+                raise self.corrupt(f"{what}: its differentiable gradients are of {sorted(again.gives)}, the backward's are not")
 
     def _check_step(self, name: str, entry: EntrySpec) -> None:
         """That what a training step names is in the entry's state."""
@@ -234,7 +248,7 @@ def open_package(path: str | os.PathLike[str]) -> Archive:
 
 
 def _called(entry: EntrySpec) -> Iterator[str]:
-    for variant in entry.variants:
+    for variant in (v for spec in entry.variants for v in spec.orders):
         for plan in (variant.forward, variant.backward, variant.inference, variant.gradient, variant.step, variant.accumulate):
             if plan is not None and plan.call is not None:
                 yield plan.call.library

@@ -37,7 +37,12 @@ class Entry:
         self.name, self.spec, self.state, self.types = name, spec, state, types
         self.libraries = libraries
         self.variants = [Variant(v, libraries) for v in spec.variants]
-        self._fast: list[tuple[Fast, Variant, Mapping[str, int]]] = []
+        by_mode: dict[str, set[frozenset[str]]] = {}
+        for v in self.variants:
+            by_mode.setdefault(v.spec.mode, set()).add(v.gradient_targets)
+        self.specialised = any(len(kinds) > 1 for kinds in by_mode.values())
+        """Whether variants differ in what they give gradients of."""
+        self._fast: list[tuple[Fast, Variant, Mapping[str, int], frozenset[str]]] = []
         self._resolved: dict[Any, Variant] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
@@ -46,19 +51,20 @@ class Entry:
 
     def index_plans(self, index: Mapping[str, int]) -> None:
         for variant in self.variants:
-            for runnable in variant.plans.values():
-                runnable.index_state(index)
+            variant.index_state(index)
 
-    def admit(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Admitted:
-        """Finds the variant that serves these arguments; :class:`InputError` says why none does."""
-        for fast, variant, sizes in self._fast:
+    def admit(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None = None) -> Admitted:
+        """Finds the variant that serves these arguments; :class:`InputError` says why none does.
+
+        ``asked``, where the entry is :attr:`specialised` and gradients are recorded: the parameters that require one."""
+        for fast, variant, sizes, served in self._fast:
             tensors = _leaves(variant, args, kwargs) if variant.spec.mode == mode else None
-            if tensors is not None and fast.check(*tensors) and fast.memory(tensors):
+            if tensors is not None and fast.check(*tensors) and fast.memory(tensors) and (not self.specialised or _asked(asked, tensors) == served):
                 variant.check_ambient()
                 return Admitted(variant, tensors, tensors, sizes)
-        return self._admit_slowly(mode, args, kwargs)
+        return self._admit_slowly(mode, args, kwargs, asked)
 
-    def _admit_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Admitted:
+    def _admit_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> Admitted:
         candidates = [v for v in self.variants if v.spec.mode == mode]
         if not candidates:
             modes = sorted({v.spec.mode for v in self.variants})
@@ -67,21 +73,30 @@ class Entry:
                 f"or export a Variant with mode={mode!r}"
             )
         failures: list[tuple[Variant, InputError]] = []
-        key = _key(mode, args, kwargs)
+        key = _key(mode, args, kwargs), asked
         if key in self._resolved:
             candidates.sort(key=lambda v: v is not self._resolved[key])
+        elif self.specialised:
+            candidates.sort(key=lambda v: len(v.gradient_targets))
+        short: Admitted | None = None  # what serves the arguments, and has not all gradients that are asked for
         for variant in candidates:
             try:
                 admitted, untouched = self._try(variant, args, kwargs)
             except InputError as error:
                 failures.append((variant, error))
                 continue
+            wanted = _asked(asked, admitted.given)
+            if self.specialised and not wanted <= variant.gradient_targets:
+                short = admitted  # the largest is the last
+                continue
             if len(self._resolved) < _RESOLVED:
                 self._resolved[key] = variant
             if untouched:
-                self._fast.insert(0, (Fast(admitted.flat), variant, admitted.sizes))
+                self._fast.insert(0, (Fast(admitted.flat), variant, admitted.sizes, wanted))
                 del self._fast[_REMEMBERED:]
             return admitted
+        if short is not None:
+            return short
         if len(failures) == 1:
             raise failures[0][1]
         reasons = "; ".join(f"variant {self.variants.index(v)} {signature(v.spec.in_tree, v.spec.argument_names)}: {e}" for v, e in failures)
@@ -106,6 +121,11 @@ class Entry:
                 own[name].copy_(tensors[name])
 
 
+def _asked(parameters: frozenset[str] | None, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
+    """What gradients a call asks for, as the manifest names them; nothing where none are recorded."""
+    return frozenset() if parameters is None else parameters.union(f"input:{i}" for i, t in enumerate(tensors) if t.requires_grad)
+
+
 def _leaves(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
     """The flat tensors where the arguments plainly have the variant's structure; None where it must be looked at closely."""
     if variant.flat_arguments:
@@ -119,7 +139,7 @@ def _leaves(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _key(mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def part(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.dtype, value.shape
+            return value.dtype, value.shape, value.requires_grad
         if isinstance(value, (tuple, list)):
             return tuple(map(part, value))
         if isinstance(value, Mapping):

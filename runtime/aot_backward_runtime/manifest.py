@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 2)
-KNOWN_FEATURES = frozenset({"fill"})
+FORMAT_VERSION = (1, 3)
+KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
 WEIGHTS_MEMBER = f"{FOLDER}/weights.safetensors"
@@ -106,6 +106,8 @@ class Plan:
     ``reads``: parameters and buffers whose values the call reads; a change of what the backward reads, after the forward, is an error.
     ``writes``: buffers that the call updates in place.
     ``gradients``: of a backward, or of a ``grad`` entry.
+    ``consumes``: saved tensors, by number, that the call leaves with other values; whoever needs them once more passes copies. (The feature
+    "consumes".)
     """
 
     call: Call | None
@@ -115,6 +117,7 @@ class Plan:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     gradients: tuple[Gradient, ...] = ()
+    consumes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,9 @@ class VariantSpec:
 
     ``forward``/``backward`` serve calls that need gradients, ``inference`` calls that need none; a ``grad`` entry has only ``gradient``; a
     ``step`` entry has ``step``, the whole, and, where gradients can wait, ``accumulate``, which only adds them up.
+    ``double``, of a module's: the gradients as a program of the inputs and, behind them, the incoming gradients, so that they can be differentiated
+    again. There ``gives`` says what each output is the gradient of ("parameter:NAME", "input:I"), and ``random`` whether random numbers are
+    drawn, which must be the forward's own.
     """
 
     mode: str  # "train", "eval", or "" where the program is a plain function
@@ -163,6 +169,14 @@ class VariantSpec:
     seed: int = 0  # of torch.manual_seed before each stored example was run
     step: Plan | None = None
     accumulate: Plan | None = None
+    double: VariantSpec | None = None
+    gives: tuple[str, ...] = ()
+    random: bool = False
+
+    @property
+    def orders(self) -> tuple[VariantSpec, ...]:
+        """This one, its ``double``, the double of that, …"""
+        return (self,) if self.double is None else (self, *self.double.orders)
 
 
 @dataclass(frozen=True)

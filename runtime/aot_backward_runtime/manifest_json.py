@@ -98,7 +98,7 @@ def _decoder(kind: Any) -> Decoder:
     """What turns a JSON value into a ``kind``; made once per type, as packages hold thousands of values."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        options = [(option, _decoder(option)) for option in arguments]
+        options = [(option, _later(option)) for option in arguments]
 
         def union(value: Any, path: Path, depth: int) -> Any:
             for option, decode in options:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from .plan import Binding, Runnable, Variant
 from .tree import unflatten
 
 _NO_DOUBLE = (
-    "a second derivative was asked for of a compiled backward that holds none: export the gradients themselves as a program "
-    "(export_grad of a function that calls torch.autograd.grad(..., create_graph=True)), or run this part in eager"
+    "a derivative was asked for of a compiled backward that holds none of that order: export the module with order=2 for the second, or the "
+    "gradients themselves as a program (export_grad of a function that calls torch.autograd.grad(..., create_graph=True)), or use eager"
 )
 
 
@@ -46,9 +47,13 @@ class LoadedModule(nn.Module):
     @torch_api.opaque_to_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         entry = self._aot_entry
-        admitted = entry.admit("train" if self.training else "eval", args, kwargs)
-        variant = admitted.variant
         current = self._aot_current()
+        asked = None
+        if entry.specialised and torch.is_grad_enabled():
+            pairs = zip(entry.state.names, current, entry.state.owned, strict=True)
+            asked = frozenset([f"parameter:{name}" for name, tensor, owned in pairs if owned and tensor.requires_grad])
+        admitted = entry.admit("train" if self.training else "eval", args, kwargs, asked)
+        variant = admitted.variant
         binding = entry.state.refresh(current)
         if torch.is_grad_enabled():
             targets, sources = _wanted(entry, variant, current, admitted)
@@ -97,11 +102,15 @@ class LoadedModule(nn.Module):
 class _Run:
     """One forward call, kept for its backward."""
 
-    __slots__ = ("admitted", "backward", "binding", "current", "runnable", "targets")
+    __slots__ = ("admitted", "backward", "binding", "consumed", "current", "random", "runnable", "shared", "sources", "targets")
 
     def __init__(self, admitted: Admitted, runnable: Runnable, binding: Binding, current: Sequence[torch.Tensor], targets: Sequence[str]):
         self.admitted, self.runnable, self.binding, self.current, self.targets = admitted, runnable, binding, current, targets
         self.backward = admitted.variant.plans["backward"]
+        self.sources: Sequence[torch.Tensor] = ()
+        self.shared = False  # whether hooks have got hold of the saved tensors
+        self.consumed = False  # whether a backward may have overwritten them
+        self.random: list[torch.Tensor] = []  # the state that the random numbers were drawn from, where they must be drawn again
 
 
 class _Native(torch.autograd.Function):
@@ -109,8 +118,10 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        runnable, flat, current = run.runnable, run.admitted.flat, run.current
+        runnable, flat, current, double = run.runnable, run.admitted.flat, run.current, run.admitted.variant.double
         ctx.set_materialize_grads(False)
+        if double is not None and double.spec.random:
+            run.random = _random_state(double)
         results = runnable.call(run.binding, flat, run.admitted.sizes)
         _note_writes(runnable, current)
 
@@ -119,10 +130,16 @@ class _Native(torch.autograd.Function):
 
         kept = [pick(*s) for s in runnable.saved]
         # what the backward reads itself, and what shares memory with what was saved, is kept for autograd's version check only
-        ctx.save_for_backward(*kept, *(pick(*s) for s in runnable.watched), *(current[i] for i in run.backward.reads))
-        ctx.kept = len(kept)
+        read = [current[i] for i in run.backward.reads]
+        if double is None:
+            run.current = ()  # not to keep the parameters alive beside autograd's own references
+        else:  # what is differentiated again comes back with its history, which only autograd knows
+            read += [current[i] for i in double.plans["forward"].reads]
+        ctx.save_for_backward(*kept, *(pick(*s) for s in runnable.watched), *read, *(sources if double is not None else ()))
+        ctx.sources = len(sources)
+        run.sources = sources
+        run.shared = bool(run.backward.consumes) and torch_api.saved_tensors_hooks(False) is not None
         ctx.memory = [(i, t.data_ptr(), t.shape) for i, ((kind, _), t) in enumerate(zip(runnable.saved, kept, strict=True)) if kind == "input"]
-        run.current = ()  # not to keep the parameters alive beside autograd's own references
         ctx.run = run
         differentiable = run.admitted.variant.differentiable
         ctx.mark_non_differentiable(*(results[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
@@ -131,27 +148,86 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         run, saved = ctx.run, ctx.saved_tensors
+        if run.consumed:
+            raise GradientError(
+                "an earlier backward of this graph failed half-way, and may have overwritten what it had saved: run the forward again"
+            )
         for i, address, shape in ctx.memory:
             if saved[i].data_ptr() != address or saved[i].shape != shape:
                 raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
         variant, sizes = run.admitted.variant, run.admitted.sizes
+        given = [incoming[i] for i in variant.incoming]
+        if variant.double is not None and torch.is_grad_enabled():
+            return (None, *_once_more(run, saved[len(saved) - ctx.sources :], given, ctx.needs_input_grad[1:]))
         with torch.no_grad():
-            given = [incoming[i] for i in variant.incoming]
             cotangents = variant.admit_cotangents(given, sizes)
+            if run.backward.consumes:
+                if run.shared or torch_api.keeps_graph():
+                    saved = run.backward.spared(saved)
+                else:
+                    run.consumed = True
             results = run.backward.call(run.binding, run.admitted.flat, sizes, saved, cotangents)
             made = run.backward.gradients if None not in given else run.backward.reached(given)
             gradients = [results[made[t]] if needed and t in made else None for t, needed in zip(run.targets, ctx.needs_input_grad[1:], strict=True)]
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _refusing(gradients)
+            there = [g for g in gradients if g is not None]
+            refusing = iter(_Refusing.apply(there, *run.sources, *(t for t in given if t is not None)))
+            gradients = [None if g is None else next(refusing) for g in gradients]
         return (None, *gradients)
 
 
-def _refusing(gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The same gradients, with a node behind them that raises when it is differentiated: never a silent zero."""
-    there = [g.detach().requires_grad_() for g in gradients if g is not None]
-    marked = torch_api.DelayedError(_NO_DOUBLE, len(there))(*there) if there else ()
-    rest = iter((marked,) if isinstance(marked, torch.Tensor) else marked)
-    return [None if g is None else next(rest) for g in gradients]
+def _once_more(run: _Run, sources: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+    """The gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: of the forward, as autograd knows them."""
+    variant = run.admitted.variant
+    double = variant.double
+    assert double is not None
+    inputs: list[torch.Tensor] = list(run.admitted.flat)
+    parameters = []
+    for target, source in zip(run.targets, sources, strict=True):
+        kind, _, where = target.partition(":")
+        if kind == "input":
+            inputs[int(where)] = source
+        else:
+            parameters.append((target, source))
+    tensors = [*inputs, *variant.materialized(given, run.admitted.sizes)]
+    fitting, sizes, _ = double.contract.admit(tensors)
+    needing = [(f"input:{i}", t) for i, t in enumerate(tensors) if t.requires_grad] + parameters
+    runnable = double.plans["forward"]
+    again = _Run(Admitted(double, tensors, fitting, sizes), runnable, run.binding, run.current, [t for t, _ in needing])
+    with _drawing_from(run.random, double):
+        made = _Native.apply(again, *(source for _, source in needing))
+    gradients = dict(zip(double.spec.gives, made, strict=True))
+    reached = run.backward.gradients if None not in given else run.backward.reached(given)
+    return [gradients.get(t) if asked and t in reached else None for t, asked in zip(run.targets, needed, strict=True)]
+
+
+def _random_state(variant: Variant) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if variant.device == "cuda" else [])]
+
+
+@contextlib.contextmanager
+def _drawing_from(states: Sequence[torch.Tensor], variant: Variant) -> Iterator[None]:
+    """Random numbers inside are those that were drawn from ``states``, if any; the present state is left as it is."""
+    if not states:
+        yield
+        return
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if variant.device == "cuda" else []):
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1])
+        yield
+
+
+class _Refusing(torch.autograd.Function):
+    """The same gradients, with a node behind them that raises when it is differentiated with regard to anything that they come from."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *history: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(g.detach() for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Any) -> Any:
+        raise GradientError(_NO_DOUBLE)
 
 
 def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], admitted: Admitted) -> tuple[list[str], list[torch.Tensor]]:
@@ -163,7 +239,8 @@ def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], adm
             target = f"parameter:{name}"
             if target not in known:
                 raise GradientError(
-                    f"{name} requires a gradient, and was frozen when the package was exported: freeze it again, or export it unfrozen"
+                    f"{name} requires a gradient, and was frozen when the package was exported: freeze it again, or export it unfrozen "
+                    f"(a Variant with requires_grad=[…, {name!r}])"
                 )
             targets.append(target)
             sources.append(tensor)
@@ -174,7 +251,7 @@ def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], adm
                 name = variant.spec.inputs[i].name
                 raise GradientError(
                     f"input {name} requires a gradient, and did not when the package was exported: pass {name}.detach(), or export a Variant "
-                    f"whose example {name} has requires_grad=True"
+                    f"with requires_grad=[…, {name!r}]"
                 )
             targets.append(target)
             sources.append(tensor)

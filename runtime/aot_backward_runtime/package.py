@@ -77,7 +77,8 @@ class Package:
 
     def _make(self, name: str, spec: EntrySpec) -> LoadedModule | LoadedGrad | LoadedStep:
         manifest = self.manifest
-        plans = [getattr(v, role) for v in spec.variants for role in ROLES] + [spec.step.update if spec.step else None]
+        variants = [v for one in spec.variants for v in one.orders]
+        plans = [getattr(v, role) for v in variants for role in ROLES] + [spec.step.update if spec.step else None]
         used = {p.call.library for p in plans if p is not None and p.call}
         libraries = self._open(used)
         own = {s.weight for s in spec.state}

@@ -155,6 +155,7 @@ class Variant:
         self.cotangents = Contract(spec.cotangents, (), ())
         self.plans = {role: Runnable(plan, libraries) for role in ROLES if (plan := getattr(spec, role)) is not None}
         self.device = next((s.device for s in (*spec.inputs, *spec.outputs)), "cpu")
+        self.double = Variant(spec.double, libraries) if spec.double is not None else None
         backward = spec.backward
         self.gradient_targets = frozenset(g.of for g in backward.gradients) if backward else frozenset()
         self.differentiable = frozenset(spec.differentiable)
@@ -179,13 +180,24 @@ class Variant:
             flatten(tree, kwargs[str(key)], out, str(key))
         return out
 
-    def admit_cotangents(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
-        """The incoming gradients as native code may have them: copied where they lie otherwise (``y.sum().backward()`` gives stride 0),
-        zeros where there is none."""
-        tensors = [
+    def index_state(self, index: Mapping[str, int]) -> None:
+        """Turns names of parameters and buffers into places in the entry's state."""
+        for runnable in self.plans.values():
+            runnable.index_state(index)
+        if self.double is not None:
+            self.double.index_state(index)
+
+    def materialized(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> list[torch.Tensor]:
+        """Incoming gradients, zeros where there is none."""
+        return [
             torch.zeros([evaluate(s, sizes) for s in spec.shape], dtype=dtype, device=self.device) if t is None else t
             for t, spec, dtype in zip(given, self.cotangents.specs, self.cotangents.dtypes, strict=True)
         ]
+
+    def admit_cotangents(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+        """The incoming gradients as native code may have them: copied where they lie otherwise (``y.sum().backward()`` gives stride 0),
+        zeros where there is none."""
+        tensors = self.materialized(given, sizes)
         for fast, known in self._fast:
             if known is sizes and fast.check(*tensors) and fast.memory(tensors):
                 return tensors
@@ -210,6 +222,7 @@ class Runnable:
         self.results = [i for kind, i in self.outputs if kind == "result"]
         self.saved = [parse(s) for s in plan.saved]
         self.gradients = {g.of: parse(g.source)[1] for g in plan.gradients if g.source}
+        self.consumes = plan.consumes
         self.watched: list[tuple[str, Any]] = []
         self.reads: list[int] = []
         self.writes: list[int] = []
@@ -218,6 +231,10 @@ class Runnable:
         """:attr:`gradients` without those that no defined incoming gradient reaches: they are None in eager."""
         defined = {i for i, t in enumerate(given) if t is not None}
         return {g.of: self.gradients[g.of] for g in self.plan.gradients if g.source and not defined.isdisjoint(g.cotangents)}
+
+    def spared(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``saved`` with copies of what the call will leave with other values."""
+        return [t.clone() if i in self.consumes else t for i, t in enumerate(saved)]
 
     def index_state(self, index: Mapping[str, int]) -> None:
         """Turns names of parameters and buffers into places in the entry's state."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import _C, Tensor
-from torch._C import _functions, _functorch
+from torch._C import _functorch
 from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function of five times the cost
 from torch._C import _get_float32_matmul_precision as matmul_precision
 from torch._C._aoti import AOTIModelContainerRunnerCpu
@@ -30,7 +30,6 @@ SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.11 on the GPU machine, 
 
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
 is_batched = _functorch.is_legacy_batchedtensor
-DelayedError = _functions.DelayedError
 foreach_add_ = torch._foreach_add_
 call_cpp_tensor_pre_hooks = _engine.call_cpp_tensor_pre_hooks
 clear_cache = _engine.clear_cache
@@ -40,12 +39,13 @@ set_verbose_logger = _engine.set_verbose_logger
 make_subclass = Tensor._make_subclass
 engine_run_backward = torch.autograd.graph._engine_run_backward
 execution_engine = torch.autograd.Variable._execution_engine
+keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # of the backward that runs now; True outside of any
+saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
 push_dispatch_mode = _C._push_on_torch_dispatch_stack
 pop_dispatch_mode = _C._pop_torch_dispatch_stack
 
 __all__ = [
     "AOTIModelContainerRunnerCpu",
-    "DelayedError",
     "TensorGuards",
     "ZerosEar",
     "adopt_functional",
@@ -60,10 +60,12 @@ __all__ = [
     "is_batched",
     "is_cache_empty",
     "is_functorch_wrapped",
+    "keeps_graph",
     "make_subclass",
     "matmul_precision",
     "opaque_to_dynamo",
     "runner",
+    "saved_tensors_hooks",
     "set_autograd_compiler",
     "set_execution_engine",
     "set_verbose_logger",

@@ -1,0 +1,172 @@
+"""The gradients of a program as a program of its own, to be differentiated again.
+
+A compiled backward cannot be: what it was given of the forward has forgotten what it comes from. So the whole of (inputs, incoming gradients) to
+gradients is traced with ``create_graph=True``, and cut in two like any other program: run once more with what autograd knows of the inputs, it
+gives the same gradients and what their own backward needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Tree
+
+from .. import torch_api, undisturbed
+from .joint import INNER, Described, Joint, Wrapper, joint_of, state_of
+
+aten = torch.ops.aten
+_PREFIX = INNER + "."
+
+
+class _Gradients(nn.Module):
+    """From the flat inputs of a program, and its incoming gradients behind them, to the gradients of ``joint``; a tied parameter's under its
+    first name."""
+
+    def __init__(self, program: nn.Module, joint: Joint, arguments: Any, weights: Mapping[str, tuple[str, torch.Tensor]]):
+        super().__init__()
+        self.program = program
+        self.flat, self.spec = pytree.tree_flatten(arguments)
+        self.outputs = joint.cotangents
+        self.parts: dict[tuple[str, Any], list[Any]] = {}
+        first: dict[str, tuple[str, Any]] = {}
+        for target in joint.gradients:
+            kind, where = target
+            home = first.setdefault(weights[where][0], target) if kind == "parameter" else target
+            self.parts.setdefault(home, []).append(where)
+        self.training = program.training
+
+    @property
+    def innermost(self) -> nn.Module:
+        """The person's program. No attribute: it would be a submodule again, under a second name."""
+        return self.program.innermost if isinstance(self.program, _Gradients) else self.program
+
+    def own_name(self, name: str) -> str:
+        """Of a parameter or buffer of this module: its name in the person's program."""
+        name = name.removeprefix(_PREFIX)
+        return self.program.own_name(name) if isinstance(self.program, _Gradients) else name
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
+        rest = iter(tensors)
+        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.flat], self.spec)
+        cotangents = list(rest)
+        leaves = pytree.tree_leaves(self.program(*args, **kwargs))
+        state = state_of(self.innermost)
+        targets: list[torch.Tensor] = []
+        counts = []
+        for (kind, _), names in self.parts.items():
+            found = {id(t): t for t in (state[n] if kind == "parameter" else tensors[n] for n in names)}
+            targets += found.values()
+            counts.append(len(found))
+        gradients = iter(torch.autograd.grad([leaves[i] for i in self.outputs], targets, cotangents, create_graph=True, allow_unused=True))
+        out: list[torch.Tensor | None] = []
+        for count in counts:
+            parts = [g for g in (next(gradients) for _ in range(count)) if g is not None]
+            out.append(sum(parts[1:], start=parts[0]) if parts else None)
+        return out
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """The gradients of a program, traced. ``gives``: what each of the outputs is the gradient of. ``random``: whether random numbers are drawn.
+    ``program``, ``arguments``: the same as a program, to be differentiated in turn."""
+
+    joint: Joint
+    gives: tuple[str, ...]
+    random: bool
+    program: nn.Module
+    arguments: Any
+
+
+def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Differentiated:
+    """The joint graph of the gradients of ``joint``, with its sizes and the same names. :class:`ExportError` where eager has no derivative of that
+    order either. ``arguments``: the example ``(args, kwargs)``. ``weights``: state name -> (weight key, tensor)."""
+    module = _Gradients(program, joint, arguments, weights)
+    with joint.fake_mode:
+        cotangents = [v.detach().clone().requires_grad_() for v in joint.cotangent_values]
+    inputs = (*joint.inputs, *cotangents)
+    names = (*joint.input_names, *(f"the gradient of output[{i}]" for i in joint.cotangents))
+    in_tree = Tree("tuple", children=(Tree("tuple", children=tuple(Tree("tensor", index=i) for i in range(len(inputs)))), Tree("dict")))
+    known = dict(joint.sizes.shape_env.replacements)
+    about = Described(joint.fake_mode, joint.ambient, names, (), in_tree)
+    copied: frozenset[int] = frozenset()
+    while True:
+        try:
+            with undisturbed.slots_kept(program), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
+                made, shared = joint_of(Wrapper(module, (inputs, {}), copied, False), inputs, about, lambda _: joint.sizes)
+        except ExportError:
+            raise
+        except Exception as error:  # the person's own program ran in there, and may raise anything
+            raise ExportError(_no_second(error)) from error
+        if made is not None:
+            shared = frozenset(i for i, o in enumerate(made.outputs) if isinstance(o, tuple))  # an incoming gradient itself
+            if not shared:
+                break
+        if copied >= shared:
+            raise ExportError(f"order=2: the gradients of {[list(module.parts)[i] for i in sorted(shared)]} still share memory after being copied")
+        copied |= shared
+    if joint.sizes.shape_env.replacements != known:
+        fixed = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in joint.sizes.shape_env.replacements]
+        raise ExportError(
+            f"order=2: the second derivative holds for one value alone of {', '.join(fixed)}, declared dynamic (that of BatchNorm in training mode "
+            "does, in torch itself): make it static"
+        )
+    random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in made.graph.graph.nodes)
+    own = module.own_name
+    _leave_buffers(made, own)
+    gives = tuple(f"{kind}:{where}" for (kind, where), o in zip(module.parts, made.outputs, strict=True) if o is not None)
+    return Differentiated(_renamed(made, own), gives, random, module, (inputs, {}))
+
+
+def _no_second(error: Exception) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "attention" in text:
+        return f"order=2: {text}: call the attention within torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has a second derivative"
+    return f"order=2: the gradients could not be differentiated: {type(error).__name__}: {text}"
+
+
+def _leave_buffers(joint: Joint, own: Callable[[str], str]) -> None:
+    """The first forward has updated them; where a gradient also reads what it has updated, running it again would read something else."""
+    graph, written = joint.graph, set()
+    for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        target, value = node.args
+        if target.op == "placeholder":
+            written.add(target)
+            node.replace_all_uses_with(value)
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    results = list(next(iter(graph.graph.find_nodes(op="output"))).args[0])[joint.forward_values - len(joint.outputs) :]
+    seen, todo = set(), [r for r in results if isinstance(r, torch.fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    for node in written & seen:
+        raise ExportError(
+            f"order=2: the gradients depend on the buffer {own(joint.placeholders[node.name][1])!r}, which the forward changes: "
+            "export with order=1, or in a mode in which it stays"
+        )
+
+
+def _renamed(joint: Joint, own: Callable[[str], str]) -> Joint:
+    """With the names that parameters and buffers have in the program itself."""
+
+    def renamed(target: Any) -> Any:
+        return (target[0], own(target[1])) if target is not None and isinstance(target[1], str) else target
+
+    return dataclasses.replace(
+        joint,
+        placeholders={n: renamed(t) for n, t in joint.placeholders.items()},
+        outputs=tuple(renamed(o) if isinstance(o, tuple) else o for o in joint.outputs),
+        gradients={renamed(t): g for t, g in joint.gradients.items()},
+        gradient_slots=tuple(renamed(t) for t in joint.gradient_slots),
+        state={own(n): t for n, t in joint.state.items()},
+    )
