@@ -194,7 +194,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "the program fails": (lambda: nn.Linear(4, 3), {}, r"the program could not be traced: RuntimeError: .*\[3, 3\] X \[4, 3\]"),
     "unknown output type": (Odd, {}, r"Odd"),
     "unknown name": (lambda: nn.Linear(3, 3), {"requires_grad": ["y"]}, r"requires_grad names 'y', which is no input \['input'\] and no parameter"),
-    "integer gradient": (nn.Identity, {"args": (torch.arange(3),), "requires_grad": ["input"]}, r"names the input 'input', which is no floating-point"),
+    "integer gradient": (
+        nn.Identity,
+        {"args": (torch.arange(3),), "requires_grad": ["input"]},
+        r"names the input 'input', which is no floating-point",
+    ),
 }
 
 

@@ -27,7 +27,7 @@ ALLOWED = {
     "aot_backward": (),  # the façade: see _HOME, which is not an import
     "aot_backward.program": ("aot_backward_runtime",),
     "aot_backward.torch_api": (),
-    "aot_backward.undisturbed": (),
+    "aot_backward.undisturbed": ("aot_backward_runtime",),
     "aot_backward.package": LIBRARY,
     "aot_backward.tensor_file": (*LIBRARY, "aot_backward.package"),
     "aot_backward.capture": LIBRARY,
