@@ -24,7 +24,7 @@ from .entries import Entry, Grad, Module, Step
 from .package import library_spec
 from .program import VERSION, Graph
 from .stepping import add_step
-from .variants import differentiated, prepared, requiring, variant_spec
+from .variants import differentiated, prepared, required, requiring, variant_spec
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are done, and how many there are."""
@@ -103,7 +103,8 @@ class Build:
                 double = None
                 for one, cut in reversed(list(zip(further, again, strict=True))):
                     double = dataclasses.replace(variant_spec(mode, one.joint, cut), gives=one.gives, random=one.random, double=double)
-                variants.append(dataclasses.replace(variant_spec(mode, joint, pieces), double=double))
+                unreached = () if joint.differentiable or not is_module else required(state, args, kwargs)
+                variants.append(dataclasses.replace(variant_spec(mode, joint, pieces), double=double, unreached=unreached))
                 examples.append(selfcheck.Example(args, kwargs, mode, None if is_module else asked))
             self.say(f"capture {name}", i + 1, len(entry.variants))
         persistent = set(program.state_dict(keep_vars=True))

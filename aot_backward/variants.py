@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,13 @@ def requiring(program: nn.Module, wanted: Sequence[tuple[str, str]] | None, args
     targets = [p for n, p in program.named_parameters(remove_duplicate=False) if n in names]
     with undisturbed.requiring_alone(program.parameters(), targets):
         yield pytree.tree_unflatten(flat, spec)
+
+
+def required(state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> tuple[str, ...]:
+    """What requires a gradient now, as manifests name it."""
+    flat = pytree.tree_leaves((args, kwargs))
+    inputs = [f"input:{i}" for i, t in enumerate(v for v in flat if isinstance(v, torch.Tensor)) if t.requires_grad]
+    return (*(f"parameter:{n}" for n, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad), *inputs)
 
 
 def variant_spec(mode: str, joint: joints.Joint, pieces: split.Pieces) -> VariantSpec:

@@ -141,3 +141,33 @@ def test_names_that_do_not_exist(tmp_path: Path) -> None:
     frozen = net().requires_grad_(False)
     with pytest.raises(ab.ExportError, match="requires_grad='parameters', but there is none"):
         ab.export_module(frozen, (x, y), requires_grad=["parameters"], path=tmp_path / "a.pt2")
+
+
+class Decided(nn.Module):
+    """Nothing of it can be differentiated; what it is made of requires gradients all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.frozen = nn.Linear(4, 3), nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.frozen + y).argmax(1)
+
+
+def test_what_has_no_gradient_needs_none(tmp_path: Path) -> None:
+    """An output that nothing can be differentiated through is served as in eager; what was not asked about at export is still an error."""
+    eager = Decided()
+    x, y = torch.randn(5, 4, requires_grad=True), torch.randn(5, 3)
+    for number, variant in enumerate((ab.Variant((x, y)), ab.Variant((x, y), requires_grad=[]))):
+        loaded = load(ab.export(tmp_path / f"{number}.pt2", {"module": ab.Module(eager, [variant])})).module()
+        if number == 0:
+            got = loaded(x, y)
+            assert torch.equal(got, eager(x, y)) and not got.requires_grad
+            with pytest.raises(GradientError, match="input y requires a gradient, and did not"):
+                loaded(x, torch.randn(5, 3, requires_grad=True))
+            loaded.frozen.requires_grad_()
+            with pytest.raises(GradientError, match="frozen requires a gradient, and was frozen"):
+                loaded(x, y)
+        else:
+            with pytest.raises(GradientError, match=r"linear\.\S+ requires a gradient"):
+                loaded(x.detach(), y)

@@ -39,7 +39,7 @@ class Entry:
         self.variants = [Variant(v, libraries) for v in spec.variants]
         by_mode: dict[str, set[frozenset[str]]] = {}
         for v in self.variants:
-            by_mode.setdefault(v.spec.mode, set()).add(v.gradient_targets)
+            by_mode.setdefault(v.spec.mode, set()).add(v.covered)
         self.specialised = any(len(kinds) > 1 for kinds in by_mode.values())
         """Whether variants differ in what they give gradients of."""
         self._fast: list[tuple[Fast, Variant, Mapping[str, int], frozenset[str]]] = []
@@ -77,7 +77,7 @@ class Entry:
         if key in self._resolved:
             candidates.sort(key=lambda v: v is not self._resolved[key])
         elif self.specialised:
-            candidates.sort(key=lambda v: len(v.gradient_targets))
+            candidates.sort(key=lambda v: (len(v.gradient_targets), len(v.covered)))
         short: Admitted | None = None  # what serves the arguments, and has not all gradients that are asked for
         for variant in candidates:
             try:
@@ -86,7 +86,7 @@ class Entry:
                 failures.append((variant, error))
                 continue
             wanted = _asked(asked, admitted.given)
-            if self.specialised and not wanted <= variant.gradient_targets:
+            if self.specialised and not wanted <= variant.covered:
                 short = admitted  # the largest is the last
                 continue
             if len(self._resolved) < _RESOLVED:

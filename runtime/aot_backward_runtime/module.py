@@ -232,29 +232,31 @@ class _Refusing(torch.autograd.Function):
 
 def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], admitted: Admitted) -> tuple[list[str], list[torch.Tensor]]:
     """What gradients are asked for in this call, as the manifest names them, and the tensors; an error where the package has none for one."""
-    known = variant.gradient_targets
+    known, covered = variant.gradient_targets, variant.covered
     targets, sources = [], []
     for name, tensor, owned in zip(entry.state.names, current, entry.state.owned, strict=True):
         if owned and tensor.requires_grad:
             target = f"parameter:{name}"
-            if target not in known:
+            if target not in covered:
                 raise GradientError(
                     f"{name} requires a gradient, and was frozen when the package was exported: freeze it again, or export it unfrozen "
                     f"(a Variant with requires_grad=[…, {name!r}])"
                 )
-            targets.append(target)
-            sources.append(tensor)
+            if target in known:
+                targets.append(target)
+                sources.append(tensor)
     for i, tensor in enumerate(admitted.given):
         if tensor.requires_grad:
             target = f"input:{i}"
-            if target not in known:
+            if target not in covered:
                 name = variant.spec.inputs[i].name
                 raise GradientError(
                     f"input {name} requires a gradient, and did not when the package was exported: pass {name}.detach(), or export a Variant "
                     f"with requires_grad=[…, {name!r}]"
                 )
-            targets.append(target)
-            sources.append(tensor)
+            if target in known:
+                targets.append(target)
+                sources.append(tensor)
     return targets, sources
 
 

@@ -158,6 +158,7 @@ class Variant:
         self.double = Variant(spec.double, libraries) if spec.double is not None else None
         backward = spec.backward
         self.gradient_targets = frozenset(g.of for g in backward.gradients) if backward else frozenset()
+        self.covered = self.gradient_targets.union(spec.unreached)
         self.differentiable = frozenset(spec.differentiable)
         forward = self.plans.get("forward")
         outputs = [n for n, (kind, _) in enumerate(forward.outputs) if kind == "result"] if forward else []
