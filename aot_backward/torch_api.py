@@ -31,11 +31,20 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "OutputType": ("torch._functorch._aot_autograd.schemas", _ALL),
     "ConstraintViolationError": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "GuardOnDataDependentSymNode": ("torch.fx.experimental.symbolic_shapes", _ALL),
+    "free_unbacked_symbols": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "sympy_functions": ("torch.utils._sympy.functions", _ALL),  # the module itself
     "symbolic_shapes_config": ("torch.fx.experimental._config", _ALL),  # the module itself
+    "_get_effect": ("torch._higher_order_ops.effects", ("2.13",)),
+    "_register_effectful_op": ("torch._higher_order_ops.effects", ("2.13",)),
+    "has_side_effect": ("torch.fx.node", _ALL),
     "_compiling_state_context": ("torch._export.utils", _ALL),
     "_combine_args": ("torch.export.dynamic_shapes", _ALL),
     "_process_dynamic_shapes": ("torch.export.dynamic_shapes", _ALL),
+    "_global_forward_pre_hooks": ("torch.nn.modules.module", _ALL),
+    "_global_forward_hooks": ("torch.nn.modules.module", _ALL),
+    "_global_backward_pre_hooks": ("torch.nn.modules.module", _ALL),
+    "_global_backward_hooks": ("torch.nn.modules.module", _ALL),
+    "decompositions": ("torch._decomp.decompositions", _ALL),  # the module itself
     "_get_mkldnn_enabled": ("torch._C", _ALL),
     "_set_mkldnn_enabled": ("torch._C", _ALL),
     "_recursive_joint_graph_passes": ("torch._inductor.compile_fx", _ALL),

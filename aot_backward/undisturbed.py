@@ -35,6 +35,7 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
 
     Tracing swaps them for its own, and puts the wrong ones back where a submodule has two names.
     """
+    _refuse_unusual(program)
     every: list[dict[str, Any]] = [slots for m in program.modules() for slots in (m._parameters, m._buffers)]
     before = [(slots, dict(slots)) for slots in every]
     try:
@@ -47,6 +48,8 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
 
 def _refuse_unusual(program: nn.Module) -> None:
     """What is no module of plain tensors: a wrapper whose own hooks a trace does not see, TorchScript, a subclass of ``Tensor``."""
+    if torch.is_inference_mode_enabled():
+        raise ExportError("within torch.inference_mode() nothing gets a gradient: export outside of it (torch.no_grad() does no harm)")
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for name, module in program.named_modules():
         called = f"the submodule {name!r}" if name else "the module"
@@ -92,7 +95,7 @@ def checkpoints_run_plainly() -> Iterator[None]:
         with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
             return run(*args)
 
-    function.apply = apply  # type: ignore[method-assign, assignment]
+    function.apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:

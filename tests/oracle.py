@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-RELATIVE = {torch.float32: 3e-5, torch.float64: 1e-11, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+RELATIVE = {torch.float32: 3e-5, torch.float64: 1e-11, torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.complex64: 3e-5, torch.complex128: 1e-11}
 
 
 def clones(args: Any) -> Any:
@@ -34,7 +34,9 @@ def run(module: torch.nn.Module, args: tuple[Any, ...], cotangents: Sequence[tor
     differentiable = [t for t in tensors(value) if t.requires_grad]
     if isinstance(cotangents, int):
         generator = torch.Generator().manual_seed(cotangents)
-        cotangents = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in differentiable]
+        cotangents = [
+            torch.randn(t.shape, generator=generator, dtype=torch.complex64 if t.is_complex() else None).to(t.dtype) for t in differentiable
+        ]
     pairs = [(t, c) for t, c in zip(differentiable, cotangents, strict=True) if c is not None]
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
@@ -47,7 +49,9 @@ def run(module: torch.nn.Module, args: tuple[Any, ...], cotangents: Sequence[tor
 def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], relative: float | None = None) -> None:
     """Every tensor: None where the other is None, the same dtype, shape and strides, and values within the dtype's tolerance."""
     assert actual.keys() == expected.keys()
-    scale = max((float(e.norm()) for n, e in expected.items() if e is not None and e.is_floating_point() and "grad" in n), default=0.0)
+    scale = max(
+        (float(e.norm()) for n, e in expected.items() if e is not None and (e.is_floating_point() or e.is_complex()) and "grad" in n), default=0.0
+    )
     for name, e in expected.items():
         a = actual[name]
         assert (a is None) == (e is None), f"{name}: {a is None=}, {e is None=}"
@@ -55,9 +59,10 @@ def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], relative
             continue
         assert (a.dtype, a.shape) == (e.dtype, e.shape), name
         assert all(n <= 1 or s == t for n, s, t in zip(e.shape, a.stride(), e.stride(), strict=True)), f"{name}: {a.stride()} and {e.stride()}"
-        if not e.is_floating_point():
+        if not (e.is_floating_point() or e.is_complex()):
             assert torch.equal(a, e), name
             continue
         tolerance = (relative or RELATIVE[e.dtype]) * max(float(e.norm()), (0.1 * scale if "grad" in name else 0.0), 1e-6)
-        error = float((a.double() - e.double()).norm())
+        wide = torch.complex128 if e.is_complex() else torch.float64
+        error = float((a.to(wide) - e.to(wide)).norm())
         assert error <= tolerance, f"{name}: off by {error:.3g}, allowed {tolerance:.3g}"

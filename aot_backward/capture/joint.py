@@ -8,7 +8,9 @@ cotangent, and which output is whose gradient. ``split.py`` makes of it the grap
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Ambient, Tree
 
 from .. import torch_api, undisturbed
-from . import trees
+from . import assigned, hooks, place, recurrent, trees
 from .ambient import current_ambient
 from .shapes import Sizes, expression_of, write
 
@@ -106,6 +108,11 @@ class FunctionModule(nn.Module):
         for name, value in _reached(function).items():
             if isinstance(value, nn.Module):
                 self.add_module(name, value)
+            elif any(isinstance(v, nn.Module) or (isinstance(v, torch.Tensor) and v.requires_grad) for v in pytree.tree_leaves(value)):
+                raise ExportError(
+                    f"the function closes over {name!r}, whose tensors require gradients and would become constants; close over the module that they "
+                    f"belong to, or pass them as arguments"
+                )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -121,7 +128,8 @@ def _reached(function: Callable[..., Any]) -> dict[str, Any]:
     code = inspect.unwrap(function)
     if inspect.isfunction(code) or inspect.ismethod(code):
         found = inspect.getclosurevars(code)
-        out.update({**found.globals, **found.nonlocals})
+        loaded = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}  # getclosurevars takes attributes for globals, too
+        out.update({n: v for n, v in found.globals.items() if n in loaded} | dict(found.nonlocals))
     return out
 
 
@@ -140,19 +148,51 @@ def trace(
     A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it.
     Raises :class:`ExportError` where the gradients could not be had rightly, naming what stands in the way.
     """
-    _refuse_parameter_hooks(program)
     _check_inputs(args, kwargs)
-    try:
-        with undisturbed.slots_kept(program):
-            return _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
-    except ExportError:
-        raise
-    except torch_api.ConstraintViolationError as error:
-        reasons = [line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- ")]
-        raise ExportError(f"the program does not allow the sizes declared in dynamic_shapes: {' '.join(reasons) or error}") from error
-    except Exception as error:  # the person's own program ran in there, and may raise anything
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ExportError(f"the program could not be traced: {type(error).__name__}: {first}") from error
+    with assigned.noted(program) as written:
+        try:
+            with undisturbed.slots_kept(program), hooks.traced(program):
+                joint = _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
+        except ExportError:
+            raise
+        except torch_api.ConstraintViolationError as error:
+            reasons = [line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- ")]
+            unrolled = [n or "itself" for n, m in program.named_modules() if isinstance(m, nn.RNNBase)]
+            raise ExportError(
+                f"the program does not allow the sizes declared in dynamic_shapes: {' '.join(reasons) or error}"
+                f"{(unrolled and f'. A recurrent layer ({unrolled[0]}) is unrolled: its length must be static, one variant for each') or ''}"
+            ) from error
+        except Exception as error:  # the person's own program ran in there, and may raise anything
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            where = place.of_error(error, program)
+            raise ExportError(
+                f"the program could not be traced: {type(error).__name__}: {first}{where and f'; {where}'}{_advice(error, program, written)}"
+            ) from error
+        for name, where in written.items():
+            if name in dict(program.named_buffers(remove_duplicate=False)):
+                raise ExportError(
+                    f"the forward assigns the buffer {name!r} anew, {where}, which a package would not keep: write into it "
+                    f"(self.{name.rpartition('.')[2]}.copy_(…), .add_(…))"
+                )
+    return joint
+
+
+def _advice(error: Exception, program: nn.Module, written: dict[str, str]) -> str:
+    """What to do about it, where that is known."""
+    text = str(error)
+    if "data-dependent" in text or "_local_scalar_dense" in text:
+        return (
+            ". It decides by the value of a tensor, and Python does not run where the package runs: use torch.where or torch.cond, or pass the value "
+            "as a plain argument, one variant for each"
+        )
+    if "functional graph" in text or "fake buffer" in text:
+        if written:
+            name, where = next(iter(written.items()))
+            return f". The forward changes the attribute {name!r}, {where}: register it as a buffer, and change that in place"
+        return f". The forward changes a tensor that is no buffer, one of {assigned.plain(program)}: register it as a buffer"
+    if "autograd formula" in text or "fake impl" in text:
+        return ". See torch.library: register_autograd and register_fake say what a trace must know of an operator"
+    return ""
 
 
 def _trace_until_settled(
@@ -202,14 +242,14 @@ def _trace_once(
     ambient = current_ambient(_device(args, kwargs, program))
     about = Described(fake_mode, ambient, tensor_names, argument_names, _in_tree(args, kwargs))
     required = [t.requires_grad for t in inputs]
-    traced = joint_of(wrapper, inputs, about, settle)
-    for name, before, tensor in zip(tensor_names, required, inputs, strict=True):
-        if tensor.requires_grad and not before:
+    traced, views = joint_of(wrapper, inputs, about, settle)
+    for i, name in enumerate(tensor_names):
+        if traced is not None and ("input", i) in traced.gradients and not required[i]:
             raise ExportError(
                 f"the forward calls requires_grad_() on its input {name!r}, which changes the caller's tensor; write {name} = "
                 f"{name}.detach().requires_grad_(), or export with an example that requires a gradient"
             )
-    return traced
+    return traced, views
 
 
 @dataclass(frozen=True)
@@ -237,6 +277,7 @@ def joint_of(
         parameters = [_strip(n) for n in described.params_spec]
         buffers = [_strip(n) for n in described.buffers_spec]
         _refuse_mutations(meta, parameters, buffers, about.input_names)
+        _refuse_nodes(graph, wrapper)
 
         aliases = torch_api.OutputType
         views = frozenset(
@@ -325,11 +366,36 @@ def tracing() -> Iterator[None]:
     mkldnn, nnpack = torch_api._get_mkldnn_enabled(), torch.backends.nnpack.set_flags(False)[0]
     torch_api._set_mkldnn_enabled(False)  # with both off, no convolution asks for the batch size (NNPACK's choice would guard on batch < 16)
     try:
-        with torch_api._compiling_state_context():
+        with (
+            torch_api._compiling_state_context(),
+            _checks_as_plain_operators(),
+            recurrent.dropout_between_layers(),
+            undisturbed.checkpoints_run_plainly(),
+        ):
             yield
     finally:
         torch_api._set_mkldnn_enabled(mkldnn)
         torch.backends.nnpack.set_flags(nnpack)
+
+
+@contextlib.contextmanager
+def _checks_as_plain_operators() -> Iterator[None]:
+    """Within, the check by which linear algebra raises for a singular matrix is a node like any other, which nothing removes.
+
+    torch 2.13 threads it through the graph by tokens, as further inputs and outputs of it.
+    """
+    aten = torch.ops.aten
+    check = aten._linalg_check_errors.default
+    effect = torch_api._get_effect(check) if torch_api.minor() == "2.13" else None
+    if effect is None:
+        yield
+        return
+    torch_api.has_side_effect(check)
+    torch_api._register_effectful_op(check, None)
+    try:
+        yield
+    finally:
+        torch_api._register_effectful_op(check, effect)
 
 
 _DECOMPOSITIONS: dict[Any, Any] = {}
@@ -348,7 +414,12 @@ def decompositions() -> dict[Any, Any]:
         pooling = (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
         for operator in (aten.native_dropout.default, *products, *pooling):
             _DECOMPOSITIONS.pop(operator, None)
+        _DECOMPOSITIONS[aten._efficientzerotensor.default] = _zeros  # the gradient of sgn: native code would return it without memory
     return _DECOMPOSITIONS
+
+
+def _zeros(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> torch.Tensor:
+    return torch.full(size, 0, dtype=dtype, device=device)
 
 
 def forward_of(program: nn.Module) -> Callable[..., Any]:
@@ -402,12 +473,31 @@ def _refuse_mutations(meta: Any, parameters: list[str], buffers: list[str], name
             raise ExportError(f"the forward changes shape or strides of the buffer {state[i]!r}; assign values to it instead")
 
 
-def _refuse_parameter_hooks(program: nn.Module) -> None:
-    """Hooks on parameters run when a gradient reaches the leaf, after what a trace sees: they would be dropped in silence."""
-    for name, parameter in program.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+def _refuse_nodes(graph: torch.fx.GraphModule, wrapper: Wrapper) -> None:
+    """Operators and constants that no package can hold."""
+    differentiated = any(isinstance(n.meta.get("desc"), torch_api.TangentAOTInput) for n in graph.graph.find_nodes(op="placeholder"))
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), torch.Tensor) and value.requires_grad:
+            name = assigned.name_of(wrapper.program, value)
             raise ExportError(
-                f"the parameter {name!r} has a gradient hook, which a trace does not see; export without it, and register it on the loaded module"
+                f"the program uses {f'the attribute {name!r}' if name else 'a tensor'}, which requires a gradient and is no parameter: it would get "
+                "none. Register it (self.x = nn.Parameter(x)), or close over the module that it belongs to"
+            )
+        if any(isinstance(a, torch.Generator) for a in [*node.args, *node.kwargs.values()]):
+            raise ExportError(f"{node.target} is given a generator of its own, which a package cannot hold: leave out generator=")
+        value = node.meta.get("val")
+        if (
+            node.op != "call_function"
+            or not differentiated
+            or wrapper.first_only
+            or not isinstance(value, torch.Tensor | torch.SymFloat | torch.SymInt)
+        ):
+            continue
+        if torch_api.free_unbacked_symbols(value):
+            source = node.args[0] if node.target is operator.getitem else node
+            raise ExportError(
+                f"{source.target} gives a {'result whose size depends' if isinstance(value, torch.Tensor) else 'number that depends'} on the values "
+                "of a tensor, which cannot go from a forward to its backward: use torch.where or a mask, or a loss in a Grad entry"
             )
 
 
