@@ -170,6 +170,7 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
     config, V = torch_api.inductor_config, torch_api.V
     module = _copy(graph.module)
     _call_kernels(module)
+    _complex_numbers_as_tensors(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),
@@ -349,11 +350,50 @@ def _options() -> Options:
 def _call_kernels(module: torch.fx.GraphModule) -> None:
     """Marks the operators that Inductor is to call as they are."""
     for node in module.graph.nodes:
-        if node.target in KERNELS and node.args[0].meta["val"].device.type == "cpu":
+        if (node.target in KERNELS or _miscompiled(node)) and node.args[0].meta["val"].device.type == "cpu":
             node.meta["should_fallback"] = True
     for _, child in module.named_children():
         if isinstance(child, torch.fx.GraphModule):
             _call_kernels(child)
+
+
+def _miscompiled(node: torch.fx.Node) -> bool:
+    """Calls that Inductor generates wrong code for.
+
+    The backward of average pooling with ``ceil_mode`` divides by the whole window where it reaches beyond the padded input; eager by what of the
+    window lies in it.
+    """
+    aten = torch.ops.aten
+    return node.target in (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default) and bool(node.args[5])
+
+
+def _complex_numbers_as_tensors(module: torch.fx.GraphModule, fake_mode: Any) -> None:
+    """Makes tensors of the complex numbers among the arguments: generated C++ cannot pass them to an operator that it calls."""
+    aten = torch.ops.aten
+    overloads = {getattr(aten, name).Scalar: getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not any(isinstance(a, complex) for a in node.args):
+            continue
+        like = {"dtype": node.meta["val"].dtype.to_real(), "device": node.meta["val"].device}
+        with module.graph.inserting_before(node), fake_mode:
+
+            def made(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+                out = module.graph.call_function(target, args, kwargs)
+                values = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in args]
+                out.meta["val"] = target(*values, **kwargs)
+                return out
+
+            def tensor(size: Sequence[Any], number: complex) -> torch.fx.Node:
+                parts = [made(aten.full.default, size, part, **like) for part in (number.real, number.imag)]  # noqa: B023
+                return made(aten.complex.default, *parts)
+
+            if node.target is aten.full.default:
+                node.replace_all_uses_with(tensor(*node.args))
+                module.graph.erase_node(node)
+            elif node.target in (*overloads, *overloads.values()):
+                node.args = tuple(tensor([], a) if isinstance(a, complex) else a for a in node.args)
+                node.target = overloads.get(node.target, node.target)
+    module.recompile()
 
 
 def _copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

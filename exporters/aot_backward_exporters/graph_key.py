@@ -7,6 +7,7 @@ left out by name (``_NOT_COMPILED``). A thing without a canonical form gets a ne
 from __future__ import annotations
 
 import functools
+import types
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class _Writer:
                 return [type(value).__name__, *(self.value(v) for v in value)]
             case Mapping():
                 return ["mapping", *([self.value(k), self.value(v)] for k, v in value.items())]
-        if callable(value) and not isinstance(value, type):  # operator.getitem, math.ceil
+        if isinstance(value, types.FunctionType | types.BuiltinFunctionType):  # operator.getitem, math.ceil
             return ["function", value.__module__, value.__name__]
         return ["unknown", uuid.uuid4().hex]
 

@@ -1,0 +1,145 @@
+"""Verdicts by operator and by reason, as JSON and as a page."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .processes import Record
+
+ORDER = ("wrong", "crashed", "refused", "pass", "no gradient")
+"""From the worst on: an operator's verdict is its worst case's."""
+MISCOMPILED = re.compile(r" is wrong: off by .* nothing was written| in the artifact and .* in eager$| has NaN or Inf where eager has none")
+"""Refusals by which the export's own comparison with eager kept a wrong package from being written."""
+
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[-+]?\d+)?(?![\w.])")
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """The last verdict of each case; one about the operator as a whole (sample "") takes the place of those about its cases, and the reverse."""
+    last: dict[tuple[str, str], dict[str, Record]] = defaultdict(dict)
+    for r in records:
+        own = last[r["database"], r["operator"]]
+        if not r["sample"]:
+            own.clear()
+        else:
+            own.pop("", None)
+        own[r["sample"]] = r
+    return [r for own in last.values() for r in own.values()]
+
+
+def operators(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """One per operator: database, operator, its verdict and its cases."""
+    cases: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for r in records:
+        cases[r["database"], r["operator"]].append(r)
+    return [
+        {
+            "database": database,
+            "operator": operator,
+            "verdict": min((r["verdict"] for r in own), key=ORDER.index),
+            "complete": len(own) >= min(r["of"] for r in own),
+            "samples": min(r["samples"] for r in own),
+            "cases": [{k: r[k] for k in ("sample", "verdict", "reason", "seconds")} for r in own],
+        }
+        for (database, operator), own in cases.items()
+    ]
+
+
+def document(records: Sequence[Record], expected: dict[str, int], date: str) -> dict[str, Any]:
+    """Everything, for machines. ``expected``: how many operators each database has that were asked for."""
+    import torch
+
+    found = [o for o in operators(latest(records)) if o.pop("complete")]  # the others were cut short
+    databases = {}
+    for database, asked in expected.items():
+        own = [o for o in found if o["database"] == database]
+        counts = Counter(o["verdict"] for o in own)
+        miscompiled = sum(1 for o in own if o["verdict"] == "refused" and any(is_miscompiled(c) for c in o["cases"]))
+        differentiable = len(own) - counts["no gradient"]
+        databases[database] = {
+            "operators": asked,
+            "run": len(own),
+            "cases": sum(len(o["cases"]) for o in own),
+            **{v: counts[v] for v in ORDER},
+            "refused_by_the_self_check": miscompiled,
+            "pass_percent": round(100 * counts["pass"] / differentiable, 1) if differentiable else None,
+        }
+    ways = sorted({r["way"] for r in records})
+    return {"date": date, "torch": torch.__version__, "python": platform.python_version(), "ways": ways, "databases": databases, "operators": found}
+
+
+def is_miscompiled(case: dict[str, Any]) -> bool:
+    return case["verdict"] == "refused" and MISCOMPILED.search(case["reason"]) is not None
+
+
+def reasons(found: dict[str, Any], verdict: str) -> dict[str, list[str]]:
+    """Reason without its numbers -> the cases that have it, the most frequent first."""
+    out: dict[str, list[str]] = defaultdict(list)
+    for o in found["operators"]:
+        for case in o["cases"]:
+            if case["verdict"] == verdict and not is_miscompiled(case):
+                out[_NUMBER.sub("N", case["reason"])].append(f"{o['operator']}#{case['sample']}")
+    return dict(sorted(out.items(), key=lambda item: -len(item[1])))
+
+
+def table(found: dict[str, Any]) -> str:
+    """The counts, as a Markdown table."""
+    columns = ["database", "operators", "run", "cases", "pass", "refused", "of these by the self-check", "wrong", "crashed", "no gradient", "pass %"]
+    lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
+    for name, d in found["databases"].items():
+        values = [
+            d["operators"],
+            d["run"],
+            d["cases"],
+            d["pass"],
+            d["refused"],
+            d["refused_by_the_self_check"],
+            d["wrong"],
+            d["crashed"],
+            d["no gradient"],
+        ]
+        percent = "" if d["pass_percent"] is None else f"{d['pass_percent']:.1f}"
+        lines.append(f"| {name} | {' | '.join(map(str, values))} | {percent} |")
+    return "\n".join(lines)
+
+
+def page(found: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    out = [_HEAD.format(**found), table(found), ""]
+    missing = {n: d["operators"] - d["run"] for n, d in found["databases"].items() if d["operators"] > d["run"]}
+    if missing:
+        out += [f"Not run yet: {', '.join(f'{count} of {name}' for name, count in missing.items())}.", ""]
+    miscompiled = [(o, c) for o in found["operators"] for c in o["cases"] if is_miscompiled(c)]
+    out += ["## Refused by the self-check", "", _SELF_CHECK, ""]
+    out += [f"- `{o['database']}` **{o['operator']}** #{c['sample']}: {c['reason']}" for o, c in miscompiled] or ["None."]
+    for verdict, title in (("wrong", "Wrong"), ("crashed", "Crashed"), ("refused", "Refused, by reason"), ("no gradient", "No gradient to compare")):
+        out += ["", f"## {title}", ""]
+        by_reason = reasons(found, verdict)
+        out += [f"- {len(cases)} × {reason}: {', '.join(f'`{c}`' for c in cases)}" for reason, cases in by_reason.items()] or ["None."]
+    return "\n".join(out) + "\n"
+
+
+def write(stem: Path, found: dict[str, Any]) -> None:
+    """``STEM.md`` and ``STEM.json``, an operator on each line."""
+    lines = ",\n".join(json.dumps(o, ensure_ascii=False) for o in found["operators"])
+    head = json.dumps({k: v for k, v in found.items() if k != "operators"}, indent=1, ensure_ascii=False)
+    stem.with_suffix(".json").write_text(f'{head[:-2]},\n "operators": [\n{lines}\n ]\n}}\n')
+    stem.with_suffix(".md").write_text(page(found))
+
+
+_HEAD = """# Which operators are served
+
+`make coverage` on torch {torch}, Python {python}, {date}. Every operator of PyTorch's own test databases that has gradients in float32 on
+a CPU: in up to two of the calls that PyTorch's tests make (the first, and the last of another form), exported as a `module` entry, loaded in a
+fresh process that has neither a compiler on its `PATH` nor `aot_backward` imported, and compared with eager: outputs, every gradient and every
+buffer, where the samples allow it with a second set of numbers too. The measure is the export's own (`aot_backward/selfcheck.py`). An operator
+passes where all its cases do. Each case: [coverage.json](coverage.json).
+"""
+_SELF_CHECK = """The compiled code was not eager's within the measure, the export said so, and no package was written. Each is a fault of the
+compiler, or of what it is given here."""
