@@ -17,9 +17,9 @@ from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, S
 from aot_backward_runtime.package import Package
 from aot_backward_runtime.tree import describe
 
-from . import selfcheck, undisturbed
+from . import selfcheck, torch_api, undisturbed
 from .capture import joint as joints
-from .capture import second, split
+from .capture import place, second, split
 from .entries import Entry, Grad, Module, Step
 from .package import library_spec
 from .program import VERSION, Graph
@@ -80,7 +80,11 @@ class Build:
                 wanted = None
                 if variant.requires_grad is not None:
                     wanted = differentiated("requires_grad", variant.requires_grad, program, signature, args, kwargs)
-            with undisturbed.in_mode(program, mode), requiring(program, wanted, args, kwargs) as (args, kwargs):
+            with (
+                undisturbed.in_mode(program, mode),
+                requiring(program, wanted, args, kwargs) as (args, kwargs),
+                place.added(program, args, kwargs),
+            ):
                 joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=not is_module)
                 if isinstance(entry, Grad) and not entry.has_aux and joint.out_tree.kind != "tensor":
                     raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
@@ -96,9 +100,9 @@ class Build:
                 for order, one in enumerate(further, start=2):
                     again.append(split.split_module(one.joint, f"{prefix}.order{order}", weights, forward_only=False))
                     graphs += again[-1].graphs
-                known = dict(joint.sizes.shape_env.replacements)
+                known = _settled(joint)
                 self.compile(graphs, joint)
-                if joint.sizes.shape_env.replacements != known:
+                if _settled(joint) != known:
                     raise ExportError(f"{prefix}: the compiler fixed a size that was declared dynamic; make it static, or report the model")
                 double = None
                 for one, cut in reversed(list(zip(further, again, strict=True))):
@@ -206,6 +210,12 @@ def _asked(wanted: Sequence[tuple[str, str]], joint: joints.Joint, weights: Mapp
         first.setdefault(key, name)
     for kind, name in wanted:
         yield (kind, first[weights[name][0]]) if kind == "parameter" else (kind, joint.input_names.index(name))
+
+
+def _settled(joint: joints.Joint) -> dict[Any, Any]:
+    """What is known of the sizes of inputs; those that come from data are the compiler's own."""
+    replacements = joint.sizes.shape_env.replacements
+    return {symbol: value for symbol, value in replacements.items() if not torch_api.free_unbacked_symbols(symbol)}
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from aot_backward_runtime.manifest import EntrySpec, StateSpec
 
 from . import stepcheck, undisturbed
 from .capture import joint as joints
-from .capture import optimizers, split
+from .capture import optimizers, place, split
 from .capture import step as steps
 from .entries import Step
 from .variants import prepared, requiring, variant_spec
@@ -42,7 +42,11 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
         args, kwargs = prepared(variant, signature)
         mode = variant.mode or ("train" if entry.module.training else "eval")
         prefix = f"{name}.{i}"
-        with undisturbed.in_mode(entry.module, mode), requiring(program, wanted, args, kwargs) as (args, kwargs):
+        with (
+            undisturbed.in_mode(entry.module, mode),
+            requiring(program, wanted, args, kwargs) as (args, kwargs),
+            place.added(program, args, kwargs),
+        ):
             joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=True)
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]

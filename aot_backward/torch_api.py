@@ -36,6 +36,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "symbolic_shapes_config": ("torch.fx.experimental._config", _ALL),  # the module itself
     "_get_effect": ("torch._higher_order_ops.effects", ("2.13",)),
     "_register_effectful_op": ("torch._higher_order_ops.effects", ("2.13",)),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", _ALL),
     "has_side_effect": ("torch.fx.node", _ALL),
     "_compiling_state_context": ("torch._export.utils", _ALL),
     "_combine_args": ("torch.export.dynamic_shapes", _ALL),
@@ -45,6 +46,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "_global_backward_pre_hooks": ("torch.nn.modules.module", _ALL),
     "_global_backward_hooks": ("torch.nn.modules.module", _ALL),
     "decompositions": ("torch._decomp.decompositions", _ALL),  # the module itself
+    "transformer": ("torch.nn.modules.transformer", _ALL),  # the module itself
     "_get_mkldnn_enabled": ("torch._C", _ALL),
     "_set_mkldnn_enabled": ("torch._C", _ALL),
     "_recursive_joint_graph_passes": ("torch._inductor.compile_fx", _ALL),
@@ -79,7 +81,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "InvalidCxxCompiler": ("torch._inductor.exc", _ALL),
     "InductorError": ("torch._inductor.exc", _ALL),
 }
-_MODULES = {"decompositions", "sympy_functions", "symbolic_shapes_config", "inductor_config", "functorch_config", "cpu_vec_isa"}
+_MODULES = {"decompositions", "transformer", "sympy_functions", "symbolic_shapes_config", "inductor_config", "functorch_config", "cpu_vec_isa"}
 
 _RENAMED = {
     "is_non_overlapping_and_dense": "is_non_overlapping_and_dense_or_false",

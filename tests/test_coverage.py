@@ -27,7 +27,7 @@ SAMPLE = {
         *("nn.functional.scaled_dot_product_attention",),
     ),
     "module_db": ("nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.GroupNorm", "nn.LSTM", "nn.GRUCell", "nn.MultiheadAttention", "nn.Bilinear"),
-    "autograd_function_db": ("NumpyMulAutogradFunction", "ScaleGradGenVmapAutogradFunction"),
+    "autograd_function_db": ("MulGenVmapAutogradFunction", "ScaleGradGenVmapAutogradFunction"),
     "custom_op_db": ("NumpyMulCustomOp",),
     "hop_db": ("cond.simple",),
 }

@@ -287,6 +287,23 @@ def recurrent(kind: type[nn.RNNBase], **options: Any) -> nn.Module:
     return Recurrent()
 
 
+class Causal(nn.Module):
+    """Rows of two steps through a transformer layer, whose mask PyTorch would look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.stack([x, x.sin()], 1), self.mask)
+
+
+def windows(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Sliding windows, whose elements share memory, are saved for the backward of a parameter."""
+    return (x @ self.w).flatten().unfold(0, 4, 2) * self.b
+
+
 class Cells(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -357,6 +374,8 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "gru": lambda: recurrent(nn.GRU, num_layers=2, bidirectional=True, dropout=0.3),
         "lstm": lambda: recurrent(nn.LSTM, num_layers=2, dropout=0.3),
         "cells": Cells,
+        "causal": Causal,
+        "windows": lambda: Kind(windows),
         "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
         "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
         "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
@@ -508,7 +527,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Assigns(decides),
         r"in decides \(test_kinds\.py:\d+: if h\.sum\(\) > 0:\)\. It decides by the value of a tensor.*torch\.where or torch\.cond",
     ),
-    "a size by value": (lambda: Assigns(lambda self, h: h[h[:, 0] > 0]), r"aten\.index\.Tensor gives a result whose size depends on the values"),
+    "a size by value": (
+        lambda: Assigns(lambda self, h: h[h[:, 0] > 0]),
+        r"aten\.index\.Tensor gives a result whose size depends on the values.*it is called in <lambda> \(test_kinds\.py:\d+: lambda: Assigns",
+    ),
     "a number by value": (
         lambda: Assigns(lambda self, h: h * h.sum().item()),
         r"aten\._local_scalar_dense\.default gives a number that depends on the val",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Ambient, Tree
 
 from .. import torch_api, undisturbed
-from . import assigned, hooks, place, recurrent, trees
+from . import assigned, hooks, layers, place, trees
 from .ambient import current_ambient
 from .shapes import Sizes, expression_of, write
 
@@ -179,8 +178,18 @@ def trace(
 
 def _advice(error: Exception, program: nn.Module, written: dict[str, str]) -> str:
     """What to do about it, where that is known."""
-    text = str(error)
-    if "data-dependent" in text or "_local_scalar_dense" in text:
+    text, kind = str(error), type(error).__name__
+    if kind == "DynamicOutputShapeException":
+        return (
+            ". PyTorch has no rule for the shape of its result, which no trace can do without: leave this part to eager, before or behind the "
+            "package, or make it an operator of your own (torch.library.custom_op with register_fake and register_autograd)"
+        )
+    if ".numpy() is not supported" in text or "numpy" in text.lower():
+        return (
+            ". A trace has no numbers to hand to NumPy: write it in PyTorch, or make it an operator of your own (torch.library.custom_op with "
+            "register_fake and register_autograd)"
+        )
+    if "data-dependent" in text or "_local_scalar_dense" in text or kind == "DataDependentOutputException":
         return (
             ". It decides by the value of a tensor, and Python does not run where the package runs: use torch.where or torch.cond, or pass the value "
             "as a plain argument, one variant for each"
@@ -369,7 +378,8 @@ def tracing() -> Iterator[None]:
         with (
             torch_api._compiling_state_context(),
             _checks_as_plain_operators(),
-            recurrent.dropout_between_layers(),
+            layers.dropout_between_layers(),
+            layers.masks_as_they_are(),
             undisturbed.checkpoints_run_plainly(),
         ):
             yield
@@ -475,7 +485,6 @@ def _refuse_mutations(meta: Any, parameters: list[str], buffers: list[str], name
 
 def _refuse_nodes(graph: torch.fx.GraphModule, wrapper: Wrapper) -> None:
     """Operators and constants that no package can hold."""
-    differentiated = any(isinstance(n.meta.get("desc"), torch_api.TangentAOTInput) for n in graph.graph.find_nodes(op="placeholder"))
     for node in graph.graph.nodes:
         if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), torch.Tensor) and value.requires_grad:
             name = assigned.name_of(wrapper.program, value)
@@ -484,21 +493,7 @@ def _refuse_nodes(graph: torch.fx.GraphModule, wrapper: Wrapper) -> None:
                 "none. Register it (self.x = nn.Parameter(x)), or close over the module that it belongs to"
             )
         if any(isinstance(a, torch.Generator) for a in [*node.args, *node.kwargs.values()]):
-            raise ExportError(f"{node.target} is given a generator of its own, which a package cannot hold: leave out generator=")
-        value = node.meta.get("val")
-        if (
-            node.op != "call_function"
-            or not differentiated
-            or wrapper.first_only
-            or not isinstance(value, torch.Tensor | torch.SymFloat | torch.SymInt)
-        ):
-            continue
-        if torch_api.free_unbacked_symbols(value):
-            source = node.args[0] if node.target is operator.getitem else node
-            raise ExportError(
-                f"{source.target} gives a {'result whose size depends' if isinstance(value, torch.Tensor) else 'number that depends'} on the values "
-                "of a tensor, which cannot go from a forward to its backward: use torch.where or a mask, or a loss in a Grad entry"
-            )
+            raise ExportError.of(node.target, f"{node.target} is given a generator of its own, which a package cannot hold: leave out generator=")
 
 
 def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,9 @@ import torch
 from torch import nn
 
 import aot_backward_runtime
+from aot_backward_runtime.errors import ExportError
+
+from .. import torch_api, undisturbed
 
 _INSTALLED = tuple(sysconfig.get_path(name) + "/" for name in ("purelib", "platlib"))  # below the standard library's folder
 _STANDARD = sysconfig.get_path("stdlib") + "/"
@@ -33,14 +37,47 @@ def of(function: Callable[..., Any]) -> str:
     return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else name
 
 
-def here() -> str:
+def here(program: nn.Module | None = None) -> str:
     """The caller's line that runs now."""
-    return _worded(reversed(list(traceback.walk_stack(sys._getframe(1)))))
+    return _worded(reversed(list(traceback.walk_stack(sys._getframe(1)))), program)
 
 
 def of_error(error: BaseException, program: nn.Module) -> str:
     """The caller's line on which ``error`` was raised; nothing where none of theirs ran."""
     return _worded(traceback.walk_tb(error.__traceback__), program)
+
+
+def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
+    """The caller's line that calls the operator ("aten.index.Tensor"), found by running the program in eager; nothing where it is none of theirs."""
+    found: list[str] = []
+
+    class Watching(torch_api.TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not found and str(operator) == name:
+                found.append(here(program))
+            return operator(*args, **(kwargs or {}))
+
+    kept = [(b, b.detach().clone()) for b in program.buffers()]
+    try:
+        with undisturbed.slots_kept(program), torch.random.fork_rng(), contextlib.suppress(Exception), Watching():
+            program(*args, **kwargs)
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+    return found[0] if found else ""
+
+
+@contextlib.contextmanager
+def added(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+    """Whatever :class:`ExportError` names an operator leaves with the caller's line that calls it."""
+    try:
+        yield
+    except ExportError as error:
+        where = of_operator(error.operator, program, args, kwargs) if error.operator else ""
+        if not where:
+            raise
+        raise ExportError.of(error.operator, f"{error}; it is called {where}") from error
 
 
 def _worded(stack: Iterable[tuple[FrameType, int]], program: nn.Module | None = None) -> str:

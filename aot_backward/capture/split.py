@@ -54,6 +54,7 @@ def split_module(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch
     joint.graph.graph.set_codegen(torch.fx.CodeGen())
     if not joint.has_backward:
         truncate(joint.graph, results_of(joint.graph)[: joint.forward_values])
+        _refuse_sizes_from_data(joint, joint.graph)
         graph = joint_passes(joint.graph, joint)
         pieces.inference = _finish_forward(pieces, Cut(joint, graph, f"{name}.inference", weights), _Crossing())
         return pieces
@@ -70,6 +71,7 @@ def split_module(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch
         truncate(alone, results_of(alone)[: joint.forward_values])
         pieces.inference = _finish_forward(pieces, Cut(joint, alone, f"{name}.inference", weights), _Crossing())
 
+    _refuse_sizes_from_data(joint, forward)
     crossing = _crossing(joint, forward, backward)
     pieces.forward = _finish_forward(pieces, Cut(joint, forward, f"{name}.forward", weights), crossing)
     pieces.backward = _finish_backward(pieces, Cut(joint, backward, f"{name}.backward", weights), crossing, depends)
@@ -302,15 +304,18 @@ def _crossing(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Cro
         source = saved.get(placeholder.name)
         if source is not None and source.op != "placeholder" and state(root_of(source)) and root_of(source).name not in written:
             _rebuild(source, placeholder, backward)
+        elif source is not None and _overlaps(source) and _rebuild(source, placeholder, backward):
+            saved.setdefault(root_of(source).name, root_of(source))
     out = _Crossing()
     for placeholder in backward.graph.find_nodes(op="placeholder"):
         source = saved.get(placeholder.name)
         if source is None or not placeholder.users:
             continue
         root = root_of(source)
-        if state(root) and root.name in written:  # the forward overwrites it: keep what was there
+        if (state(root) and root.name in written) or _overlaps(source):  # the forward overwrites it, or Inductor would give it other strides
             source = _clone(forward, source, joint)
             placeholder.name = source.name
+            placeholder.meta["val"] = source.meta["val"]
         elif state(source):
             continue
         elif root is not source and root.op == "placeholder":
@@ -325,6 +330,24 @@ def _crossing(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Cro
     return out
 
 
+def _refuse_sizes_from_data(joint: Joint, forward: GraphModule) -> None:
+    """What leaves the forward, to the caller or to the backward, has a size that the inputs' sizes tell."""
+    for i, node in enumerate(results_of(forward)):
+        value = node.meta["val"] if isinstance(node, Node) else None
+        if not isinstance(value, torch.Tensor | torch.SymFloat | torch.SymInt) or not (symbols := torch_api.free_unbacked_symbols(value)):
+            continue
+        made = (n for n in forward.graph.nodes if symbols & torch_api.free_unbacked_symbols(n.meta.get("val")))
+        source = next(made, node)
+        if source.target is operator.getitem:
+            source = source.args[0]
+        result = "a result whose size depends" if isinstance(value, torch.Tensor) else "a number that depends"
+        where = "cannot be an output of a package" if i < joint.forward_values else "cannot go from a forward to its backward"
+        raise ExportError.of(
+            source.target,
+            f"{source.target} gives {result} on the values of a tensor, which {where}: use torch.where or a mask, or a loss in a Grad entry",
+        )
+
+
 def _is_fresh(node: Node) -> bool:
     """Whether the operator always makes new memory."""
     maker = node.args[0] if node.target is operator.getitem else node
@@ -337,11 +360,22 @@ def _is_fresh(node: Node) -> bool:
 _MAYBE_VIEWS = {aten.reshape.default, aten.contiguous.default, aten._to_copy.default, aten.to.dtype}
 
 
-def _rebuild(source: Node, placeholder: Node, backward: GraphModule) -> None:
-    """Makes a view of a parameter in the backward instead of carrying it across."""
+def _overlaps(node: Node) -> bool:
+    """Whether elements share memory, as in sliding windows."""
+    if torch_api.is_non_overlapping_and_dense(node.meta["val"]):
+        return False
+    while node.op == "call_function" and node.target in _VIEWS:
+        if node.target in (aten.unfold.default, aten.expand.default, aten.as_strided.default):
+            return True
+        node = node.args[0]  # type: ignore[assignment]
+    return False
+
+
+def _rebuild(source: Node, placeholder: Node, backward: GraphModule) -> bool:
+    """Makes a view in the backward, of a parameter or of what is saved already, instead of carrying it across; False where it cannot."""
     chain = []
-    node = source
-    while node.op != "placeholder":
+    node, root = source, root_of(source)
+    while node is not root:
         chain.append(node)
         node = node.args[0]  # type: ignore[assignment]
     existing = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
@@ -354,7 +388,7 @@ def _rebuild(source: Node, placeholder: Node, backward: GraphModule) -> None:
     anchor = last
     for step in reversed(chain):
         if any(isinstance(a, Node) for a in _flat(step.args[1:])):
-            return  # depends on a symbolic size: leave it in the cut
+            return False  # depends on a symbolic size: leave it in the cut
     for step in reversed(chain):
         with backward.graph.inserting_after(anchor):
             made = backward.graph.create_node("call_function", step.target, (base, *step.args[1:]), dict(step.kwargs))
@@ -362,6 +396,7 @@ def _rebuild(source: Node, placeholder: Node, backward: GraphModule) -> None:
         base = anchor = made
     if chain:
         placeholder.replace_all_uses_with(base)
+    return True
 
 
 def _replace_sizes(graph: GraphModule, joint: Joint) -> None:

@@ -192,7 +192,13 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
             )
         except torch_api.InductorError as error:
             reason = str(error).partition("\n")[0]
-            raise ExportError(f"{graph.name}: Inductor cannot compile the graph: {reason}. TORCH_LOGS=+inductor shows where") from error
+            named = re.search(r"^\s*target: (\S+)", str(error), re.MULTILINE)
+            operator = named[1] if named else ""
+            raise ExportError.of(
+                operator,
+                f"{graph.name}: Inductor cannot compile {operator or 'the graph'}: {reason}. Leave it to eager, or make it an operator of your own "
+                "(torch.library.custom_op with register_fake and register_autograd); TORCH_LOGS=+inductor shows more",
+            ) from error
     files = tuple(Path(f) for f in compiled.filename)
     wrapper = next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text()
     new = [g.expr for g in fake_mode.shape_env.guards[known:] if not g.expr.free_symbols.isdisjoint(form.symbols)]

@@ -34,7 +34,17 @@ class DistributedError(AotBackwardError, RuntimeError):
 
 
 class ExportError(AotBackwardError):
-    """A program could not be exported rightly; no package was written."""
+    """A program could not be exported rightly; no package was written.
+
+    ``operator``: which one stands in the way ("aten.index.Tensor"), where it is one, and known."""
+
+    operator: str = ""
+
+    @classmethod
+    def of(cls, operator: object, message: str) -> "ExportError":
+        error = cls(message)
+        error.operator = str(operator)
+        return error
 
 
 class MissError(AotBackwardError):
