@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow bench lint venv clean
+.PHONY: demo test test-slow bench coverage models lint venv clean
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -29,6 +29,14 @@ test-slow: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.benchmarks
+
+# Half an hour on two cores. `make coverage MINUTES=20` runs a piece of it; the next call goes on where that one ended. WAY=record: as recorded passes.
+coverage: $(STAMP)
+	@$(BIN)/python -m tests.coverage --minutes $(or $(MINUTES),100) --way $(or $(WAY),export) --docs docs/coverage$(WAY:%=-%)
+
+# Half an hour; a run that was broken off goes on where it was.
+models: $(STAMP)
+	@$(BIN)/python -m tests.model_table --docs docs/models
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

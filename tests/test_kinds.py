@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops import associative_scan, scan, while_loop
+from torch._higher_order_ops import map as mapped
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +26,8 @@ from . import exports
 from .oracle import assert_same, tensors
 
 pytestmark = pytest.mark.filterwarnings(  # torch's own: of complex numbers, of recomputation, and of what torch.func's forward mode uses
-    "ignore:Torchinductor does not support code generation for complex", "ignore:`torch.jit.script` is deprecated", "ignore:.*use_reentrant"
+    *("ignore:Torchinductor does not support code generation for complex", "ignore:`torch.jit.script` is deprecated", "ignore:.*use_reentrant"),
+    "ignore:The .grad attribute of a Tensor that is not a leaf",  # of Dynamo, which torch.cond and scan call
 )
 Forward = Callable[..., Any]
 
@@ -339,6 +342,22 @@ def _own_context(ctx: Any, inputs: Any, output: Any) -> None:
 own_operator.register_autograd(_own_backward, setup_context=_own_context)
 
 
+def decided_by_value(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda x: (x @ self.w).sin(), lambda x: (x @ self.w) * self.b, (x,))
+
+
+def looped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, (v @ self.w).tanh()), (torch.tensor(0), x))[1]
+
+
+CONTROL: dict[str, Forward] = {
+    "cond_here": decided_by_value,
+    "cond_there": lambda self, x: decided_by_value(self, -x),
+    "scan": lambda self, x: scan(lambda c, r: ((c @ self.w).tanh() + r, c * r), 0 * x[0] + self.b, x, dim=0),
+    "associative_scan": lambda self, x: associative_scan(torch.mul, x @ self.w, dim=0, combine_mode="generic"),
+    "map": lambda self, x: mapped(lambda row, w: (row @ w).sin(), x, self.w),
+}
+
 GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
     "functions": {
         "halved": lambda: Kind(lambda self, x: Halved.apply(x @ self.w, 1.5)),
@@ -370,6 +389,7 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "penalised": lambda: Kind(penalised),
     },
     "static": {"transformed": lambda: Kind(transformed)},  # forward mode fixes every size
+    "control": {name: lambda f=f: Kind(f) for name, f in CONTROL.items()},  # type: ignore[misc]
     "layers": {
         "gru": lambda: recurrent(nn.GRU, num_layers=2, bidirectional=True, dropout=0.3),
         "lstm": lambda: recurrent(nn.LSTM, num_layers=2, dropout=0.3),
@@ -382,6 +402,7 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
     },
 }
 SIZES = 3, 5
+STATIC = "static", "control"
 
 
 def together(group: str) -> Together:
@@ -400,10 +421,10 @@ def compared(group: str) -> list[tuple[dict[str, dict[str, Any]], dict[str, dict
 
     def make(path: Path) -> None:
         rows = {"inputs": {name: {0: Dim("rows", min=2, max=32)} for name in GROUPS[group]}}
-        ab.export_module(together(group), (inputs(group, SIZES[0]),), dynamic_shapes=None if group == "static" else rows, path=path)
+        ab.export_module(together(group), (inputs(group, SIZES[0]),), dynamic_shapes=None if group in STATIC else rows, path=path)
 
     loaded, eager = load(exports.shared(f"kinds-{group}", make)).module(), together(group)
-    return [(observed(loaded, inputs(group, n)), observed(eager, inputs(group, n))) for n in (SIZES[:1] if group == "static" else SIZES)]
+    return [(observed(loaded, inputs(group, n)), observed(eager, inputs(group, n))) for n in (SIZES[:1] if group in STATIC else SIZES)]
 
 
 @pytest.mark.parametrize(("group", "name"), [(g, n) for g, kinds in GROUPS.items() for n in kinds])
@@ -535,6 +556,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Assigns(lambda self, h: h * h.sum().item()),
         r"aten\._local_scalar_dense\.default gives a number that depends on the val",
     ),
+    "a loop": (lambda: Kind(looped), r"while_loop_stack_output gives a result whose size depends on the values"),
     "sparse gradients": (lambda: Looked(), r"gradient of table\.weight has layout torch\.sparse_coo in eager.*leave out sparse=True"),
     "TorchScript": (lambda: torch.jit.script(nn.Linear(4, 4)), r"the module is TorchScript"),
     "a lazy module": (lambda: nn.Sequential(nn.LazyLinear(4)), r"0\.weight has no shape yet: call the module once"),

@@ -20,6 +20,7 @@ class Case:
     dynamic_shapes: Any
     sizes: tuple[int, ...] = (3, 5)
     mode: str = "train"
+    relative: float | None = None  # what another order of rounding may make of it, where that is more than usual
 
 
 class ConvNet(nn.Module):
@@ -146,6 +147,6 @@ _CASES: dict[str, Callable[[], Case]] = {
         lambda n: (torch.randn(n, 8).requires_grad_(), torch.randn(n, 1)),
         {"x": {0: Dim("batch", min=2, max=64)}, "y": {0: Dim("batch", min=2, max=64)}},
     ),
-    "autocast": lambda: Case(HalfPrecision(), _real(8), _batch()),
+    "autocast": lambda: Case(HalfPrecision(), _real(8), _batch(), relative=2e-2),
 }
 NAMES = tuple(_CASES)

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces")
     parser.add_argument("--piece", type=int, default=1, metavar="I", help="which of them, from 1")
     parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="begin nothing new after so many; run again to go on")
-    parser.add_argument("--resume", type=Path, default=RESULTS, metavar="FILE", help=f"skip what FILE holds, append to it; {RESULTS.name} in build")
+    parser.add_argument("--resume", type=Path, default=RESULTS, metavar="FILE", help="skip what FILE holds, append to it")
     parser.add_argument("--again", metavar="VERDICTS", default="", help="run again what FILE gives one of these verdicts: refused,wrong,crashed")
     parser.add_argument("--way", default="export", choices=list(WAYS), help="how an operator is served")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="calls of each operator, by default 2")
@@ -46,7 +46,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no operator {unknown[0]!r} in {options.only}")
     operators = [(database, name) for database, names in every.items() for name in names if name in wanted]
-    records = _read(options.resume)
+    records = [r for r in _read(options.resume) if r["way"] == options.way]
     again = set(options.again.split(","))
     done = {
         (o["database"], o["operator"])
@@ -66,7 +66,7 @@ def main() -> None:
                 print("{verdict:12}{seconds:6.1f} s  {database}:{operator}#{sample}  {reason}".format(**found), flush=True)
 
         complete = processes.run(jobs, record, workers=options.jobs, deadline=time.monotonic() + 60 * options.minutes, limit=options.limit)
-    shown = [r for r in records if r["way"] == options.way and r["operator"] in every.get(r["database"], ())]
+    shown = [r for r in records if r["operator"] in every.get(r["database"], ())]
     found = report.document(shown, {d: len(names) for d, names in every.items()}, datetime.date.today().isoformat())
     print(f"\n{report.table(found)}")
     if options.docs:

@@ -179,6 +179,12 @@ def of(database: str, name: str, operator: Any, count: int) -> list[Case]:
     return cases
 
 
+def module_of(database: str, operator: Any, sample: str, held: tuple[int, ...]) -> Call:
+    """The module of a case, made again: in another process, where it cannot be sent."""
+    found = next(s for s in _samples(database, operator, SEED) if s.name == sample)
+    return (found.holding(held) if held else found).module
+
+
 def _samples(database: str, operator: Any, seed: int) -> list[_Sample]:
     torch.manual_seed(seed)
     random.seed(seed)

@@ -150,8 +150,14 @@ def run_fresh(package: Path, group: Sequence[Case], folder: Path) -> list[dict[s
         )
     imports = _registering(package)
     torch.save({"training": group[0].training, "seed": SEED, "imports": imports, "calls": calls}, folder / "calls")
+    fresh_process("tests.coverage.fresh", folder, package.name)
+    return torch.load(folder / "results", weights_only=True)  # type: ignore[no-any-return]
+
+
+def fresh_process(module: str, folder: Path, package: str) -> None:
+    """Runs ``python -m MODULE PACKAGE CALLS RESULTS``, all in the folder, without a compiler on the PATH; raises :class:`Failed`."""
     (folder / "empty").mkdir()
-    argv = [sys.executable, "-m", "tests.coverage.fresh", str(package), str(folder / "calls"), str(folder / "results")]
+    argv = [sys.executable, "-m", module, *(str(folder / name) for name in (package, "calls", "results"))]
     environment = {**os.environ, "PATH": str(folder / "empty")}
     try:
         done = subprocess.run(argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL)
@@ -161,7 +167,6 @@ def run_fresh(package: Path, group: Sequence[Case], folder: Path) -> list[dict[s
         raise Failed(f"loaded and run: {signal.Signals(-done.returncode).name}")
     if done.returncode:
         raise Failed(f"loaded and run: {(done.stderr.strip().splitlines() or [''])[-1]}")
-    return torch.load(folder / "results", weights_only=True)  # type: ignore[no-any-return]
 
 
 def _registering(package: Path) -> list[str]:

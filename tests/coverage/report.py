@@ -111,7 +111,8 @@ def table(found: dict[str, Any]) -> str:
 
 def page(found: dict[str, Any]) -> str:
     """The report as Markdown."""
-    out = [_HEAD.format(**found), table(found), ""]
+    way = found["ways"][0] if found["ways"] else "export"
+    out = [_HEAD.format(**found, how=_HOW[way], command=_COMMAND[way]), table(found), ""]
     missing = {n: d["operators"] - d["run"] for n, d in found["databases"].items() if d["operators"] > d["run"]}
     if missing:
         out += [f"Not run yet: {', '.join(f'{count} of {name}' for name, count in missing.items())}.", ""]
@@ -121,7 +122,9 @@ def page(found: dict[str, Any]) -> str:
     for verdict, title in (("wrong", "Wrong"), ("crashed", "Crashed"), ("refused", "Refused, by reason"), ("no gradient", "No gradient to compare")):
         out += ["", f"## {title}", ""]
         by_reason = reasons(found, verdict)
-        out += [f"- {len(cases)} × {reason}: {', '.join(f'`{c}`' for c in cases)}" for reason, cases in by_reason.items()] or ["None."]
+        out += [f"- {len(cases)} × {reason}{_cause(reason)}: {', '.join(f'`{c}`' for c in cases)}" for reason, cases in by_reason.items()] or [
+            "None."
+        ]
     return "\n".join(out) + "\n"
 
 
@@ -133,13 +136,38 @@ def write(stem: Path, found: dict[str, Any]) -> None:
     stem.with_suffix(".md").write_text(page(found))
 
 
+def _cause(reason: str) -> str:
+    """What of PyTorch itself holds it, in the versions that are supported."""
+    return next((f" (*upstream: {cause}*)" for pattern, cause in _CAUSES.items() if re.search(pattern, reason)), "")
+
+
 _HEAD = """# Which operators are served
 
-`make coverage` on torch {torch}, Python {python}, {date}. Every operator of PyTorch's own test databases that has gradients in float32 on
-a CPU: in up to two of the calls that PyTorch's tests make (the first, and the last of another form), exported as a `module` entry, loaded in a
-fresh process that has neither a compiler on its `PATH` nor `aot_backward` imported, and compared with eager: outputs, every gradient and every
-buffer, where the samples allow it with a second set of numbers too. The measure is the export's own (`aot_backward/selfcheck.py`). An operator
-passes where all its cases do. Each case: [coverage.json](coverage.json).
+`{command}` on torch {torch}, Python {python}, {date}. Every operator of PyTorch's own test databases that has gradients in float32 on
+a CPU: in up to two of the calls that PyTorch's tests make (the first, and the last of another form), {how},
+and compared with eager: outputs, every gradient and every buffer, where the samples allow it with a second set of numbers too. The measure is
+the export's own (`aot_backward/selfcheck.py`). An operator passes where all its cases do. Each case is in the JSON beside this page. The line of
+the caller's code in a reason is that of the tool's own module, which makes the call.
 """
+_COMMAND = {"export": "make coverage", "record": "make coverage WAY=record"}
+_HOW = {
+    "export": "exported as a `module` entry, loaded in a\nfresh process that has neither a compiler on its `PATH` nor `aot_backward` imported",
+    "record": "its backward pass recorded, replayed from the package\nin a fresh process without a compiler on its `PATH` (what the package does not "
+    "serve counts as refused)",
+}
+_CAUSES = {
+    r"DynamicOutputShapeException": "tagged as having a result of dynamic size, without a rule for it in `torch/_subclasses/fake_impls.py`",
+    r"aten\.equal\.default": "`torch.cov` looks at the weights' sum on the host",
+    r"Eq\(u0, 1\)": "the layer's Python decides by `torch.any(…)` of a tensor, to raise an error",
+    r"sparse_csr": "AOTInductor takes strided tensors alone",
+    r"masked_select|_local_scalar_dense|aten\.slice|aten\.index\.": "AOTInductor's graphs take sizes from the sizes of their inputs alone",
+    r"complex32": "safetensors has no such numbers",
+    r"Mismatch between ints consumed": "AOTInductor's proxy executor and its code generator count the arguments differently",
+    r"aten::_to_dense": "the operator has no kernel for fake tensors",
+    r"SymIntType": "AOTInductor's proxy executor returns no numbers",
+    r"while_loop_stack_output": "Inductor has no C++ wrapper for it",
+    r"'tuple' object has no attribute 'realize'": "Inductor's lowering of `invoke_quant`",
+    r"\.numpy\(\) is not supported": "a trace has no numbers to hand out",
+}
 _SELF_CHECK = """The compiled code was not eager's within the measure, the export said so, and no package was written. Each is a fault of the
 compiler, or of what it is given here."""

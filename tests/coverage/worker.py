@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-WAYS = {"export": "exporting"}
+WAYS = {"export": "exporting", "record": "recording"}
 """How a case is served: ``settle(cases, size, running, verdict)`` of that module."""
 
 
@@ -56,9 +56,8 @@ def main(job: dict[str, Any], out: TextIO) -> None:
 
 
 def _record(database: str, operator: str, sample: str, verdict: str, reason: str, seconds: float, way: str) -> dict[str, Any]:
-    return {
-        "database": database, "operator": operator, "sample": sample, "way": way, "verdict": verdict, "reason": reason, "seconds": round(seconds, 1)
-    }  # fmt: skip
+    where = {"database": database, "operator": operator, "sample": sample, "way": way}
+    return where | {"verdict": verdict, "reason": reason[:400], "seconds": round(seconds, 1)}
 
 
 if __name__ == "__main__":
