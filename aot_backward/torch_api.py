@@ -30,6 +30,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "GradAOTOutput": ("torch._functorch._aot_autograd.descriptors", _ALL),
     "OutputType": ("torch._functorch._aot_autograd.schemas", _ALL),
     "ConstraintViolationError": ("torch.fx.experimental.symbolic_shapes", _ALL),
+    "Unsupported": ("torch._dynamo.exc", _ALL),
     "GuardOnDataDependentSymNode": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "free_unbacked_symbols": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "sympy_functions": ("torch.utils._sympy.functions", _ALL),  # the module itself

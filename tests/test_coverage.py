@@ -29,7 +29,7 @@ SAMPLE = {
     "module_db": ("nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.GroupNorm", "nn.LSTM", "nn.GRUCell", "nn.MultiheadAttention", "nn.Bilinear"),
     "autograd_function_db": ("MulGenVmapAutogradFunction", "ScaleGradGenVmapAutogradFunction"),
     "custom_op_db": ("NumpyMulCustomOp",),
-    "hop_db": ("cond.simple",),
+    "hop_db": ("cond.simple", "map.simple", "map.nested", "map.triple_nested"),
 }
 """One or more operators of each kind; all pass."""
 

@@ -151,7 +151,12 @@ def trace(
     with assigned.noted(program) as written:
         try:
             with undisturbed.slots_kept(program), hooks.traced(program):
-                joint = _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
+                try:
+                    joint = _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
+                except torch_api.Unsupported:
+                    # what torch.cond and its like compiled when they ran in eager before is in the way of tracing them; it is made again when needed
+                    torch.compiler.reset()
+                    joint = _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
         except ExportError:
             raise
         except torch_api.ConstraintViolationError as error:
@@ -162,7 +167,8 @@ def trace(
                 f"{(unrolled and f'. A recurrent layer ({unrolled[0]}) is unrolled: its length must be static, one variant for each') or ''}"
             ) from error
         except Exception as error:  # the person's own program ran in there, and may raise anything
-            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            first = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # Dynamo's
             where = place.of_error(error, program)
             raise ExportError(
                 f"the program could not be traced: {type(error).__name__}: {first}{where and f'; {where}'}{_advice(error, program, written)}"
