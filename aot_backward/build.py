@@ -107,8 +107,9 @@ class Build:
                 double = None
                 for one, cut in reversed(list(zip(further, again, strict=True))):
                     double = dataclasses.replace(variant_spec(mode, one.joint, cut), gives=one.gives, random=one.random, double=double)
+                apart = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
                 unreached = () if joint.differentiable or not is_module else required(state, args, kwargs)
-                variants.append(dataclasses.replace(variant_spec(mode, joint, pieces), double=double, unreached=unreached))
+                variants.append(dataclasses.replace(variant_spec(mode, joint, pieces), double=double, unreached=unreached, set_apart=apart))
                 examples.append(selfcheck.Example(args, kwargs, mode, None if is_module else asked))
             self.say(f"capture {name}", i + 1, len(entry.variants))
         persistent = set(program.state_dict(keep_vars=True))

@@ -7,6 +7,7 @@ inputs of its own, and is compared with eager by itself.
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -547,6 +548,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a decision by value": (
         lambda: Assigns(decides),
         r"in decides \(test_kinds\.py:\d+: if h\.sum\(\) > 0:\)\. It decides by the value of a tensor.*torch\.where or torch\.cond",
+    ),
+    "numbers of Python's": (
+        lambda: Kind(lambda self, x: x @ self.w if random.random() < 1 else x),
+        r"the forward draws numbers with Python's random, .*draw them with torch",
     ),
     "a size by value": (
         lambda: Assigns(lambda self, h: h[h[:, 0] > 0]),

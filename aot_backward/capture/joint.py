@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
+import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +152,7 @@ def trace(
     _check_inputs(args, kwargs)
     with assigned.noted(program) as written:
         try:
-            with undisturbed.slots_kept(program), hooks.traced(program):
+            with undisturbed.slots_kept(program), hooks.traced(program), _no_draws():
                 try:
                     joint = _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
                 except torch_api.Unsupported:
@@ -180,6 +182,28 @@ def trace(
                     f"(self.{name.rpartition('.')[2]}.copy_(…), .add_(…))"
                 )
     return joint
+
+
+@contextlib.contextmanager
+def _no_draws() -> Iterator[None]:
+    """Refuses a program that draws random numbers which a trace does not see; the generators are put back."""
+    numpy: Any = sys.modules.get("numpy")
+    before, numpys = random.getstate(), numpy and numpy.random.get_state(legacy=False)
+    yield
+    drew = ["random"] if random.getstate() != before else []
+    if numpy and any(numpy.any(a != b) for a, b in zip(*(_leaves(s) for s in (numpys, numpy.random.get_state(legacy=False))), strict=True)):
+        drew.append("numpy.random")
+        numpy.random.set_state(numpys)
+    random.setstate(before)
+    if drew:
+        raise ExportError(
+            f"the forward draws numbers with Python's {drew[0]}, and a package would have the same ones at every call: draw them with torch, or "
+            "outside, and pass them as a tensor"
+        )
+
+
+def _leaves(state: Any) -> list[Any]:
+    return [*state["state"].values(), state["has_gauss"], state["gauss"]]
 
 
 def _advice(error: Exception, program: nn.Module, written: dict[str, str]) -> str:

@@ -218,11 +218,26 @@ def _finish_backward(pieces: Pieces, cut: Cut, crossing: _Crossing, depends: dic
     cut.saved = {node.name: i for i, node in enumerate(crossing.nodes)}
     cut.donated = frozenset(crossing.donated)
     gradients = []
+    alone = _not_sharing(cut, [n for t, n in zip(joint.gradient_slots, results_of(cut.graph), strict=True) if t in joint.gradients])
     for target, node in zip(joint.gradient_slots, results_of(cut.graph), strict=True):
         if target in joint.gradients:
+            node = alone.get(node, node)
             source = cut.result(node, f"gradient of {_called(joint, target)}") if isinstance(node, Node) else ""
             gradients.append(Gradient(_target(target), source, depends[target]))
     return cut.plan(pieces, gradients=tuple(gradients))
+
+
+def _not_sharing(cut: Cut, gradients: list[Any]) -> dict[Node, Node]:
+    """Copies of gradients that are views of another one, or of what was passed in: autograd adds into what it is given."""
+    nodes = [n for n in dict.fromkeys(gradients) if isinstance(n, Node)]
+    taken = {n for n in nodes if root_of(n) is n}
+    out = {}
+    for node in nodes:
+        root = root_of(node)
+        if root is not node and (root in taken or root.op != "call_function"):
+            out[node] = _clone(cut.graph, node, cut.joint)
+        taken.add(root)
+    return out
 
 
 def current_outputs(joint: Joint, cut: Cut, results: list[Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import torch_api
 from .errors import InputError, WeightsError
 from .guards import Fast
 from .manifest import EntrySpec
@@ -57,6 +58,10 @@ class Entry:
         """Finds the variant that serves these arguments; :class:`InputError` says why none does.
 
         ``asked``, where the entry is :attr:`specialised` and gradients are recorded: the parameters that require one."""
+        if torch_api.in_forward_mode():
+            admitted = self._admit_slowly(mode, args, kwargs, asked)
+            torch_api.refuse_duals(admitted.given)
+            return admitted
         for fast, variant, sizes, served in self._fast:
             tensors = _leaves(variant, args, kwargs) if variant.spec.mode == mode else None
             if tensors is not None and fast.check(*tensors) and fast.memory(tensors) and (not self.specialised or _asked(asked, tensors) == served):

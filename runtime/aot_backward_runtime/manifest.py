@@ -148,6 +148,7 @@ class VariantSpec:
     ``double``, of a module's: the gradients as a program of the inputs and, behind them, the incoming gradients, so that they can be differentiated
     again. There ``gives`` says what each output is the gradient of ("parameter:NAME", "input:I"), and ``random`` whether random numbers are
     drawn, which must be the forward's own.
+    ``set_apart``: submodules that are not in ``mode``, as a BatchNorm that stays in eval mode while the rest trains.
     ``unreached``, of one without a backward: what required a gradient when it was exported ("parameter:NAME", "input:I"), and no output depends on.
     """
 
@@ -174,6 +175,7 @@ class VariantSpec:
     gives: tuple[str, ...] = ()
     random: bool = False
     unreached: tuple[str, ...] = ()
+    set_apart: tuple[str, ...] = ()
 
     @property
     def orders(self) -> tuple[VariantSpec, ...]:

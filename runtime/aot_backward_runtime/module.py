@@ -12,7 +12,7 @@ from torch import nn
 
 from . import torch_api
 from .entry import Admitted, Entry
-from .errors import GradientError, WeightsError
+from .errors import GradientError, InputError, WeightsError
 from .manifest import StateSpec
 from .plan import Binding, Runnable, Variant
 from .tree import unflatten
@@ -42,12 +42,16 @@ class LoadedModule(nn.Module):
         self._aot_slots = [_slot(self, name) for name in entry.state.names]
         self._aot_index = {name: i for i, name in enumerate(entry.state.names)}
         entry.index_plans(self._aot_index)
+        modes = {v.spec.mode: frozenset(v.spec.set_apart) for v in entry.variants}
+        self._aot_apart = {mode: modes.get(mode, frozenset()) for mode in ("train", "eval")}
         self.train(entry.spec.training)
 
     @torch_api.opaque_to_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         entry = self._aot_entry
         current = self._aot_current()
+        if torch_api.in_forward_mode():
+            torch_api.refuse_duals(current)
         asked = None
         if entry.specialised and torch.is_grad_enabled():
             pairs = zip(entry.state.names, current, entry.state.owned, strict=True)
@@ -65,6 +69,20 @@ class LoadedModule(nn.Module):
             values = runnable.call(binding, admitted.flat, admitted.sizes)
             _note_writes(runnable, current)
         return self._aot_assemble(runnable, admitted, current, [values[i] for i in runnable.results])
+
+    def train(self, mode: bool = True) -> LoadedModule:
+        apart = self._aot_apart["train" if mode else "eval"]
+        for name, module in self.named_modules(remove_duplicate=False):
+            if name == "" or isinstance(module, _Part):
+                module.training = mode != (name in apart)
+            elif type(module) is not _Part:
+                module.train(mode)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(self.__dict__.get("_modules", {}).get(name), _Part) and not isinstance(value, _Part):
+            _refuse_change(name)
+        super().__setattr__(name, value)
 
     def _aot_current(self) -> list[torch.Tensor]:
         try:
@@ -97,6 +115,41 @@ class LoadedModule(nn.Module):
         entry = self._aot_entry
         modes = sorted({v.spec.mode for v in entry.variants})
         return f"entry={entry.name!r}, {len(entry.variants)} variant(s), modes={modes}"
+
+
+class _Part(nn.Module):
+    """A submodule of a loaded module: it holds names and tensors. What it did is compiled into the whole, so that a change to it is an error."""
+
+    def train(self, mode: bool = True) -> _Part:
+        if mode != self.training:
+            raise InputError(
+                f"a submodule of a loaded module cannot be put into {'train' if mode else 'eval'} mode alone: it is compiled into the whole. "
+                "Export the module with that submodule in that mode (which is kept), or call train() or eval() of the loaded module"
+            )
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError("a submodule of a loaded module cannot be called: export it as an entry of its own")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name != "training" and not isinstance(value, torch.Tensor) and name not in self._slots():
+            _refuse_change(name)
+        super().__setattr__(name, value)
+
+    def _slots(self) -> set[str]:
+        return {*self.__dict__.get("_parameters", ()), *self.__dict__.get("_buffers", ())}
+
+    def _hooked(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError(
+            "a hook on a submodule of a loaded module would never run: put it on the loaded module, or on the module before it is exported"
+        )
+
+    register_forward_hook = register_forward_pre_hook = register_full_backward_hook = register_full_backward_pre_hook = _hooked
+    register_backward_hook = _hooked
+
+
+def _refuse_change(name: str) -> None:
+    raise InputError(f"{name!r} of a loaded module cannot be changed: what it would do is compiled. Change it before the export")
 
 
 class _Run:
@@ -138,8 +191,10 @@ class _Native(torch.autograd.Function):
         ctx.save_for_backward(*kept, *(pick(*s) for s in runnable.watched), *read, *(sources if double is not None else ()))
         ctx.sources = len(sources)
         run.sources = sources
-        run.shared = bool(run.backward.consumes) and torch_api.saved_tensors_hooks(False) is not None
-        ctx.memory = [(i, t.data_ptr(), t.shape) for i, ((kind, _), t) in enumerate(zip(runnable.saved, kept, strict=True)) if kind == "input"]
+        hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies
+        run.shared = bool(run.backward.consumes) and hooked
+        inputs = [] if hooked else [i for i, (kind, _) in enumerate(runnable.saved) if kind == "input"]
+        ctx.memory = [(i, kept[i].data_ptr(), kept[i].shape) for i in inputs]
         ctx.run = run
         differentiable = run.admitted.variant.differentiable
         ctx.mark_non_differentiable(*(results[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
@@ -277,7 +332,7 @@ def _submodule(root: nn.Module, name: str) -> nn.Module:
     owner = root
     for part in name.split(".") if name else ():
         if part not in owner._modules:
-            owner.add_module(part, nn.Module())
+            owner.add_module(part, _Part())
         owner = owner._modules[part]  # type: ignore[assignment]
     return owner
 

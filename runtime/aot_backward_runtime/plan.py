@@ -113,7 +113,7 @@ class State:
             for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec)
                 if key not in tensors:
-                    tensors[key] = tensor
+                    tensors[key] = tensor.detach()  # what is there now, also if the parameter is given other memory (.data = …) later
                 elif tensors[key].data_ptr() != tensor.data_ptr():
                     tied = next(n for n, k, _ in self._weights if k == key)
                     raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")

@@ -6,7 +6,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -25,6 +25,9 @@ from torch._C._dynamo.eval_frame import (
     set_eval_frame,
 )
 from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
+
+from .errors import GradientError
 
 SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.11 on the GPU machine, 2.12 was read
 
@@ -56,6 +59,7 @@ __all__ = [
     "engine_run_backward",
     "execution_engine",
     "foreach_add_",
+    "in_forward_mode",
     "in_functorch",
     "is_batched",
     "is_cache_empty",
@@ -64,6 +68,7 @@ __all__ = [
     "make_subclass",
     "matmul_precision",
     "opaque_to_dynamo",
+    "refuse_duals",
     "runner",
     "saved_tensors_hooks",
     "set_autograd_compiler",
@@ -81,6 +86,20 @@ def set_execution_engine(engine: Any) -> None:
 def in_functorch() -> bool:
     """Whether a ``vmap`` or another transform of functorch is at work in this thread."""
     return _functorch.peek_interpreter_stack() is not None
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is at work: ``torch.autograd.forward_ad.dual_level``, ``torch.func.jvp``."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_duals(tensors: Iterable[Any]) -> None:
+    """:class:`GradientError` where a tensor carries a tangent, which native code would drop."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise GradientError(
+                "a tensor carries a tangent (forward-mode differentiation), and a package has backward gradients alone: use eager there"
+            )
 
 
 class ZerosEar:

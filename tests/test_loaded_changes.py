@@ -1,0 +1,134 @@
+"""A loaded module that is changed as one changes an eager one: it does the same, or says that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import aot_backward as ab
+from aot_backward_runtime import GradientError, InputError, load
+
+from . import exports
+from .oracle import assert_same, run
+
+
+class Net(nn.Module):
+    """BatchNorm stays in eval mode. The gradients of ``x``, ``shift`` and ``flat`` are one tensor in three shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.shift, self.flat = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.body(x), x.sum(0) + self.shift + self.flat.view(3, 4).sum(0) + 0 * x[0]
+
+
+class Shares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * (x + self.a + self.b.view(3, 4))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    made = Net()
+    made.body[1].eval()
+    return made
+
+
+@pytest.fixture(scope="module")
+def package() -> Path:
+    def make(path: Path) -> None:
+        entries = {"net": net(), "shares": Shares()}
+        x = torch.randn(3, 4, requires_grad=True)
+        ab.export(path, {n: ab.Module(m, [ab.Variant((x,))]) for n, m in entries.items()})
+
+    return exports.shared("changes", make)
+
+
+def test_a_submodule_that_was_in_the_other_mode(package: Path) -> None:
+    loaded = load(package).module("net")
+    for _ in range(2):
+        assert [m.training for m in loaded.modules()] == [m.training for m in net().modules()]
+        loaded.train()
+    loaded.get_submodule("body.1").eval()  # as it was exported
+    x = torch.randn(3, 4, requires_grad=True)
+    assert_same(run(loaded, (x,), 1), run(net(), (x,), 1))
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "mode": (lambda m: m.body.eval(), "cannot be put into eval mode alone"),
+    "number": (lambda m: setattr(m.get_submodule("body.2"), "p", 0.0), "'p' of a loaded module cannot be changed"),
+    "replaced": (lambda m: setattr(m, "body", nn.Identity()), "'body' of a loaded module cannot be changed"),
+    "replaced within": (lambda m: setattr(m.body, "1", nn.Identity()), "'1' of a loaded module cannot be changed"),
+    "hook": (lambda m: m.body.register_forward_hook(print), "a hook on a submodule of a loaded module would never run"),
+    "backward hook": (lambda m: m.body.register_full_backward_hook(print), "a hook on a submodule of a loaded module would never run"),
+    "called": (lambda m: m.body(torch.ones(3, 4)), "cannot be called: export it as an entry"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_would_do_nothing_is_an_error(case: str, package: Path) -> None:
+    change, message = CHANGES[case]
+    with pytest.raises(InputError, match=message):
+        change(load(package).module("net"))
+
+
+def test_what_does_something_does_it(package: Path) -> None:
+    loaded, eager = load(package).module("net"), net()
+    for module in (loaded, eager):
+        module.register_forward_hook(lambda m, args, out: (out[0], 3 * out[1]))
+        module.get_submodule("body.0").weight = nn.Parameter(torch.eye(4))
+        module.get_submodule("body.1").running_mean = torch.ones(4)
+        module.note = "mine"
+    x = torch.randn(3, 4, requires_grad=True)
+    assert_same(run(loaded, (x,), 1), run(eager, (x,), 1))
+    loaded.extra = nn.Linear(2, 2)  # no part of what was compiled
+    assert loaded.eval().extra.training is False and loaded.train().extra.training is True
+
+
+def test_gradients_share_no_memory(package: Path) -> None:
+    """Autograd adds the next gradient into the memory of the first."""
+    loaded, x = load(package).module("shares"), torch.zeros(3, 4, requires_grad=True)
+    for _ in range(3):
+        loaded(x).backward(torch.ones(3, 4))
+    assert all(torch.equal(t.grad, torch.full_like(t, 6.0)) for t in (x, *loaded.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward mode uses it
+def test_forward_mode_is_refused(package: Path) -> None:
+    loaded, x = load(package).module("shares"), torch.randn(3, 4)
+    with forward_ad.dual_level():
+        assert torch.equal(loaded(x), Shares()(x))
+        with pytest.raises(GradientError, match="carries a tangent"):
+            loaded(forward_ad.make_dual(x, x))
+
+
+def test_other_memory_for_a_while(package: Path) -> None:
+    """``.data = …`` between a forward and its backward, and back again: every later call uses what is there."""
+    loaded, x = load(package).module("net"), torch.randn(3, 4, requires_grad=True)
+    weight = loaded.get_submodule("body.0").weight
+    expected = {n: t if t is None else t.detach().clone() for n, t in run(loaded, (x,), 1).items()}
+    loss, before = loaded(x)[0].sum(), weight.data
+    weight.data = torch.zeros(4, 4)
+    loaded(x)[0].sum().backward()
+    loss.backward()
+    weight.data = before
+    assert_same(run(loaded, (x,), 1), expected)
+
+
+def test_hooks_that_keep_copies(package: Path) -> None:
+    loaded, x = load(package).module("net"), torch.randn(3, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        actual = run(loaded, (x,), 1)
+    assert_same(actual, run(net(), (x,), 1))
