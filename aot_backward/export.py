@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ def export(path: str | os.PathLike[str], entries: Entries, *, target: str = "cpu
     the package is loaded. Nothing is written where a gradient is wrong or cannot be had: :class:`ExportError` says which and why.
     The modules are left as they were: parameters, buffers, ``.grad``, modes and the random state.
     """
+    if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
+        raise ExportError(f"path is {path!r}; expected the name of the file to write, such as 'model.pt2'")
     path = Path(path)
     if not entries:
         raise ExportError("nothing to export: entries is empty")
+    _check_entries(entries)
     if target.partition(":")[0] not in ("cpu", "cuda"):
         raise ExportError(f"unknown target {target!r}; known: cpu, cuda")
     check_destination(path)
@@ -114,6 +117,18 @@ def export_step(
         skip_nonfinite=skip_nonfinite,
     )
     return export(path, {"step": step}, target=target, progress=progress)
+
+
+def _check_entries(entries: Any) -> None:
+    if not isinstance(entries, Mapping):
+        raise ExportError(f"entries is a {type(entries).__name__}; expected a dict, {{'module': Module(net, [Variant((x,))])}}")
+    for name, entry in entries.items():
+        if not isinstance(name, str):
+            raise ExportError(f"an entry is named {name!r}; expected a string")
+        if not isinstance(entry, Module | Grad | Step):
+            raise ExportError(f"entry {name!r} is a {type(entry).__name__}; expected a Module, a Grad or a Step")
+        if not isinstance(entry.variants, Sequence) or not all(isinstance(v, Variant) for v in entry.variants):
+            raise ExportError(f"entry {name!r}: variants is {entry.variants!r:.80}; expected a list, [Variant((x,))]")
 
 
 @contextlib.contextmanager

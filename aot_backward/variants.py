@@ -24,18 +24,29 @@ def prepared(variant: Variant, signature: Callable[..., Any]) -> tuple[tuple[Any
     """The example inputs as leaves of their own."""
     if not isinstance(variant.args, tuple):
         raise ExportError(f"args is a {type(variant.args).__name__}; expected a tuple of the positional arguments, args=(x,)")
+    if variant.kwargs is not None and not isinstance(variant.kwargs, Mapping):
+        raise ExportError(f"kwargs is a {type(variant.kwargs).__name__}; expected a dict of the arguments by name")
     kwargs = dict(variant.kwargs or {})
     try:
         inspect.signature(signature).bind(*variant.args, **kwargs)
     except TypeError as error:
         raise ExportError(f"the example arguments do not fit {inspect.signature(signature)}: {error}") from error
-    return pytree.tree_map(lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v, (variant.args, kwargs))
+    return pytree.tree_map(lambda v: _leaf(v) if isinstance(v, torch.Tensor) else v, (variant.args, kwargs))
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if plain.layout is torch.strided and any(s == 0 and n > 1 for n, s in zip(plain.shape, plain.stride(), strict=True)):
+        plain = plain.contiguous()  # expanded: one number in many places is no memory to be written to
+    return plain.requires_grad_(tensor.requires_grad)
 
 
 def differentiated(
     option: str, asked: str | Sequence[str], program: nn.Module, signature: Callable[..., Any], args: Any, kwargs: Any
 ) -> list[tuple[str, str]]:
     """What ``option`` names, as ("parameter", name) and ("input", name), in the order asked for."""
+    if not isinstance(asked, str | Sequence) or not all(isinstance(n, str) for n in asked):
+        raise ExportError(f"{option} is {asked!r}; expected names of inputs and parameters, {option}=['x', 'weight']")
     inputs, _ = trees.input_names(signature, args, kwargs)
     flat = dict(zip(inputs, pytree.tree_leaves((args, kwargs)), strict=True))
     floating = [n for n, v in flat.items() if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]

@@ -194,6 +194,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "the program fails": (lambda: nn.Linear(4, 3), {}, r"the program could not be traced: RuntimeError: .*\[3, 3\] X \[4, 3\]"),
     "unknown output type": (Odd, {}, r"Odd"),
     "unknown name": (lambda: nn.Linear(3, 3), {"requires_grad": ["y"]}, r"requires_grad names 'y', which is no input \['input'\] and no parameter"),
+    "kwargs is no dict": (lambda: nn.Linear(3, 3), {"kwargs": [1]}, r"kwargs is a list; expected a dict"),
+    "names are none": (lambda: nn.Linear(3, 3), {"requires_grad": [3]}, r"requires_grad is \[3\]; expected names"),
+    "an open range": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"input": {0: Dim.AUTO}}}, r"has DimHint.*a name and a range"),
+    "another argument's sizes": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"y": {0: Dim("n")}}}, r"dynamic_shapes does not fit the example"),
     "integer gradient": (
         nn.Identity,
         {"args": (torch.arange(3),), "requires_grad": ["input"]},
@@ -220,6 +224,19 @@ def test_destinations_and_names_are_checked_before_the_work(tmp_path: Path) -> N
     for entries, message in (({}, "entries is empty"), ({"a b": ab.Module(nn.Linear(3, 3), [variant])}, "use a Python identifier")):
         with pytest.raises(ExportError, match=message):
             ab.export(tmp_path / "x.pt2", entries)
+    nonsense: list[tuple[Any, str]] = [
+        ({3: None}, "an entry is named 3"),
+        ([1], "entries is a list"),
+        ({"a": nn.Linear(3, 3)}, "entry 'a' is a Linear; expected a Module"),
+        ({"a": ab.Module(nn.Linear(3, 3), [(X,)])}, "entry 'a': variants is"),  # type: ignore[list-item]
+        ({"a": ab.Module(nn.Linear(3, 3), variant)}, "entry 'a': variants is"),  # type: ignore[arg-type]
+    ]
+    for entries, message in nonsense:
+        with pytest.raises(ExportError, match=message):
+            ab.export(tmp_path / "x.pt2", entries)
+    for path in (None, 3, "a\0"):
+        with pytest.raises(ExportError, match=r"path is .*; expected the name of the file"):
+            ab.export(path, {"net": ab.Module(nn.Linear(3, 3), [variant])})  # type: ignore[arg-type]
     with pytest.raises(ExportError, match=r"unknown target 'tpu'; known: cpu, cuda"):
         ab.export(tmp_path / "x.pt2", {"net": ab.Module(nn.Linear(3, 3), [variant])}, target="tpu")
 

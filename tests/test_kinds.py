@@ -368,6 +368,7 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "straight": lambda: Kind(lambda self, x: Straight.apply(x, self.w)),
         "operator": lambda: Kind(lambda self, x: own_operator(x @ self.w, 1.5)),
         "in_place": lambda: Kind(written_in_place),
+        "rounded": lambda: Kind(lambda self, x: [(x * self.b).to(torch.bfloat16).float() * self.w[0], x * (x * self.b).half().float()]),
         "views": lambda: Kind(lambda self, x: [(x @ self.w).t(), x[1:], (x * self.b)[:, 1]]),
         "recomputed": lambda: recomputed(use_reentrant=False),
         "recomputed_by_reentry": lambda: recomputed(use_reentrant=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch.autograd import forward_ad
 
 import aot_backward as ab
 from aot_backward_runtime import GradientError, InputError, load
+from aot_backward_runtime.manifest import Tree
+from aot_backward_runtime.tree import flatten
 
 from . import exports
 from .oracle import assert_same, run
@@ -28,6 +31,18 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.body(x), x.sum(0) + self.shift + self.flat.view(3, 4).sum(0) + 0 * x[0]
+
+
+class Two(nn.Module):
+    """Heads that not everything reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.near, self.far = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.body(x) / torch.tensor(scale)
+        return self.near(h), self.far(h.detach())
 
 
 class Shares(nn.Module):
@@ -49,9 +64,9 @@ def net() -> Net:
 @pytest.fixture(scope="module")
 def package() -> Path:
     def make(path: Path) -> None:
-        entries = {"net": net(), "shares": Shares()}
-        x = torch.randn(3, 4, requires_grad=True)
-        ab.export(path, {n: ab.Module(m, [ab.Variant((x,))]) for n, m in entries.items()})
+        x = torch.randn(1, 4).expand(3, 4).requires_grad_()
+        entries = {"net": (net(), (x,)), "shares": (Shares(), (x,)), "two": (Two(), (x, 1.0))}
+        ab.export(path, {n: ab.Module(m, [ab.Variant(args)]) for n, (m, args) in entries.items()})
 
     return exports.shared("changes", make)
 
@@ -132,3 +147,43 @@ def test_hooks_that_keep_copies(package: Path) -> None:
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
         actual = run(loaded, (x,), 1)
     assert_same(actual, run(net(), (x,), 1))
+
+
+@pytest.mark.parametrize("frozen", [("body",), ("body", "far"), ("body", "near"), ("near", "far")])
+def test_outputs_require_gradients_as_in_eager(frozen: tuple[str, ...], package: Path) -> None:
+    loaded, eager, x = load(package).module("two"), Two(), torch.randn(3, 4)
+    loaded.load_state_dict(eager.state_dict())
+    for module in (loaded, eager):
+        for name in frozen:
+            module.get_submodule(name).requires_grad_(False)
+    assert [o.requires_grad for o in loaded(x, 1.0)] == [o.requires_grad for o in eager(x, 1.0)]
+    assert_same(run(loaded, (x, 1.0), 1), run(eager, (x, 1.0), 1))
+
+
+@pytest.mark.parametrize(("value", "other"), [(0.0, -0.0), (complex(0, 0), complex(0, -0.0)), (1, True), (1, 1.0)])
+def test_the_other_zero_is_another_number(value: Any, other: Any) -> None:
+    tree = Tree("constant", value=value)
+    flatten(tree, value, [], "scale")
+    with pytest.raises(InputError, match=r"scale is .* export a variant for it"):
+        flatten(tree, other, [], "scale")
+
+
+def test_a_copy_keeps_what_was_added(package: Path) -> None:
+    loaded = load(package).module("two")
+    loaded.extra, loaded.note = nn.Linear(2, 2), ["mine"]
+    loaded.register_forward_hook(lambda m, args, out: (3 * out[0], out[1]))
+    loaded.near.weight.requires_grad_(False)
+    copied, x = copy.deepcopy(loaded), torch.randn(3, 4)
+    assert torch.equal(copied(x, 1.0)[0], loaded(x, 1.0)[0]) and not copied.near.weight.requires_grad
+    assert copied.note == ["mine"] and copied.note is not loaded.note
+    assert torch.equal(copied.extra.weight, loaded.extra.weight) and copied.extra is not loaded.extra
+
+
+def test_what_cannot_take_part_says_so_and_does_no_harm(package: Path) -> None:
+    loaded, x = load(package).module("shares"), torch.randn(3, 4)
+    expected = loaded(x)
+    with pytest.raises(InputError, match=r"torch\.func transform"):
+        torch.func.grad(lambda a: torch.func.functional_call(loaded, {"a": a}, (x,)).sum())(torch.zeros(3, 4))
+    with pytest.raises(InputError, match="FakeTensor"):
+        torch.export.export(loaded, (x,))
+    assert torch.equal(loaded(x), expected)

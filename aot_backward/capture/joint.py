@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
@@ -570,5 +571,17 @@ def _labels(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> di
         return {}
     combined = torch_api._combine_args(owner, args, kwargs)
     where = {id(v): i for i, v in enumerate(trees.tensors(pytree.tree_leaves((args, kwargs))))}
-    constraints = torch_api._process_dynamic_shapes(combined, dynamic_shapes)
+    leaves = pytree.tree_leaves(dynamic_shapes, is_leaf=lambda v: isinstance(v, Dim))
+    if hint := next((v for v in leaves if v is not None and not isinstance(v, (int, Dim))), None):
+        raise ExportError(
+            f"dynamic_shapes has {hint!r}; give each size that may change a name and a range: {{'x': {{0: Dim('batch', min=1, max=64)}}}}"
+        )
+    try:
+        constraints = torch_api._process_dynamic_shapes(combined, dynamic_shapes)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ExportError(
+            f"dynamic_shapes does not fit the example: {first}; give them by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, None for one "
+            "whose sizes are fixed"
+        ) from error
     return {(where[c.t_id], c.dim): c.name for c in constraints if c.t_id in where and c.name is not None and c.name.isidentifier()}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import aot_backward_runtime
-from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.errors import AotBackwardError, ExportError
 
 from .. import torch_api, undisturbed
 
@@ -78,6 +78,14 @@ def added(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         if not where:
             raise
         raise ExportError.of(error.operator, f"{error}; it is called {where}") from error
+    except AotBackwardError:
+        raise
+    except Exception as error:  # of torch's partitioner or compiler, and of ours
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise ExportError(
+            f"the program was traced, and no package could be made of it: {type(error).__name__}: {first}. This is a fault of aot-backward or of "
+            "PyTorch: please report it, with the program; a static size, or another form of what the message names, may help"
+        ) from error
 
 
 def _worded(stack: Iterable[tuple[FrameType, int]], program: nn.Module | None = None) -> str:

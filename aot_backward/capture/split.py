@@ -193,7 +193,8 @@ class Cut:
         count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
         specs = tuple(joint.sizes.spec(n, node.meta["val"], False) for n, node in zip(self.names, self.results, strict=True))
         if self.results:
-            pieces.graphs.append(Graph(self.name, graph, tuple(inputs), specs, constants, count, donated=tuple(i for i, _ in donated)))
+            made = Graph(self.name, graph, tuple(inputs), specs, constants, count, _rounds(graph), donated=tuple(i for i, _ in donated))
+            pieces.graphs.append(made)
         call = Call(self.name, tuple(operands)) if self.results else None
         consumes = tuple(i for _, i in donated)
         return Plan(call, outputs, saved, watched, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), gradients, consumes)
@@ -373,6 +374,17 @@ def _is_fresh(node: Node) -> bool:
 
 
 _MAYBE_VIEWS = {aten.reshape.default, aten.contiguous.default, aten._to_copy.default, aten.to.dtype}
+
+
+def _rounds(graph: GraphModule) -> bool:
+    """Whether a value is cast to 16 bits and back, which is how a program rounds; the compiler would leave both casts out."""
+
+    def bits(node: Node) -> int:
+        casts = node.target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+        dtype = node.meta["val"].dtype if casts else None
+        return torch.finfo(dtype).bits if dtype is not None and dtype.is_floating_point else 0
+
+    return any(bits(n) == 16 and any(bits(u) > 16 for u in n.users) for n in graph.graph.nodes)
 
 
 def _overlaps(node: Node) -> bool:

@@ -141,7 +141,7 @@ def split_step(joint: Joint, name: str, weights: Weights, shared: Shared) -> tup
         nodes = _by_name(graph)
         _put_accumulation(graph, joint, shared, {p: nodes[gradients[p].name] for p in trained})
         pieces.accumulate = _finish(pieces, joint, graph, f"{name}.accumulate", weights, [])
-    pieces.graphs = [dataclasses.replace(g, round_as_eager=update.coarse) for g in pieces.graphs]
+    pieces.graphs = [dataclasses.replace(g, round_as_eager=update.coarse or g.round_as_eager) for g in pieces.graphs]
     return pieces, update
 
 
@@ -165,7 +165,7 @@ def update_alone(joint: Joint, name: str, weights: Weights, shared: Shared, upda
     for node in split.results_of(cut.graph):
         cut.result(node)
     plan = cut.plan(pieces)
-    return dataclasses.replace(pieces.graphs[0], round_as_eager=update.coarse), plan
+    return dataclasses.replace(pieces.graphs[0], round_as_eager=update.coarse or pieces.graphs[0].round_as_eager), plan
 
 
 def _finish(pieces: Pieces, joint: Joint, graph: GraphModule, name: str, weights: Weights, extra: list[Node]) -> Plan:

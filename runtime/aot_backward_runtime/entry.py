@@ -70,6 +70,10 @@ class Entry:
         return self._admit_slowly(mode, args, kwargs, asked)
 
     def _admit_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> Admitted:
+        if torch_api.in_functorch():
+            raise InputError(
+                "called inside a torch.func transform (vmap, grad, jvp), which native code cannot take part in; export the transformed function"
+            )
         candidates = [v for v in self.variants if v.spec.mode == mode]
         if not candidates:
             modes = sorted({v.spec.mode for v in self.variants})

@@ -39,7 +39,7 @@ class LoadedModule(nn.Module):
         for spec in entry.spec.state:
             _place(self, spec, made, tensors)
         self._aot_entry = entry
-        self._aot_slots = [_slot(self, name) for name in entry.state.names]
+        self._aot_slots = _Slots([_slot(self, name) for name in entry.state.names])
         self._aot_index = {name: i for i, name in enumerate(entry.state.names)}
         entry.index_plans(self._aot_index)
         modes = {v.spec.mode: frozenset(v.spec.set_apart) for v in entry.variants}
@@ -86,7 +86,7 @@ class LoadedModule(nn.Module):
 
     def _aot_current(self) -> list[torch.Tensor]:
         try:
-            return [owner[name] for owner, name in self._aot_slots]
+            return [owner[name] for owner, name in self._aot_slots.pairs]
         except KeyError as error:
             raise WeightsError(f"the parameter or buffer {error.args[0]!r} was deleted from the loaded module; load the package again") from error
 
@@ -105,16 +105,32 @@ class LoadedModule(nn.Module):
         tensors = {s.weight: t.detach().clone() for s, t in zip(entry.spec.state, self._aot_current(), strict=True)}
         out = LoadedModule(copy.deepcopy(entry, memo), tensors)
         out.train(self.training)
-        for mine, theirs in zip(self.parameters(), out.parameters(), strict=True):
-            theirs.requires_grad_(mine.requires_grad)
-            theirs.grad = None if mine.grad is None else mine.grad.clone()
+        for mine, theirs in zip(self._aot_current(), out._aot_current(), strict=True):
+            if isinstance(mine, nn.Parameter):
+                theirs.requires_grad_(mine.requires_grad)
+                theirs.grad = None if mine.grad is None else mine.grad.clone()
         memo[id(self)] = out
+        for name, value in self.__dict__.items():  # what is the person's own: attributes and hooks
+            if name not in out.__dict__ or name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+                out.__dict__[name] = copy.deepcopy(value, memo)
+        for name, module in self._modules.items():
+            if name not in out._modules:
+                out.add_module(name, copy.deepcopy(module, memo))
         return out
 
     def extra_repr(self) -> str:
         entry = self._aot_entry
         modes = sorted({v.spec.mode for v in entry.variants})
         return f"entry={entry.name!r}, {len(entry.variants)} variant(s), modes={modes}"
+
+
+class _Slots:
+    """Where the state is looked up. A type of its own, so that tools that walk through a module's lists and dicts leave it alone."""
+
+    __slots__ = ("pairs",)
+
+    def __init__(self, pairs: Sequence[tuple[dict[str, Any], str]]):
+        self.pairs = pairs
 
 
 class _Part(nn.Module):
@@ -196,7 +212,7 @@ class _Native(torch.autograd.Function):
         inputs = [] if hooked else [i for i, (kind, _) in enumerate(runnable.saved) if kind == "input"]
         ctx.memory = [(i, kept[i].data_ptr(), kept[i].shape) for i in inputs]
         ctx.run = run
-        differentiable = run.admitted.variant.differentiable
+        differentiable = run.admitted.variant.reaching(run.targets)
         ctx.mark_non_differentiable(*(results[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
         return tuple(results[i] for i in runnable.results)
 

@@ -106,7 +106,12 @@ class State:
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
         """``current``: the tensors of :attr:`names` now. New ones are checked first; where they do not fit, the old binding stays."""
-        addresses = tuple(map(torch.Tensor.data_ptr, current))
+        try:
+            addresses = tuple(map(torch.Tensor.data_ptr, current))
+        except RuntimeError:
+            for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
+                check_weight(name, tensor, spec)
+            raise
         if addresses != self.binding[1] or self._same is None or not self._looks_the_same(current):
             self._same = None
             tensors = dict(self._fixed)
@@ -160,6 +165,7 @@ class Variant:
         self.gradient_targets = frozenset(g.of for g in backward.gradients) if backward else frozenset()
         self.covered = self.gradient_targets.union(spec.unreached)
         self.differentiable = frozenset(spec.differentiable)
+        self._reaching: dict[tuple[str, ...], frozenset[int]] = {}
         forward = self.plans.get("forward")
         outputs = [n for n, (kind, _) in enumerate(forward.outputs) if kind == "result"] if forward else []
         self.incoming = [outputs.index(i) for i in spec.differentiable if i in outputs]  # places among autograd's incoming gradients
@@ -168,6 +174,18 @@ class Variant:
         plain = [c.index for c in positional.children if c.kind == "tensor"]
         self.flat_arguments = not keywords.children and plain == list(range(len(positional.children)))
         self._names = [*spec.argument_names, *(f"args[{i}]" for i in range(len(spec.argument_names), len(positional.children)))]
+
+    def reaching(self, targets: Sequence[str]) -> frozenset[int]:
+        """The outputs that one of the targets reaches: the others require no gradient."""
+        if len(targets) == len(self.gradient_targets):
+            return self.differentiable
+        found = self._reaching.get(tuple(targets))
+        if found is None:
+            assert self.spec.backward is not None
+            asked = frozenset(targets)
+            numbers = {n for g in self.spec.backward.gradients if g.of in asked for n in g.cotangents}
+            found = self._reaching[tuple(targets)] = frozenset(self.spec.differentiable[n] for n in numbers)
+        return found
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The flat tensors of a call; :class:`InputError` names the argument that has another structure."""

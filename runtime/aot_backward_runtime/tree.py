@@ -43,7 +43,8 @@ def flatten(tree: Tree, value: Any, out: list[torch.Tensor], where: str) -> None
             raise InputError(f"{where} is {_short(value)}; expected a tensor")
         out.append(value)
     elif kind == "constant":
-        if type(value) is not type(tree.value) or value != tree.value:
+        # repr: 0.0 is not -0.0, and NaN is NaN
+        if type(value) is not type(tree.value) or (repr(value) != repr(tree.value) if isinstance(value, (float, complex)) else value != tree.value):
             raise InputError(f"{where} is {_short(value)}; the package was exported with {tree.value!r} there: export a variant for it")
     elif kind in ("tuple", "list"):
         if not isinstance(value, (tuple, list)) or len(value) != len(tree.children):
