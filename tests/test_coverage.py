@@ -23,7 +23,7 @@ SAMPLE = {
         *("tril", "diag_embed", "unfold", "nn.functional.pad.reflect", "nn.functional.interpolate.bilinear", "nn.functional.grid_sample"),
         *("nn.functional.conv2d", "nn.functional.conv_transpose2d", "nn.functional.max_pool2d", "nn.functional.avg_pool1d"),
         *("nn.functional.layer_norm", "nn.functional.batch_norm", "softmax", "nn.functional.gelu", "nn.functional.elu"),
-        *("nn.functional.cross_entropy", "nn.functional.ctc_loss", "nn.functional.embedding", "nn.functional.dropout"),
+        *("nn.functional.cross_entropy", "nn.functional.nll_loss", "nn.functional.embedding", "nn.functional.dropout"),
         *("nn.functional.scaled_dot_product_attention",),
     ),
     "module_db": ("nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.GroupNorm", "nn.LSTM", "nn.GRUCell", "nn.MultiheadAttention", "nn.Bilinear"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import aot_backward as ab
 from aot_backward_runtime import GradientError, InputError, load
@@ -31,6 +32,16 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.body(x), x.sum(0) + self.shift + self.flat.view(3, 4).sum(0) + 0 * x[0]
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return 2 * x + self.seen
 
 
 class Two(nn.Module):
@@ -65,7 +76,7 @@ def net() -> Net:
 def package() -> Path:
     def make(path: Path) -> None:
         x = torch.randn(1, 4).expand(3, 4).requires_grad_()
-        entries = {"net": (net(), (x,)), "shares": (Shares(), (x,)), "two": (Two(), (x, 1.0))}
+        entries = {"net": (net(), (x,)), "shares": (Shares(), (x,)), "two": (Two(), (x, 1.0)), "counts": (Counts(), (x,))}
         ab.export(path, {n: ab.Module(m, [ab.Variant(args)]) for n, (m, args) in entries.items()})
 
     return exports.shared("changes", make)
@@ -186,4 +197,14 @@ def test_what_cannot_take_part_says_so_and_does_no_harm(package: Path) -> None:
         torch.func.grad(lambda a: torch.func.functional_call(loaded, {"a": a}, (x,)).sum())(torch.zeros(3, 4))
     with pytest.raises(InputError, match="FakeTensor"):
         torch.export.export(loaded, (x,))
+    with pytest.raises(InputError, match="while a trace runs"):
+        make_fx(loaded)(x)
     assert torch.equal(loaded(x), expected)
+
+
+def test_a_buffer_that_is_written_is_no_input(package: Path) -> None:
+    loaded, eager = load(package).module("counts"), Counts()
+    with pytest.raises(InputError, match="an input is a buffer of the module, which the call updates"):
+        loaded(loaded.seen)
+    for _ in range(2):
+        assert torch.equal(loaded(loaded.seen.clone()), eager(eager.seen.clone()))

@@ -58,16 +58,21 @@ class Entry:
         """Finds the variant that serves these arguments; :class:`InputError` says why none does.
 
         ``asked``, where the entry is :attr:`specialised` and gradients are recorded: the parameters that require one."""
-        if torch_api.in_forward_mode():
-            admitted = self._admit_slowly(mode, args, kwargs, asked)
-            torch_api.refuse_duals(admitted.given)
-            return admitted
+        if torch_api.in_forward_mode() or torch_api.in_a_mode():
+            return self._admit_watched(mode, args, kwargs, asked)
         for fast, variant, sizes, served in self._fast:
             tensors = _leaves(variant, args, kwargs) if variant.spec.mode == mode else None
             if tensors is not None and fast.check(*tensors) and fast.memory(tensors) and (not self.specialised or _asked(asked, tensors) == served):
                 variant.check_ambient()
                 return Admitted(variant, tensors, tensors, sizes)
         return self._admit_slowly(mode, args, kwargs, asked)
+
+    def _admit_watched(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> Admitted:
+        if torch_api.is_traced():
+            raise InputError("called while a trace runs (make_fx, torch.export), which would keep the results and not the call; trace around it")
+        admitted = self._admit_slowly(mode, args, kwargs, asked)
+        torch_api.refuse_duals(admitted.given)
+        return admitted
 
     def _admit_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> Admitted:
         if torch_api.in_functorch():

@@ -59,12 +59,14 @@ class LoadedModule(nn.Module):
         admitted = entry.admit("train" if self.training else "eval", args, kwargs, asked)
         variant = admitted.variant
         binding = entry.state.refresh(current)
+        runnable = variant.plans.get("inference") or variant.plans["forward"]
+        if runnable.writes:
+            runnable.refuse_its_own(binding, admitted.flat, current)
         if torch.is_grad_enabled():
             targets, sources = _wanted(entry, variant, current, admitted)
             if targets:
                 run = _Run(admitted, variant.plans["forward"], binding, current, targets)
                 return self._aot_assemble(run.runnable, admitted, current, _Native.apply(run, *sources))
-        runnable = variant.plans.get("inference") or variant.plans["forward"]
         with torch.no_grad():
             values = runnable.call(binding, admitted.flat, admitted.sizes)
             _note_writes(runnable, current)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import torch_api
-from .errors import IncompatibleError, WeightsError
+from .errors import IncompatibleError, InputError, WeightsError
 from .expressions import evaluate
 from .guards import Contract, Fast, check_ambient, dtype_of
 from .manifest import EntrySpec, LibrarySpec, Plan, VariantSpec, WeightSpec
@@ -245,6 +245,16 @@ class Runnable:
         self.watched: list[tuple[str, Any]] = []
         self.reads: list[int] = []
         self.writes: list[int] = []
+        self._written: tuple[Any, frozenset[int]] = (None, frozenset())
+
+    def refuse_its_own(self, binding: Binding, inputs: Iterable[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
+        """:class:`InputError` where an input is a buffer that the call writes: compiled code counts on their being apart."""
+        if self._written[0] is not binding[1]:
+            self._written = (binding[1], frozenset(current[i].data_ptr() for i in self.writes if current[i].numel()))
+        written = self._written[1]
+        for tensor in inputs:
+            if tensor.data_ptr() in written and tensor.numel():
+                raise InputError("an input is a buffer of the module, which the call updates in place: pass a copy (x.clone())")
 
     def reached(self, given: Sequence[torch.Tensor | None]) -> dict[str, int]:
         """:attr:`gradients` without those that no defined incoming gradient reaches: they are None in eager."""

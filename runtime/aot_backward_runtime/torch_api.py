@@ -44,6 +44,7 @@ engine_run_backward = torch.autograd.graph._engine_run_backward
 execution_engine = torch.autograd.Variable._execution_engine
 keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # of the backward that runs now; True outside of any
 saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
+in_a_mode = _C._len_torch_dispatch_stack  # how many dispatch modes are at work in this thread
 push_dispatch_mode = _C._push_on_torch_dispatch_stack
 pop_dispatch_mode = _C._pop_torch_dispatch_stack
 
@@ -59,11 +60,13 @@ __all__ = [
     "engine_run_backward",
     "execution_engine",
     "foreach_add_",
+    "in_a_mode",
     "in_forward_mode",
     "in_functorch",
     "is_batched",
     "is_cache_empty",
     "is_functorch_wrapped",
+    "is_traced",
     "keeps_graph",
     "make_subclass",
     "matmul_precision",
@@ -91,6 +94,11 @@ def in_functorch() -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is at work: ``torch.autograd.forward_ad.dual_level``, ``torch.func.jvp``."""
     return forward_ad._current_level >= 0
+
+
+def is_traced() -> bool:
+    """Whether ``make_fx`` or ``torch.export`` records what operators are called."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
 
 
 def refuse_duals(tensors: Iterable[Any]) -> None:

@@ -26,6 +26,7 @@ from ..zoo import Case
 from . import models
 
 RELATIVE = 1e-4
+_PEERS = 1e-3  # a single loss of small gradients: float32 alone is good for 2e-4 of them
 PEERS = ("torch.export joint", "torch.compile aot_compile")
 
 
@@ -104,7 +105,7 @@ def _eager(case: Case, args: Any) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def _compared(actual: dict[str, Any], expected: dict[str, Any], relative: float = RELATIVE) -> None:
+def _compared(actual: dict[str, Any], expected: dict[str, Any], relative: float = _PEERS) -> None:
     for name, e in expected.items():
         a = actual.get(name)
         if (a is None) != (e is None):
@@ -131,10 +132,10 @@ def exported_jointly(name: str, case: Case, dynamic: bool) -> None:
         flat = joint._graph_module_flat_inputs(args, {})
         results = torch.fx.Interpreter(joint.graph_module).run(*flat)
         actual = {s.target or "loss": r for s, r in zip(joint.graph_signature.output_specs, results, strict=True) if "BUFFER" not in s.kind.name}
-        for name, parameter in program.named_parameters():  # a tied one's parts are for the caller to add up
-            tied = [n for n, p in program.named_parameters(remove_duplicate=False) if p is parameter and n != name and n in actual]
-            actual |= {name: sum((actual[n] for n in tied), start=actual[name])} if tied and name in actual else {}
-        _compared(actual, expected, case.relative or RELATIVE)
+        for first, parameter in program.named_parameters():  # a tied one's parts are for the caller to add up
+            tied = [n for n, p in program.named_parameters(remove_duplicate=False) if p is parameter and n != first and n in actual]
+            actual |= {first: sum((actual[n] for n in tied), start=actual[first])} if tied and first in actual else {}
+        _compared(actual, expected, case.relative or _PEERS)
 
 
 def compiled_ahead(name: str, case: Case, dynamic: bool) -> None:
@@ -153,7 +154,7 @@ def compiled_ahead(name: str, case: Case, dynamic: bool) -> None:
         torch.manual_seed(3)
         loss = compiled(program, *clones(args))
         loss.backward()
-        _compared(_parameters(program) | {"loss": loss}, expected, case.relative or RELATIVE)
+        _compared(_parameters(program) | {"loss": loss}, expected, case.relative or _PEERS)
 
 
 WAYS: dict[str, Callable[[str, Case, bool], None]] = {"ours": ours, PEERS[0]: exported_jointly, PEERS[1]: compiled_ahead}
