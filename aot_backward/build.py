@@ -112,6 +112,12 @@ class Build:
                 variants.append(dataclasses.replace(variant_spec(mode, joint, pieces), double=double, unreached=unreached, set_apart=apart))
                 examples.append(selfcheck.Example(args, kwargs, mode, None if is_module else asked))
             self.say(f"capture {name}", i + 1, len(entry.variants))
+
+        def check(package: Any, i: int, stored: Any) -> Verdict:
+            example = examples[i]
+            with place.added(program, example.args, example.kwargs):
+                return selfcheck.check(package, name, i, program, example, stored)
+
         persistent = set(program.state_dict(keep_vars=True))
         names = [t[1] if t[0] == "parameter" else variants[0].inputs[t[1]].name for t in asked]
         self.entries[name] = EntrySpec(
@@ -125,7 +131,7 @@ class Build:
             single=not is_module and isinstance(entry.wrt, str) and len(names) == 1,  # type: ignore[union-attr]
             has_aux=not is_module and entry.has_aux,  # type: ignore[union-attr]
         )
-        self._checks[name] = lambda package, i, stored: selfcheck.check(package, name, i, program, examples[i], stored)
+        self._checks[name] = check
 
     def _further(
         self, order: int, program: nn.Module, arguments: Any, joint: joints.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]

@@ -99,8 +99,11 @@ def check(package: Package, entry: str, number: int, program: nn.Module, example
         try:
             actual = artifact(package, entry, spec, example.mode, args, kwargs, cotangents)
         except RuntimeError as error:
-            raise ExportError(
-                f"{entry} variant {number}{' at ' + at if at else ''}: the compiled code fails where eager does not: {error}"
+            called, first = _called(package, spec), str(error).partition("\n")[0]
+            raise ExportError.of(
+                called[0] if len(called) == 1 else "",
+                f"{entry} variant {number}{' at ' + at if at else ''}: the compiled code fails where eager does not: {first}"
+                + (f". It calls {', '.join(called)} as they are: leave them to eager" if called else ""),
             ) from error
         differences = compare(actual, expected, truth, moved)
         _same_form(entry, actual, expected)
@@ -117,6 +120,12 @@ def check(package: Package, entry: str, number: int, program: nn.Module, example
             _store(stored, f"{entry}/{number}", args, kwargs, cotangents, expected, allowed)
         sizes.append(at)
     return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(s for s in sizes if s))
+
+
+def _called(package: Package, spec: VariantSpec) -> list[str]:
+    """The operators that are not compiled, but called."""
+    calls = [plan.call for plan in (spec.forward, spec.backward, spec.inference, spec.gradient) if plan is not None and plan.call is not None]
+    return sorted({o for call in calls for o in package.manifest.libraries[call.library].operators})
 
 
 def _numbers(program: nn.Module) -> dict[str, Any]:

@@ -525,6 +525,16 @@ def _refuse_nodes(graph: torch.fx.GraphModule, wrapper: Wrapper) -> None:
             )
         if any(isinstance(a, torch.Generator) for a in [*node.args, *node.kwargs.values()]):
             raise ExportError.of(node.target, f"{node.target} is given a generator of its own, which a package cannot hold: leave out generator=")
+        schema: Any = getattr(node.target, "_schema", None)
+        own = schema is not None and node.target.namespace not in ("aten", "prims", "prim")
+        if own and any(str(r.type) in ("int", "SymInt", "float", "bool") for r in schema.returns):
+            raise ExportError.of(
+                node.target, f"{node.target} returns a number, and compiled code takes tensors alone from an operator: return a 0-d one"
+            )
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype is torch.complex32 and not isinstance(node.meta.get("desc"), torch_api.TangentAOTInput):
+            what = node.target if node.op == "call_function" else "an input"
+            raise ExportError.of(what, f"{what} is complex32, which a package cannot store: use complex64")
 
 
 def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ import json
 import math
 import re
 import tempfile
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -193,7 +194,7 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
         except torch_api.InductorError as error:
             reason = str(error).partition("\n")[0]
             named = re.search(r"^\s*target: (\S+)", str(error), re.MULTILINE)
-            operator = named[1] if named else ""
+            operator = named[1] if named else _lowered_when(error)
             raise ExportError.of(
                 operator,
                 f"{graph.name}: Inductor cannot compile {operator or 'the graph'}: {reason}. Leave it to eager, or make it an operator of your own "
@@ -400,6 +401,16 @@ def _complex_numbers_as_tensors(module: torch.fx.GraphModule, fake_mode: Any) ->
                 node.args = tuple(tensor([], a) if isinstance(a, complex) else a for a in node.args)
                 node.target = overloads.get(node.target, node.target)
     module.recompile()
+
+
+def _lowered_when(error: BaseException) -> str:
+    """The operator that Inductor was at when it raised, as its own frames know it; nothing where none of them does."""
+    found = ""
+    for one in (error, error.__cause__, getattr(error, "inner_exception", None)):
+        for frame, _ in traceback.walk_tb(one.__traceback__ if one is not None else None):
+            nodes = [v for k, v in frame.f_locals.items() if k in ("n", "node", "fx_node", "origin_node") and isinstance(v, torch.fx.Node)]
+            found = next((str(v.target) for v in nodes if v.op == "call_function"), found)
+    return found
 
 
 def _copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -128,4 +128,4 @@ def _next(lines: queue.Queue[str], limit: float) -> str | None:
 
 def _environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # some samples come out of sets; another process must make the same

@@ -164,7 +164,7 @@ _CAUSES = {
     r"complex32": "safetensors has no such numbers",
     r"Mismatch between ints consumed": "AOTInductor's proxy executor and its code generator count the arguments differently",
     r"aten::_to_dense": "the operator has no kernel for fake tensors",
-    r"SymIntType": "AOTInductor's proxy executor returns no numbers",
+    r"returns a number": "AOTInductor's proxy executor returns no numbers",
     r"while_loop_stack_output": "Inductor has no C++ wrapper for it",
     r"'tuple' object has no attribute 'realize'": "Inductor's lowering of `invoke_quant`",
     r"\.numpy\(\) is not supported": "a trace has no numbers to hand out",
