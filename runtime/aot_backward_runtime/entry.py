@@ -75,10 +75,6 @@ class Entry:
         return admitted
 
     def _admit_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> Admitted:
-        if torch_api.in_functorch():
-            raise InputError(
-                "called inside a torch.func transform (vmap, grad, jvp), which native code cannot take part in; export the transformed function"
-            )
         candidates = [v for v in self.variants if v.spec.mode == mode]
         if not candidates:
             modes = sorted({v.spec.mode for v in self.variants})
@@ -118,7 +114,14 @@ class Entry:
 
     def _try(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Admitted, bool]:
         given = variant.leaves(args, kwargs)
-        flat, sizes, untouched = variant.contract.admit(given)
+        try:
+            flat, sizes, untouched = variant.contract.admit(given)
+        except RuntimeError as error:
+            if not torch_api.in_functorch():
+                raise
+            raise InputError(
+                "called inside a torch.func transform (vmap, grad, jvp), which native code cannot take part in; export the transformed function"
+            ) from error
         variant.check_ambient()
         return Admitted(variant, given, flat, sizes), untouched
 
