@@ -220,6 +220,7 @@ def _torchs_own_warnings_ignored() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice on speed: "bf16 and fp16 are mixed in the scheduler node"
         yield
 
 
