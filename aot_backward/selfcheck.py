@@ -2,7 +2,7 @@
 
 Per tensor, with a the artifact's, e eager's and t eager's in float64 ("the truth"):
 
-    ‖a − t‖ ≤ 4·‖e − t‖ + 32·eps·max(‖t‖, 1e-2·G) + 8·s
+    ‖a − t‖ ≤ 4·‖e − t‖ + 32·eps·max(‖t‖, 0.1·G) + 8·s
 
 where eps is that of the tensor's dtype, G the largest gradient's norm, and s = ‖t' − t‖ how far the truth itself moves when every parameter
 and input is rounded otherwise (each changed by a random relative amount of up to eps; at most 1e-3·max(‖t‖, G)). So the artifact may be as
@@ -304,7 +304,7 @@ def compare(actual: Named, eager: Named, truth: Named, moved: Mapping[str, float
         if truth is eager:
             allowed = RELATIVE[e.dtype] * scale
         else:
-            scale = max(scale, 1e-2 * largest)  # what is zero but for rounding, as a bias before BatchNorm, has the rounding of the others
+            scale = max(scale, 0.1 * largest)  # what is zero but for rounding, as a bias before BatchNorm, has the rounding of the others
             allowed = 4 * _norm(_minus(e, t)) + 32 * torch.finfo(e.dtype).eps * scale + 8 * moved[name]
         error = _norm(_minus(a, t))
         out.append(Difference(name, error / allowed if allowed else (0.0 if error == 0 else 2.0), error, allowed))
