@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from .entries import Grad, Module, Step, Variant
     from .export import export, export_grad, export_module, export_step
+    from .rebuild import rebuild
     from .record import record
     from .replaying import replay
 
@@ -55,7 +56,7 @@ _HOME |= dict.fromkeys(
     ),
     "aot_backward_runtime",
 )
-_HOME |= {"record": "aot_backward.record", "replay": "aot_backward.replaying"}
+_HOME |= {"rebuild": "aot_backward.rebuild", "record": "aot_backward.record", "replay": "aot_backward.replaying"}
 
 __all__ = [
     "AotBackwardError",
@@ -79,6 +80,7 @@ __all__ = [
     "export_module",
     "export_step",
     "load",
+    "rebuild",
     "record",
     "replay",
 ]
@@ -94,10 +96,10 @@ def __getattr__(name: str) -> Any:
 
 class _Facade(ModuleType):
     """Importing the submodule ``export`` would put it where the function of that name belongs: the import system sets it here. ``record``
-    likewise."""
+    and ``rebuild`` likewise."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, getattr(value, name) if name in ("export", "record") and isinstance(value, ModuleType) else value)
+        super().__setattr__(name, getattr(value, name) if name in ("export", "record", "rebuild") and isinstance(value, ModuleType) else value)
 
 
 sys.modules[__name__].__class__ = _Facade

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from aot_backward_exporters import aoti, targets
-from aot_backward_runtime.errors import ExportError
+from aot_backward_exporters import aoti, portable, targets
+from aot_backward_runtime.errors import ExportError, IncompatibleError
+from aot_backward_runtime.host import choose
 from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, StateSpec, Verdict, WeightSpec
 from aot_backward_runtime.package import Package
+from aot_backward_runtime.targets import seen_as, targets_of
 from aot_backward_runtime.tree import describe
 
 from . import selfcheck, torch_api, undisturbed
 from .capture import joint as joints
 from .capture import place, second, split
+from .capture.shapes import Sizes
 from .entries import Entry, Grad, Module, Step
-from .package import library_spec
-from .program import VERSION, Graph
+from .package import library_spec, stem_of
+from .program import VERSION, Artifact, Graph
 from .stepping import add_step
 from .variants import differentiated, prepared, required, requiring, variant_spec
 
@@ -36,8 +39,12 @@ Check = Callable[[Package, int, dict[str, torch.Tensor]], Verdict]
 class Build:
     """What is collected while entries are added."""
 
-    def __init__(self, target: str, folder: Path, say: Progress):
-        self.target, self.folder, self.say = target, folder, say
+    def __init__(self, target: str, folder: Path, say: Progress, *, portable: bool = True):
+        """``target``: one or several (:func:`targets.parsed`). ``portable``: whether the graphs go into the package as data, too."""
+        self.targets, self.folder, self.say, self.portable = targets.parsed(target), folder, say, portable
+        self.specs = tuple(targets.target_spec(name) for name in self.targets)
+        self.portables: dict[str, bytes] = {}
+        self.notes: dict[str, str] = {}
         self.weights: dict[str, torch.Tensor] = {}
         self.entries: dict[str, EntrySpec] = {}
         self.artifacts: dict[str, Any] = {}
@@ -146,12 +153,22 @@ class Build:
     def compile(self, graphs: Sequence[Graph], joint: joints.Joint) -> None:
         folder = self.folder / f"g{len(self.artifacts)}"
         folder.mkdir()
-        made = aoti.compile_graphs(graphs, folder=folder, fake_mode=joint.fake_mode, target=self.target, progress=self.say)
-        self.artifacts.update(made)
+        for number, (name, spec) in enumerate(zip(self.targets, self.specs, strict=True)):
+            (folder / str(number)).mkdir()
+            made = aoti.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.say)
+            self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
         for graph in graphs:
             self.graphs[graph.name] = graph
+            if self.portable:
+                self._write_portable(graph, joint.sizes)
             for key, tensor in graph.constants.values():
                 self.weights.setdefault(key, tensor)
+
+    def _write_portable(self, graph: Graph, sizes: Sizes) -> None:
+        try:
+            self.portables[graph.name] = portable.graph_to_bytes(graph, sizes.worded, sizes.hints())
+        except ExportError as error:  # the package works; it cannot be rebuilt
+            self.notes[f"no portable graph of {graph.name}"] = str(error)
 
     def key(self, entry: str, name: str, tensor: torch.Tensor) -> str:
         """The weight's key: one per distinct tensor, however many names and entries it has."""
@@ -184,30 +201,53 @@ class Build:
             required_features=self._features(),
             producer=f"aot-backward {VERSION}",
             torch=torch.__version__,
-            target=targets.target_spec(self.target),
-            entries=self.entries,
-            libraries={name: library_spec(self.graphs[name], artifact) for name, artifact in self.artifacts.items()},
+            target=self.specs[0],
+            targets=self.specs[1:],
+            entries={name: self._unjudged(entry) for name, entry in self.entries.items()},
+            libraries={name: library_spec(graph, *self._artifacts(name)) for name, graph in self.graphs.items()},
             weights={
                 k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "", self.fills.get(k)) for k, t in self.weights.items()
             },
             members={},
             has_weights=with_weights,
             created=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            notes=self.notes,
         )
 
+    def _unjudged(self, entry: EntrySpec) -> EntrySpec:
+        verdicts = (Verdict("not run"),) * (len(self.specs) - 1)
+        return dataclasses.replace(entry, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants))
+
+    def _artifacts(self, name: str) -> tuple[Artifact, list[Artifact]]:
+        first, *further = (self.artifacts[stem_of(name, spec if n else None)] for n, spec in enumerate(self.specs))
+        return first, further
+
     def check(self, manifest: Manifest, stored: dict[str, torch.Tensor]) -> Manifest:
-        """The manifest with the verdict of every variant in it; inputs, results and what they may be off go to ``stored``."""
-        package = selfcheck.loaded(manifest, {n: a.library for n, a in self.artifacts.items()}, self.weights)
+        """The manifest with the verdict of every variant for every target in it; inputs, results and what they may be off go to ``stored``."""
+        packages = [self._loaded(manifest, number) for number in range(len(self.specs))]
         entries = {}
         for name, spec in manifest.entries.items():
             variants = []
-            for i in range(len(spec.variants)):
-                self.say(f"check {name}", i, len(spec.variants))
-                verdict = self._checks[name](package, i, stored)
-                variants.append(dataclasses.replace(spec.variants[i], verdict=verdict, seed=selfcheck.SEED))
-            self.say(f"check {name}", len(spec.variants), len(spec.variants))
+            total = len(spec.variants) * len(packages)
+            for i, variant in enumerate(spec.variants):
+                verdicts = list[Verdict]()
+                for package in packages:
+                    self.say(f"check {name}", i * len(packages) + len(verdicts), total)
+                    verdicts.append(Verdict(f"not run: {package}") if isinstance(package, str) else self._checks[name](package, i, stored))
+                variants.append(dataclasses.replace(variant, verdict=verdicts[0], verdicts=tuple(verdicts[1:]), seed=selfcheck.SEED))
+            self.say(f"check {name}", total, total)
             entries[name] = dataclasses.replace(spec, variants=tuple(variants))
         return dataclasses.replace(manifest, entries=entries)
+
+    def _loaded(self, manifest: Manifest, number: int) -> Package | str:
+        """The package as it would be loaded for that target; or why this machine cannot."""
+        target = targets_of(manifest)[number]
+        try:
+            choose(manifest, target.label)
+        except IncompatibleError as error:
+            return str(error).removeprefix("the package cannot run here: ").partition(". ")[0]
+        paths = {name: self.artifacts[stem_of(name, target if number else None)].library for name in manifest.libraries}
+        return selfcheck.loaded(seen_as(manifest, number), paths, self.weights)
 
 
 def _asked(wanted: Sequence[tuple[str, str]], joint: joints.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:

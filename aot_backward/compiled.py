@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import aoti, targets
+from aot_backward_exporters import aoti, portable, targets
 from aot_backward_runtime.archive import Archive, open_package
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.expressions import evaluate
@@ -27,6 +27,7 @@ from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, P
 from aot_backward_runtime.passes import PassContract
 from aot_backward_runtime.plan import Library
 from aot_backward_runtime.tape import Slot, Tape
+from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.weights import load_examples, load_weights
 
 from .capture import observed, recorded
@@ -54,6 +55,7 @@ class Program:
     traced: list[recorded.Traced]
     examples: list[Any]
     graphs: list[Graph] = field(default_factory=list)
+    portables: dict[str, bytes] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
 
 
@@ -121,6 +123,8 @@ def _add(base: _Base, programs: list[Program], met: Mapping[str, Any], mode: Any
         say("check", len(programs), len(programs))
         if kept:
             base.add({g.name: (g, artifacts[g.name]) for p in kept for g in p.graphs}, finished, met)
+            for program in kept:
+                base.graphs.update(program.portables)
             say("write", 0, 1)
             base.write()
             say("write", 1, 1)
@@ -189,7 +193,7 @@ def _compiled(programs: list[Program], work: Path, mode: Any, target: str, say: 
         if not graphs:
             return {}
         try:
-            return aoti.compile_graphs(graphs, folder=folder, fake_mode=mode, target=target, progress=say)
+            return aoti.compile_graphs(graphs, folder=folder, fake_mode=mode, target=targets.parsed(target)[0], progress=say)
         except ExportError as error:
             guilty = [p for p in programs if any(str(error).startswith(f"{g.name}:") for g in p.graphs)]
             if not guilty:
@@ -206,7 +210,9 @@ def spelled(program: Program, shape_env: Any) -> PassSpec:
     for n, graph in enumerate(program.graphs):
         traced = next(t for t in program.traced if t.name == graph.name)
         inputs, outputs = recorded.specs(traced, sizes)
-        program.graphs[n] = dataclasses.replace(graph, inputs=inputs, outputs=outputs)
+        program.graphs[n] = graph = dataclasses.replace(graph, inputs=inputs, outputs=outputs)
+        with contextlib.suppress(ExportError):  # the package works; it cannot be rebuilt
+            program.portables[graph.name] = portable.graph_to_bytes(graph, sizes.worded, sizes.hints())
         given = recorded.operands(traced, sizes)
         program.segments = [dataclasses.replace(s, operands=given) if s.library == graph.name else s for s in program.segments]
     return PassSpec(
@@ -330,10 +336,14 @@ class _Base:
     artifacts: dict[str, Artifact]
     weights: dict[str, torch.Tensor]
     examples: dict[str, torch.Tensor]
+    graphs: dict[str, bytes]
 
     @classmethod
     def read(cls, path: Path, entry: str, target: str) -> _Base:
-        spec = targets.target_spec(target)
+        names = targets.parsed(target)
+        if len(names) > 1:
+            raise ExportError(f"recorded passes are compiled for one target, not {target!r}; aot-backward rebuild adds further ones")
+        spec = targets.target_spec(names[0])
         if not path.exists():
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
@@ -347,10 +357,13 @@ class _Base:
                 members={},
                 created=datetime.datetime.now(datetime.UTC).date().isoformat(),
             )
-            return cls(path, entry, manifest, {}, {}, {})
+            return cls(path, entry, manifest, {}, {}, {}, {})
         archive = open_package(path)
         old = archive.manifest
-        if old.torch != torch.__version__ or old.target != spec:
+        if old.targets:
+            labels = ", ".join(t.label for t in targets_of(old))
+            raise ExportError(f"{path} is for several targets ({labels}), and passes are added to a package for one: record into a new file")
+        if old.torch != torch.__version__ or dataclasses.replace(old.target, name=spec.name) != spec:
             raise ExportError(
                 f"{path} was built by torch {old.torch} for {old.target}; this is torch {torch.__version__}, {spec}: record into a new file"
             )
@@ -361,7 +374,8 @@ class _Base:
         weights = load_weights(archive) if old.has_weights else {}
         if not old.has_weights and old.weights:
             raise ExportError(f"{path} was written without weights; record into a new file")
-        return cls(path, entry, manifest, _artifacts(archive), weights, load_examples(archive))
+        graphs = {name: archive.read_member(spec.graph) for name, spec in old.libraries.items() if spec.graph}
+        return cls(path, entry, manifest, _artifacts(archive), weights, load_examples(archive), graphs)
 
     def variants(self, fingerprint: str) -> tuple[PassSpec, ...]:
         found = next((s for s in self.manifest.entries[self.entry].structures if s.fingerprint == fingerprint), None)
@@ -387,7 +401,7 @@ class _Base:
         self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=specs)
 
     def write(self) -> None:
-        write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples)
+        write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs)
 
 
 def _artifacts(archive: Archive) -> dict[str, Artifact]:

@@ -61,16 +61,17 @@ def _torch() -> Finding:
 
 
 def _processor() -> Finding:
-    flags = targets.target_spec("cpu").cpu_flags
+    spec = targets.target_spec("cpu")
+    flags, march = spec.cpu_flags, spec.march
     missing = [f for f in flags if f not in host.cpu_flags()]
     if missing:
         return Finding(
             "processor",
             "failed",
-            f"lacks {' '.join(missing)} of {targets.MARCH}",
+            f"lacks {' '.join(missing)} of {march}",
             "packages could be neither checked nor run: use a newer processor",
         )
-    return Finding("processor", "ok", f"has all of {targets.MARCH}; {len(os.sched_getaffinity(0))} usable cores")
+    return Finding("processor", "ok", f"has all of {march}; {len(os.sched_getaffinity(0))} usable cores")
 
 
 def _c_library() -> Finding:

@@ -21,11 +21,21 @@ from .entries import Entries, Grad, Module, Step, Variant
 from .package import check_destination, write_package
 
 
-def export(path: str | os.PathLike[str], entries: Entries, *, target: str = "cpu", weights: bool = True, progress: Progress | None = None) -> Path:
+def export(
+    path: str | os.PathLike[str],
+    entries: Entries,
+    *,
+    target: str = "cpu",
+    weights: bool = True,
+    portable: bool = True,
+    progress: Progress | None = None,
+) -> Path:
     """Compiles ``entries`` ahead of time, compares each with eager, and writes one package to ``path``.
 
-    ``target``: "cpu" (any x86-64-v3 processor) or "cuda" (this machine's GPU). ``weights=False`` leaves the weights out; they are bound when
-    the package is loaded. Nothing is written where a gradient is wrong or cannot be had: :class:`ExportError` says which and why.
+    ``target``: "cpu" (any x86-64-v3 processor, the same as "cpu:avx2"), "cpu:sse4" (older ones), "cpu:avx512", several with commas between them, of
+    which ``load`` takes the best that its processor can, or "cuda" (this machine's GPU). ``weights=False`` leaves the weights out; they are bound
+    when the package is loaded. ``portable=False`` leaves out the graphs as data, without which the package can neither be rebuilt for another torch
+    or target nor converted. Nothing is written where a gradient is wrong or cannot be had: :class:`ExportError` says which and why.
     The modules are left as they were: parameters, buffers, ``.grad``, modes and the random state.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
@@ -34,19 +44,17 @@ def export(path: str | os.PathLike[str], entries: Entries, *, target: str = "cpu
     if not entries:
         raise ExportError("nothing to export: entries is empty")
     _check_entries(entries)
-    if target.partition(":")[0] not in ("cpu", "cuda"):
-        raise ExportError(f"unknown target {target!r}; known: cpu, cuda")
     check_destination(path)
     say = progress or (lambda *_: None)
     with _undisturbed(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        built = Build(target, Path(folder), say)
+        built = Build(target, Path(folder), say, portable=portable)
         for name, entry in entries.items():
             built.add(name, entry)
         manifest = built.manifest(weights)
         examples: dict[str, torch.Tensor] = {}
         manifest = built.check(manifest, examples)
         say("write", 0, 1)
-        write_package(path, manifest, built.artifacts, built.weights, examples)
+        write_package(path, manifest, built.artifacts, built.weights, examples, built.portables)
         say("write", 1, 1)
     return path
 

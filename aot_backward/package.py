@@ -7,9 +7,9 @@ import hashlib
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -18,12 +18,15 @@ from aot_backward_runtime.atomic_file import replacing as _replacing
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import (
     EXAMPLES_MEMBER,
+    GRAPH_FOLDER,
     MANIFEST_MEMBER,
     WEIGHTS_MEMBER,
+    BuildSpec,
     ConstantSpec,
     LibrarySpec,
     Manifest,
     Member,
+    Target,
     WeightSpec,
 )
 from aot_backward_runtime.manifest_json import to_json
@@ -39,8 +42,9 @@ _CHUNK = 1 << 20
 _PT2 = {"archive_format": b"pt2", "archive_version": b"0", ".data/version": b"6\n", "byteorder": b"little"}
 
 
-def library_spec(graph: Graph, artifact: Artifact) -> LibrarySpec:
-    """What the manifest says of one compiled graph, but for the members, which :func:`write_package` fills in."""
+def library_spec(graph: Graph, artifact: Artifact, further: Iterable[Artifact] = ()) -> LibrarySpec:
+    """What the manifest says of one compiled graph, but for the members, which :func:`write_package` fills in. ``further``: the same graph for the
+    package's further targets."""
     return LibrarySpec(
         member="",
         metadata="",
@@ -53,7 +57,18 @@ def library_spec(graph: Graph, artifact: Artifact) -> LibrarySpec:
         glibcxx=artifact.glibcxx,
         nodes=graph.nodes,
         operators=artifact.operators,
+        builds=tuple(_build_spec(a) for a in further),
     )
+
+
+def _build_spec(artifact: Artifact) -> BuildSpec:
+    constants = tuple(ConstantSpec(name, weight) for name, weight in artifact.constants.items())
+    return BuildSpec("", "", "", constants, artifact.needed, artifact.glibc, artifact.glibcxx, artifact.operators)
+
+
+def stem_of(name: str, target: Target | None) -> str:
+    """What the files of graph ``name`` are called in the archive, for a further ``target`` of the package or, without one, the first."""
+    return name if target is None else f"{name}.{target.level}"
 
 
 def write_package(
@@ -62,19 +77,22 @@ def write_package(
     artifacts: Mapping[str, Artifact],
     weights: Mapping[str, torch.Tensor],
     examples: Mapping[str, torch.Tensor],
+    graphs: Mapping[str, bytes] | None = None,
 ) -> Manifest:
     """Writes ``path`` and returns the manifest as written.
 
-    ``manifest`` comes with entries and ``libraries`` (see :func:`library_spec`; one for each of ``artifacts``); ``weights``, ``members``
-    and the libraries' members are filled in here. ``weights`` are the tensors by key; where ``manifest.has_weights`` is false only what
-    they look like is written, and those with a ``fill`` in ``manifest.weights`` are not stored. Devices do not matter, strides are kept
-    for weights only.
+    ``manifest`` comes with entries and ``libraries`` (see :func:`library_spec`); ``artifacts`` are theirs, for each target, by :func:`stem_of`;
+    ``graphs`` their portable graphs, of those that have one. ``weights``, ``members`` and the libraries' members are filled in here. ``weights`` are
+    the tensors by key; where ``manifest.has_weights`` is false only what they look like is written, and those with a ``fill`` in
+    ``manifest.weights`` are not stored. Devices do not matter, strides are kept for weights only.
     Raises :class:`ExportError`; then, and when the process is killed, the old file at ``path`` is untouched.
     """
     path = Path(path)
-    if manifest.libraries.keys() != artifacts.keys():
-        raise ExportError(f"the manifest has the libraries {sorted(manifest.libraries)}, but {sorted(artifacts)} were compiled")
-    libraries = {name: _named(name, spec, artifacts[name]) for name, spec in manifest.libraries.items()}
+    graphs = graphs or {}
+    stems = {stem_of(name, target) for name in manifest.libraries for target in (None, *manifest.targets)}
+    if stems != artifacts.keys():
+        raise ExportError(f"the manifest has the libraries {sorted(stems)}, but {sorted(artifacts)} were compiled")
+    libraries = {name: _named(name, spec, artifacts, manifest.targets, name in graphs) for name, spec in manifest.libraries.items()}
     if len({name.casefold() for name in libraries}) != len(libraries):
         raise ExportError(f"names of graphs differ in case only: {sorted(libraries)}")
     filled = {name: spec for name, spec in manifest.weights.items() if spec.fill is not None}
@@ -86,10 +104,13 @@ def write_package(
         for name, data in _PT2.items():
             archive.add(name, len(data), [data])
         for name, spec in libraries.items():
-            artifact = artifacts[name]
-            for member, file in ((spec.member, artifact.library), (spec.metadata, artifact.metadata), (spec.extern, artifact.extern)):
-                if file is not None:
-                    archive.add(member, file.stat().st_size, _file_chunks(file))
+            for target, build in zip((None, *manifest.targets), spec.every_build, strict=True):
+                artifact = artifacts[stem_of(name, target)]
+                for member, file in ((build.member, artifact.library), (build.metadata, artifact.metadata), (build.extern, artifact.extern)):
+                    if file is not None:
+                        archive.add(member, file.stat().st_size, _file_chunks(file))
+        for name, data in graphs.items():
+            archive.add(libraries[name].graph, len(data), [data])
         digests = dict.fromkeys(weights, "")
         if manifest.has_weights:
             digests = archive.add_tensors(WEIGHTS_MEMBER, {name: kept[f"weight {name!r}"] for name in weights})
@@ -164,12 +185,22 @@ class _Writer:
         return digests
 
 
-def _named(name: str, spec: LibrarySpec, artifact: Artifact) -> LibrarySpec:
+def _named(name: str, spec: LibrarySpec, artifacts: Mapping[str, Artifact], targets: Sequence[Target], portable: bool) -> LibrarySpec:
+    """``spec`` with the members that it and its builds will be."""
     if not GRAPH_NAME.fullmatch(name):
         raise ExportError(f"{name!r} cannot name a graph: use letters, digits, '_', '-' and '.' in the name of the entry")
-    stem = f"{LIBRARY_FOLDER}/{name}/{name}"
-    extern = f"{stem}.json" if artifact.extern is not None else ""
-    return dataclasses.replace(spec, member=f"{stem}.so", metadata=f"{stem}_metadata.json", extern=extern)
+
+    def members(target: Target | None) -> dict[str, Any]:
+        stem = stem_of(name, target)
+        place = f"{LIBRARY_FOLDER}/{stem}/{stem}"
+        return {
+            "member": f"{place}.so",
+            "metadata": f"{place}_metadata.json",
+            "extern": f"{place}.json" if artifacts[stem].extern is not None else "",
+        }
+
+    builds = tuple(dataclasses.replace(build, **members(target)) for target, build in zip(targets, spec.builds, strict=True))
+    return dataclasses.replace(spec, **members(None), builds=builds, graph=f"{GRAPH_FOLDER}/{name}.json" if portable else "")
 
 
 def _plain(what: str, tensor: torch.Tensor, with_data: bool) -> torch.Tensor:

@@ -16,6 +16,17 @@ VERSION = "0.1.0"
 
 
 @dataclass(frozen=True)
+class Line:
+    """Where in the person's own code an operator comes from."""
+
+    file: str  # its last folder and its name: "nets/model.py"
+    number: int
+    function: str
+    text: str
+    module: str  # the submodule whose forward it is in: "layers.0"
+
+
+@dataclass(frozen=True)
 class Graph:
     """One functional ATen graph, ready to compile.
 

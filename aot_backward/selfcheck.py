@@ -87,7 +87,7 @@ def check(package: Package, entry: str, number: int, program: nn.Module, example
     numbers = _numbers(program)
     for values, args, kwargs in sizes_of(spec, example):
         at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
-        cotangents = _cotangents(spec, values)
+        cotangents = cotangents_at(spec, values)
         try:
             expected = _eager(program, example, args, kwargs, cotangents, spec)
         except Exception as error:
@@ -378,7 +378,8 @@ def _resized(tensor: torch.Tensor, spec: Any, variant: VariantSpec, values: Mapp
     return out.requires_grad_(tensor.requires_grad)
 
 
-def _cotangents(spec: VariantSpec, values: Mapping[str, int]) -> list[torch.Tensor]:
+def cotangents_at(spec: VariantSpec, values: Mapping[str, int]) -> list[torch.Tensor]:
+    """Incoming gradients of those sizes, the same ones each time."""
     from aot_backward_runtime.expressions import evaluate
     from aot_backward_runtime.guards import dtype_of
 

@@ -60,10 +60,13 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     # recorded passes
     "FakeTensorMode": ("torch._subclasses.fake_tensor", _ALL),
     "ShapeEnv": ("torch.fx.experimental.symbolic_shapes", _ALL),
+    "int_oo": ("torch.utils._sympy.numbers", _ALL),
     "DimDynamic": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "ConstantSource": ("torch._dynamo.source", _ALL),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor", _ALL),
     "OpOverload": ("torch._ops", _ALL),
+    "HigherOrderOperator": ("torch._ops", _ALL),
+    "PythonKeyTracer": ("torch.fx.experimental.proxy_tensor", _ALL),
     "aot_export_module": ("torch._functorch.aot_autograd", _ALL),
     "is_non_overlapping_and_dense": ("torch._prims_common", _ALL),
     "contiguous_strides": ("torch._prims_common", _ALL),

@@ -97,7 +97,7 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
         todo = [(name, i) for name, entry in package.manifest.entries.items() for i in range(len(entry.variants))]
         for done, (name, i) in enumerate(todo):
             say("numbers", done, len(todo))
-            reports.append(_verify_variant(package, name, i, examples))
+            reports.append(verify_variant(package, name, i, examples))
         say("numbers", len(todo), len(todo))
     return Report(len(members), total, tuple(reports), not_run, recorded)
 
@@ -107,12 +107,20 @@ def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
     return RecordedReport(name, len(entry.structures), len(verdicts), sum(v != "verified" for v in verdicts))
 
 
-def _verify_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> VariantReport:
+def example_of(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> selfcheck.Example:
+    """The stored arguments of a variant."""
+    inputs = [_as(s.dtype, examples[f"{entry}/{number}/input/{i}"]).requires_grad_(s.requires_grad) for i, s in enumerate(spec.inputs)]
+    args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
+    return selfcheck.Example(args, kwargs, spec.mode, None)
+
+
+def verify_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> VariantReport:
+    """Runs variant ``number`` of ``entry`` on its stored inputs and compares with what is stored."""
     spec = package.manifest.entries[entry].variants[number]
     kept = {name.removeprefix(f"{entry}/{number}/"): t for name, t in examples.items() if name.startswith(f"{entry}/{number}/")}
-    inputs = [_as(s.dtype, kept[f"input/{i}"]).requires_grad_(s.requires_grad) for i, s in enumerate(spec.inputs)]
     cotangents = [_as(s.dtype, kept[f"cotangent/{i}"]) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in kept]
-    args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
+    example = example_of(spec, entry, number, examples)
+    args, kwargs = example.args, example.kwargs
     with _under(spec.ambient, spec), torch.random.fork_rng():
         if package.entries[entry] == "step":
             actual = _steps(package, entry, spec.mode, args, kwargs, kept)

@@ -110,7 +110,17 @@ def write_orders(path: Path) -> None:
     ab.export(path, {"curved": ab.Module(Curved(), variants, order=2)})
 
 
+def bend(x: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(x) * x.sum(1, keepdim=True)).square().mean()
+
+
+def write_targets(path: Path) -> None:
+    """One gradient for two levels of processors, with its portable graph."""
+    rows = {0: Dim("rows", min=2, max=64)}
+    ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])}, target="cpu:avx2,cpu:sse4")
+
+
+WRITERS = {"pair": write_pair, "passes": write_passes, "step": write_step, "orders": write_orders, "targets": write_targets}
+
 if __name__ == "__main__":
-    {"pair": write_pair, "passes": write_passes, "step": write_step, "orders": write_orders}[Path(sys.argv[1]).stem.rpartition("-")[2]](
-        Path(sys.argv[1])
-    )
+    WRITERS[Path(sys.argv[1]).stem.rpartition("-")[2]](Path(sys.argv[1]))

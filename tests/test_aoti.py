@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from aot_backward.program import Artifact, Graph
-from aot_backward_exporters import aoti, compile_cache, native_build, native_source
+from aot_backward_exporters import aoti, compile_cache, native_build, native_source, targets
 from aot_backward_exporters.graph_key import canonical_graph
 from aot_backward_runtime.elf import read_elf
 from aot_backward_runtime.errors import ExportError
@@ -326,7 +326,7 @@ def test_every_difference_changes_the_key(change: str) -> None:
         (torch.version, "git_version", "0" * 40),
         (native_build, "compiler_version", lambda command: "g++ 99"),
         (aoti, "_exporter", lambda: "another"),
-        (aoti, "_OPTIONS", aoti._OPTIONS | {"cpp.simdlen": 512}),
+        (aoti, "_OPTIONS", aoti._OPTIONS | {"cpp.threads": 4}),
         (aoti, "target_spec", lambda target: Target("cpu", march="x86-64-v4")),
         (inductor_config, "epilogue_fusion", False),
     ],
@@ -337,6 +337,12 @@ def test_every_version_and_setting_changes_the_key(place: Any, name: str, value:
     base = _key(captured)
     monkeypatch.setattr(place, name, value)
     assert base != _key(captured)
+
+
+def test_the_target_changes_the_key() -> None:
+    graph, mode = capture(_scaled(2.0), [ROWS], PAIR)
+    form = canonical_graph(graph, mode.shape_env)
+    assert len({aoti._key(form, target) for target in ("cpu:sse4", "cpu:avx2", "cpu:avx512")}) == 3
 
 
 def test_rounding_as_eager_does_changes_the_key() -> None:
@@ -368,8 +374,9 @@ def test_a_convolution_takes_any_batch(tmp_path: Path) -> None:
     values = {"kernel": torch.ones(4, 3, 3, 3), "bias": torch.ones(4)}
     with aoti._open_sizes():
         graph, mode = capture(lambda w, x: [torch.nn.functional.conv2d(x, w["kernel"], w["bias"])], [torch.ones(4, 3, 8, 8)], values)
-    with native_build.recorded(tmp_path):
-        lowered = aoti._lower(graph, canonical_graph(graph, mode.shape_env), tmp_path / "inductor", mode, 0)
+    plain = targets.processor("cpu")
+    with native_build.recorded(tmp_path, plain.march):
+        lowered = aoti._lower(graph, canonical_graph(graph, mode.shape_env), tmp_path / "inductor", mode, 0, plain)
     assert lowered.guards == []
 
 

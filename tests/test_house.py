@@ -48,6 +48,11 @@ ALLOWED = {
         *("aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
     ),
     "aot_backward.export": (*LIBRARY, "aot_backward.build", "aot_backward.entries", "aot_backward.capture", "aot_backward.package"),
+    "aot_backward.rebuild": (
+        *(*LIBRARY, "aot_backward.capture", "aot_backward.graphcheck", "aot_backward.package", "aot_backward.selfcheck"),
+        "aot_backward_exporters",
+    ),
+    "aot_backward.graphcheck": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.verify"),
     "aot_backward.record": (*LIBRARY, "aot_backward.capture", "aot_backward.compiled", "aot_backward.misses", "aot_backward.package"),
     "aot_backward.replaying": (*LIBRARY, "aot_backward.record"),
     "aot_backward.compiled": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
@@ -57,7 +62,7 @@ ALLOWED = {
     ),
     "aot_backward.cli": (
         *("aot_backward_runtime", "aot_backward.program", "aot_backward.export", "aot_backward.verify"),
-        *("aot_backward.record", "aot_backward.replaying", "aot_backward.misses"),
+        *("aot_backward.record", "aot_backward.rebuild", "aot_backward.replaying", "aot_backward.misses"),
         *("aot_backward.once", "aot_backward.training", "aot_backward.tensor_file", "aot_backward.diagnosis"),
     ),
 }

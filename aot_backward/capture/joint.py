@@ -25,7 +25,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Ambient, Tree
 
 from .. import torch_api, undisturbed
-from . import assigned, hooks, layers, place, trees
+from . import assigned, hooks, layers, lines, place, trees
 from .ambient import current_ambient
 from .shapes import Sizes, expression_of, write
 
@@ -309,9 +309,11 @@ def joint_of(
     """The joint graph of ``wrapper`` on fake ``inputs``; or None, and the outputs that it must copy. ``settle``: the sizes, once it is traced."""
     program = wrapper.program
     with contextlib.ExitStack() as stack, torch.enable_grad(), tracing():
-        described = torch_api.aot_export_joint_with_descriptors(
-            stack, wrapper, inputs, decompositions=decompositions(), keep_inference_input_mutations=True
-        )
+        with lines.noted(program, Wrapper.forward.__code__):
+            described = torch_api.aot_export_joint_with_descriptors(
+                stack, wrapper, inputs, decompositions=decompositions(), keep_inference_input_mutations=True
+            )
+        lines.spread(described._aot_graph_capture.graph_module)
         captured, state = described._aot_graph_capture, described._aot_state
         graph, meta = captured.graph_module, state.fw_metadata
         parameters = [_strip(n) for n in described.params_spec]

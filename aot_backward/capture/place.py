@@ -89,7 +89,7 @@ def added(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
 
 
 def _worded(stack: Iterable[tuple[FrameType, int]], program: nn.Module | None = None) -> str:
-    theirs = [(frame, line) for frame, line in stack if _is_theirs(frame.f_code.co_filename)]
+    theirs = [(frame, line) for frame, line in stack if is_theirs(frame.f_code.co_filename)]
     if not theirs:
         return ""
     frame, line = theirs[-1]
@@ -99,5 +99,5 @@ def _worded(stack: Iterable[tuple[FrameType, int]], program: nn.Module | None = 
     return f"in {frame.f_code.co_name}{f' of {owner!r}' if owner else ''} ({Path(file).name}:{line}{f': {text}' if text else ''})"
 
 
-def _is_theirs(file: str) -> bool:
+def is_theirs(file: str) -> bool:
     return not file.startswith(("<", *_OURS)) and (file.startswith(_INSTALLED) or not file.startswith(_STANDARD))

@@ -112,6 +112,17 @@ class Sizes:
         expression = expression_of(size)
         return int(expression) if expression.is_Integer else write(expression, self.names)
 
+    def worded(self, size: int | torch.SymInt) -> Size:
+        """:meth:`size` for people: what the package's language cannot state, or comes from data, in the environment's own words."""
+        try:
+            return self.size(size)
+        except ExportError:
+            return str(expression_of(size))
+
+    def hints(self) -> dict[str, int]:
+        """The symbols' values at the example."""
+        return {name: int(self.shape_env.replace(symbol).xreplace(self.shape_env.backed_var_to_val)) for symbol, name in self.names.items()}
+
     def spec(self, name: str, tensor: torch.Tensor, requires_grad: bool | None = None) -> TensorSpec:
         """What ``tensor`` (fake, maybe symbolic) must look like."""
         return TensorSpec(

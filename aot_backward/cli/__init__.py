@@ -10,6 +10,7 @@ from .doctor import doctor
 from .export import export
 from .failures import EXIT_CODES, Commands, debug_option
 from .inspect import inspect
+from .rebuild import rebuild
 from .record import record
 from .replay import replay
 from .run import run
@@ -26,5 +27,5 @@ def main() -> None:
     """PyTorch gradients, compiled ahead of time into one file that runs without tracing or a compiler."""
 
 
-for command in (export, record, replay, compile_command, inspect, verify, run, train, doctor):
+for command in (export, record, replay, compile_command, inspect, verify, rebuild, run, train, doctor):
     main.add_command(command)

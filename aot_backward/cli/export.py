@@ -35,7 +35,14 @@ class Program(click.ParamType):
 @click.command(epilog=EXIT_CODES)
 @click.argument("program", type=Program(), metavar="FILE.py:NAME")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write, whole or not at all.")
-@click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
+@click.option(
+    "--target",
+    default="cpu",
+    show_default=True,
+    metavar="TARGETS",
+    help="cpu:avx2 (the same as cpu), cpu:sse4, cpu:avx512, or several with commas between them; or cuda for this machine's GPU.",
+)
+@click.option("--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
 @click.option(
     "--entry",
@@ -45,7 +52,7 @@ class Program(click.ParamType):
     help="Export only the entry of this name, or all of this kind: module, grad or step. May be given several times.",
 )
 @debug_option
-def export(program: tuple[Path, str], output: Path, target: str, weights: bool, wanted: tuple[str, ...]) -> None:
+def export(program: tuple[Path, str], output: Path, target: str, portable: bool, weights: bool, wanted: tuple[str, ...]) -> None:
     """Compile what the function NAME of FILE.py returns into the package OUT.pt2.
 
     NAME takes no arguments and returns an aot_backward.Module, Grad or Step, or several as a dict by the name each gets in the package; a sole
@@ -57,7 +64,7 @@ def export(program: tuple[Path, str], output: Path, target: str, weights: bool, 
 
     entries = _chosen(_entries(path, name), wanted, f"{path}:{name}")
     with shown() as progress:
-        export_package(output, entries, target=target, weights=weights, progress=progress)
+        export_package(output, entries, target=target, weights=weights, portable=portable, progress=progress)
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB): {', '.join(entries)}")
 
 

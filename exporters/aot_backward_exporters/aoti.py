@@ -43,7 +43,7 @@ from . import native_build
 from .compile_cache import Entry, digest, fetch, store
 from .graph_key import Canonical, canonical_graph
 from .native_paths import erase_paths
-from .targets import MARCH, SIMD_BITS, target_spec
+from .targets import Processor, processor, target_spec
 
 _OPTIONS: Options = {
     "cpp_wrapper": True,
@@ -61,8 +61,6 @@ _OPTIONS: Options = {
     "cpp.dynamic_threads": True,  # else the builder's number of cores is in the code
     # What is parallel is decided for so many, wherever it is built. Decided for one, the code of several would run single loops in each thread.
     "cpp.threads": 8,
-    "cpp.march": MARCH,
-    "cpp.simdlen": SIMD_BITS,
     "cpp.vec_isa_ok": True,  # without a probe
     "aot_inductor.compile_wrapper_opt_level": "O2",
     "aot_inductor.precompile_headers": False,  # native_build has its own
@@ -86,10 +84,10 @@ def compile_graphs(
     target: str = "cpu",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Artifact]:
-    """Native libraries for ``graphs``, by name; their files are written into ``folder``, which must exist.
+    """Native libraries for ``graphs``, by name; their files are written into ``folder``, which must exist and be this target's alone.
 
-    ``fake_mode``: the ``FakeTensorMode`` of the capture, with its shape environment, to which lowering may add guards. ``target``: "cpu"
-    or "cuda". ``progress(stage, done, total)`` is called with the stages "lower" and "compile". Raises :class:`ExportError`.
+    ``fake_mode``: the ``FakeTensorMode`` of the capture, with its shape environment, to which lowering may add guards. ``target``: one of
+    :data:`.targets.KNOWN`. ``progress(stage, done, total)`` is called with the stages "lower" and "compile". Raises :class:`ExportError`.
     """
     report = progress or (lambda stage, done, total: None)
     forms = {graph.name: canonical_graph(graph, fake_mode.shape_env) for graph in graphs}
@@ -99,7 +97,7 @@ def compile_graphs(
     if missing:
         with tempfile.TemporaryDirectory(prefix="aot-backward-") as work:
             compile_all = _compile_on_cuda if target == "cuda" else _compile_on_cpu
-            entries |= compile_all(missing, Path(work), fake_mode, report)
+            entries |= compile_all(missing, Path(work), fake_mode, processor(target), report)
     for name, form in forms.items():
         _assume(entries[keys[name]].guards, form, fake_mode.shape_env)
     return {graph.name: _artifact(graph, keys[graph.name], entries[keys[graph.name]], folder) for graph in graphs}
@@ -128,7 +126,7 @@ class _Lowered:
         return next((f for f in self.files if f.name.endswith(suffix)), None)
 
 
-def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, report: _Report) -> dict[str, Entry]:
+def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, report: _Report) -> dict[str, Entry]:
     """Lowers one graph after another while g++ compiles those already lowered."""
     lowered, commands, started = {}, {}, {}
     known = len(fake_mode.shape_env.guards)
@@ -136,8 +134,8 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, report: _Repor
         for done, (key, (graph, form)) in enumerate(graphs.items()):
             report("lower", done, len(graphs))
             (work / key).mkdir()
-            with native_build.recorded(work / key) as commands[key]:
-                lowered[key] = _lower(graph, form, work / key / "inductor", fake_mode, known)
+            with native_build.recorded(work / key, built_for.march) as commands[key]:
+                lowered[key] = _lower(graph, form, work / key / "inductor", fake_mode, known, built_for)
             started[key] = builder.compile(graph.name, commands[key], work / key)
         report("compile", 0, len(graphs))
         for key in graphs:
@@ -151,14 +149,14 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, report: _Repor
     return {key: _finish(key, lowered[key], libraries[key], work) for key in graphs}
 
 
-def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, report: _Report) -> dict[str, Entry]:
+def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, report: _Report) -> dict[str, Entry]:
     """Inductor builds each library: objects with the kernels' machine code come from other tools than g++."""
     entries = {}
     known = len(fake_mode.shape_env.guards)
-    with native_build.adjusted():
+    with native_build.adjusted(built_for.march):
         for done, (key, (graph, form)) in enumerate(graphs.items()):
             report("compile", done, len(graphs))
-            lowered = _lower(graph, form, work / key, fake_mode, known)
+            lowered = _lower(graph, form, work / key, fake_mode, known, built_for)
             library = lowered.file(".so")
             assert library is not None
             entries[key] = _finish(key, lowered, library, work)
@@ -166,7 +164,7 @@ def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, report: _Repo
     return entries
 
 
-def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int) -> _Lowered:
+def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor) -> _Lowered:
     """``known``: how many guards the capture left. All later ones count as this graph's: an earlier graph's may have shaped its code."""
     config, V = torch_api.inductor_config, torch_api.V
     module = _copy(graph.module)
@@ -177,14 +175,14 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
         torch.no_grad(),
         _torchs_own_warnings_ignored(),
         V.set_aot_compilation(True),
-        config.patch({**_options(), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
+        config.patch({**_options(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
         config.patch(torch_api.get_cpp_wrapper_config()),
         config.patch(emulate_precision_casts=graph.round_as_eager),
         V.set_fake_mode(fake_mode),
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
         _open_sizes(),
-        _target_processor(),
+        _only(built_for),
         _donating(graph, fake_mode) as donating,
     ):
         try:
@@ -262,10 +260,11 @@ def _donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _target_processor() -> Iterator[None]:
-    """Within, Inductor generates code for AVX2 whatever processor builds it, and compiles no probes to find out (10 s in a fresh cache)."""
+def _only(built_for: Processor) -> Iterator[None]:
+    """Within, Inductor generates code for that processor whichever builds it, and compiles no probes to find out (10 s in a fresh cache)."""
     isa = torch_api.cpu_vec_isa
-    original, isa.valid_vec_isa_list = isa.valid_vec_isa_list, lambda: [isa.VecAVX2()]
+    vectors = [getattr(isa, built_for.isa)()] if built_for.isa else []
+    original, isa.valid_vec_isa_list = isa.valid_vec_isa_list, lambda: vectors
     try:
         yield
     finally:
@@ -329,7 +328,7 @@ def _artifact(graph: Graph, key: str, entry: Entry, folder: Path) -> Artifact:
 
 def _key(form: Canonical, target: str, round_as_eager: bool = False, donated: Sequence[int] = ()) -> str:
     """What the library depends on: the graph, every setting of Inductor, and the versions of all that takes part."""
-    with torch_api.inductor_config.patch({**_options(), "emulate_precision_casts": round_as_eager}):
+    with torch_api.inductor_config.patch({**_options(processor(target)), "emulate_precision_casts": round_as_eager}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
     return digest(
         {
@@ -351,8 +350,8 @@ def _exporter() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
-def _options() -> Options:
-    return torch_api.known_options(_OPTIONS)
+def _options(built_for: Processor) -> Options:
+    return torch_api.known_options({**_OPTIONS, "cpp.march": built_for.march, "cpp.simdlen": built_for.simd_bits})
 
 
 def _call_kernels(module: torch.fx.GraphModule) -> None:

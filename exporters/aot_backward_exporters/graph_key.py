@@ -22,7 +22,8 @@ from aot_backward.program import Graph
 
 # Where a node came from. ``tensor_meta`` and ``unbacked_bindings`` say again what ``val`` says.
 _NOT_COMPILED = {
-    "autograd_backward", "desc", "from_node", "fwd_nn_module_stack", "fwd_source_fn_stack", "is_gradient_acc", "mutation_region_id",
+    "aot_backward_line", "autograd_backward", "desc", "from_node", "fwd_nn_module_stack", "fwd_source_fn_stack", "is_gradient_acc",
+    "mutation_region_id",
     "nn_module_stack", "output_stack_traces", "seq_nr", "source_fn_stack", "stack_trace", "tensor_meta", "torch_fn", "unbacked_bindings",
 }  # fmt: skip
 

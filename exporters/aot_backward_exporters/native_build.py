@@ -24,7 +24,6 @@ from aot_backward_runtime.errors import ExportError
 
 from . import native_source
 from .compile_cache import cache_root, digest, store_folder
-from .targets import MARCH
 
 _LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('native_exports.map')}")
 _LINES_SHOWN = 15  # of what a failing compiler says
@@ -40,7 +39,7 @@ class Command:
 
 
 @contextlib.contextmanager
-def recorded(folder: Path) -> Iterator[list[Command]]:
+def recorded(folder: Path, march: str) -> Iterator[list[Command]]:
     """Within, what Inductor would build below ``folder`` is recorded instead; targets are empty files, which Inductor then removes."""
     builder = torch_api.CppBuilder
     original = builder.build
@@ -51,7 +50,7 @@ def recorded(folder: Path) -> Iterator[list[Command]]:
         if not target.is_relative_to(folder):
             original(self)
             return
-        commands.append(_parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={MARCH}")))
+        commands.append(_parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={march}")))
         target.touch()
 
     builder.build = build
@@ -78,13 +77,13 @@ def _short(path: str) -> str:
 
 
 @contextlib.contextmanager
-def adjusted() -> Iterator[None]:
+def adjusted(march: str) -> Iterator[None]:
     """Within, Inductor runs its own builds with the flags of :meth:`Builder.link`, and for no processor of its own choice."""
     builder = torch_api.CppBuilder
     original = builder.get_command_line
 
     def get_command_line(self: object) -> str:
-        line = str(original(self)).replace("-march=native", f"-march={MARCH}")  # torch 2.11 has no setting for it
+        line = str(original(self)).replace("-march=native", f"-march={march}")  # torch 2.11 has no setting for it
         return f"{line} {shlex.join(_LINK_FLAGS)}" if " -shared " in line else line
 
     builder.get_command_line = get_command_line

@@ -1,101 +1,271 @@
-"""A functional ATen graph as JSON, and back: enough to compile it again where its source is absent.
+"""A graph of ATen operators as JSON, and back: enough to compile it again, or to run it, where its source is absent.
 
-A node is ``[operator, target, args, kwargs]``; targets are ATen overloads (``aten.mm.default``) and the functions on sizes that torch's
-traces use (``operator.mul``, ``math.ceil``, ``torch.sym_max``). Shapes are not written: they come of running the graph on fake inputs.
+A node is ``[operator, args, kwargs]``; operators are ATen overloads (``aten.mm.default``), control flow (``higher_order.cond``) and the functions
+on sizes that torch's traces use (``operator.mul``, ``math.ceil``, ``torch.sym_max``). Shapes are what running the graph on fake inputs gives;
+those written beside the nodes are for people. ``docs/format.md``, section 6, states the form.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
 
 from aot_backward import torch_api
+from aot_backward.program import Graph, Line
 from aot_backward_runtime.errors import ExportError, PackageError
+from aot_backward_runtime.manifest import LibrarySpec
 
-_MODULES = {"operator": operator, "_operator": operator, "math": math, "torch": torch}
+VERSION = 1
+"""Of the form. 1: 2026-11-21, the first."""
+LINE = "aot_backward_line"
+"""The key in a node's ``meta`` under which its :class:`aot_backward.program.Line` is found."""
+
+_ARITHMETIC = ("add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "index", "le", "lshift", "lt", "mod", "mul", "ne", "neg", "not_", "or_", "pos",
+               "pow", "rshift", "sub", "truediv", "xor")  # fmt: skip
+_FUNCTIONS = {
+    "operator": {n: getattr(operator, n) for n in _ARITHMETIC},
+    "math": {n: getattr(math, n) for n in ("ceil", "floor", "trunc", "sqrt", "log2")},
+    "torch": {n: getattr(torch, n) for n in dir(torch) if n.startswith(("sym_", "_sym_")) and callable(getattr(torch, n))},
+}
 _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NEVER = {"aten.from_file.default"}  # touches files, even on fake tensors
+
+Spell = Callable[[Any], int | str]
+"""A size as the package states it: a number, or an expression in its symbols."""
 
 
-def graph_to_json(module: GraphModule) -> dict[str, Any]:
-    """``module``: placeholders, operators, constants, and one output of a flat tuple of tensors. :class:`ExportError` names what has no form."""
+def graph_to_bytes(graph: Graph, spell: Spell, sizes: Mapping[str, int]) -> bytes:
+    """``graph`` as a package holds it. ``spell`` words the sizes beside the nodes; ``sizes``: the value of each symbol at the example.
+
+    :class:`ExportError` names what has no form."""
+    form = {
+        "version": VERSION,
+        **graph_to_json(graph.module, {name: key for name, (key, _) in graph.constants.items()}, spell),
+        "round_as_eager": graph.round_as_eager,
+        "donated": list(graph.donated),
+        "sizes": dict(sizes),
+    }
+    return json.dumps(form, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def form_of(data: bytes, name: str) -> dict[str, Any]:
+    """What :func:`graph_to_bytes` wrote, as JSON, checked as far as it can be without running it."""
+    try:
+        form = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise PackageError(f"the portable graph {name} is no JSON: {error}") from error
+    lists = ("nodes", "names", "looks", "places", "lines")
+    if not isinstance(form, dict) or not all(isinstance(form.get(key), list) for key in lists):
+        raise PackageError(f"the portable graph {name} lacks one of {', '.join(lists)}")
+    if form.get("version") != VERSION:
+        raise PackageError(f"the portable graph {name} has version {form.get('version')}; this reader knows {VERSION}")
+    if {len(form[key]) for key in lists[:4]} != {len(form["nodes"])}:
+        raise PackageError(f"the portable graph {name} has {len(form['nodes'])} nodes, and not as many names, looks and places")
+    return form
+
+
+def graph_of(
+    name: str, form: Mapping[str, Any], spec: LibrarySpec, inputs: Sequence[torch.Tensor], fake_mode: Any, weights: Mapping[str, torch.Tensor]
+) -> Graph:
+    """The graph that library ``name`` was compiled from.
+
+    ``form``: of :func:`form_of`. ``inputs``: fake tensors as ``spec.inputs`` describes them. :class:`PackageError` where the form is no graph, or one
+    with other inputs, outputs or constants than the library has."""
+    try:
+        module = graph_from_json(form, inputs, fake_mode, weights)
+    except PackageError as error:
+        raise PackageError(f"the portable graph {name} cannot be read: {error}") from error
+    names = {str(n.target): form["nodes"][i][1] for i, n in enumerate(module.graph.nodes) if n.op == "get_attr" and form["nodes"][i][0] == "weight"}
+    given = len(list(module.graph.find_nodes(op="placeholder")))
+    results = next(iter(module.graph.find_nodes(op="output"))).args[0]
+    if given != len(spec.inputs) or len(results) != len(spec.outputs):
+        raise PackageError(
+            f"the portable graph {name} has {given} inputs and {len(results)} outputs, its library {len(spec.inputs)} and {len(spec.outputs)}"
+        )
+    if {c.weight for c in spec.constants} != set(names.values()):
+        odd = sorted({c.weight for c in spec.constants} ^ set(names.values()))
+        raise PackageError(f"the portable graph {name} and its library do not read the same weights: {odd[0]}")
+    for result, looks in zip(results, spec.outputs, strict=True):
+        value = result.meta["val"] if isinstance(result, Node) else None
+        if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != (f"torch.{looks.dtype}", len(looks.shape)):
+            raise PackageError(f"the portable graph {name} gives another {looks.name} than its library")
+    return Graph(
+        name=name,
+        module=module,
+        inputs=spec.inputs,
+        outputs=spec.outputs,
+        constants={target: (key, weights[key]) for target, key in names.items()},
+        nodes=spec.nodes,
+        round_as_eager=bool(form.get("round_as_eager")),
+        donated=tuple(form.get("donated", ())),
+    )
+
+
+def graph_to_json(module: GraphModule, weights: Mapping[str, str] | None = None, spell: Spell | None = None) -> dict[str, Any]:
+    """``module``: placeholders, operators, constants, and one output of a flat tuple of tensors. ``weights``: attribute -> weight key, of those
+    constants that are not part of the graph. :class:`ExportError` names what has no form."""
+    weights = weights or {}
     numbers: dict[Node, int] = {}
     nodes: list[Any] = []
     constants: dict[str, Any] = {}
+    names, looks, places = list[str](), list[Any](), list[int]()
+    lines: dict[Line, int] = {}
     for node in module.graph.nodes:
         numbers[node] = len(numbers)
         if node.op == "placeholder":
             nodes.append(["placeholder"])
         elif node.op == "get_attr":
-            value = operator.attrgetter(node.target)(module)
-            if not isinstance(value, torch.Tensor) or value.numel() > 1024:
-                raise ExportError(f"the graph holds {node.target}, a {type(value).__name__} that cannot be written")
-            constants[str(len(nodes))] = {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist(), "shape": list(value.shape)}
-            nodes.append(["constant"])
+            nodes.append(_constant(module, node, weights, constants, len(nodes), spell))
         elif node.op == "call_function":
             nodes.append([_name(node.target), _write(node.args, numbers), _write(node.kwargs, numbers)])
         elif node.op == "output":
             nodes.append(["output", _write(node.args[0], numbers)])
         else:
             raise ExportError(f"the graph holds a {node.op} node, which cannot be written")
-    return {"nodes": nodes, "constants": constants}
+        names.append(node.name)
+        looks.append(_looks(node.meta.get("val"), spell) if spell else None)
+        line = node.meta.get(LINE)
+        places.append(-1 if line is None else lines.setdefault(line, len(lines)))
+    return {
+        "nodes": nodes,
+        "constants": constants,
+        "names": names,
+        "looks": looks,
+        "places": places,
+        "lines": [list(astuple(line)) for line in lines],
+    }
 
 
-def graph_from_json(form: Mapping[str, Any], inputs: Sequence[torch.Tensor], fake_mode: Any) -> GraphModule:
+def graph_from_json(
+    form: Mapping[str, Any], inputs: Sequence[torch.Tensor], fake_mode: Any, weights: Mapping[str, torch.Tensor] | None = None
+) -> GraphModule:
     """The graph, its shapes from running it on ``inputs`` (fake, one for each placeholder). :class:`PackageError` where it is no graph."""
-    root = torch.nn.Module()
-    graph = Graph()
-    made: list[Node] = []
-    rest = iter(inputs)
     try:
         with fake_mode, torch.no_grad():
-            for n, (kind, *parts) in enumerate(form["nodes"]):
-                if kind == "placeholder":
-                    node = graph.placeholder(f"arg{n}")
-                    node.meta["val"] = next(rest)
-                elif kind == "constant":
-                    known = form["constants"][str(n)]
-                    with torch_api.unset_fake_temporarily():
-                        value = torch.tensor(known["values"], dtype=getattr(torch, known["dtype"])).reshape(known["shape"])
-                    root.register_buffer(f"constant{n}", value)
-                    node = graph.get_attr(f"constant{n}")
-                    node.meta["val"] = fake_mode.from_tensor(value)
-                elif kind == "output":
-                    node = graph.output(tuple(_read(parts[0], made)))
-                else:
-                    target, args, kwargs = _target(kind), tuple(_read(parts[0], made)), _read(parts[1], made)
-                    node = graph.call_function(target, args, kwargs)
-                    values = torch.fx.map_arg((args, kwargs), lambda m: m.meta["val"])
-                    node.meta["val"] = target(*values[0], **values[1])
-                made.append(node)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
-        raise PackageError(f"this is no graph: {type(error).__name__}: {error}") from error
-    module = GraphModule(root, graph)
+            return _graph(form, inputs, fake_mode, weights or {})
+    except PackageError:
+        raise
+    except Exception as error:  # whatever an operator raises that is given what does not fit it
+        raise PackageError(f"this is no graph: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _graph(form: Mapping[str, Any], inputs: Sequence[torch.Tensor], fake_mode: Any, weights: Mapping[str, torch.Tensor]) -> GraphModule:
+    root = torch.nn.Module()
+    graph = FxGraph()
+    made: list[Node] = []
+    rest = iter(inputs)
+    names, places = form.get("names"), form.get("places")
+    lines = [Line(*line) for line in form.get("lines", ())]
+    for n, (kind, *parts) in enumerate(form["nodes"]):
+        name = names[n] if names else f"v{n}"
+        if kind == "placeholder":
+            node = graph.placeholder(name)
+            node.meta["val"] = next(rest)
+        elif kind in ("constant", "weight"):
+            if kind == "constant":
+                known = form["constants"][str(n)]
+                with torch_api.unset_fake_temporarily():
+                    value = torch.tensor(known["values"], dtype=getattr(torch, known["dtype"])).reshape(known["shape"])
+            elif parts[0] in weights:
+                value = weights[parts[0]]
+            else:
+                raise PackageError(f"it reads the weight {parts[0]!r}, which the package does not have")
+            root.register_buffer(f"{kind}{n}", value)
+            node = graph.get_attr(f"{kind}{n}")
+            node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True)
+        elif kind == "graph":
+            child = _graph(parts[0], [_fake(looks, inputs) for looks in parts[0]["inputs"]], fake_mode, weights)
+            root.add_module(f"graph{n}", child)
+            node = graph.get_attr(f"graph{n}")
+            node.meta["val"] = child
+        elif kind == "output":
+            node = graph.output(tuple(_read(parts[0], made)))
+        else:
+            target, args, kwargs = _target(kind), tuple(_read(parts[0], made)), _read(parts[1], made)
+            node = graph.create_node("call_function", target, args, kwargs, name=name)
+            values = torch.fx.map_arg((args, kwargs), lambda m: m.meta["val"])
+            node.meta["val"] = target(*values[0], **values[1])
+        if places and 0 <= places[n] < len(lines):
+            node.meta[LINE] = lines[places[n]]
+        made.append(node)
+    for node in graph.find_nodes(op="get_attr"):
+        if isinstance(node.meta["val"], GraphModule):
+            del node.meta["val"]
     graph.lint()
-    return module
+    return GraphModule(root, graph)
+
+
+def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], constants: dict[str, Any], n: int, spell: Spell | None) -> list[Any]:
+    target = str(node.target)
+    if target in weights:
+        return ["weight", weights[target]]
+    value = operator.attrgetter(target)(module)
+    if isinstance(value, GraphModule):
+        form = graph_to_json(value, None, spell)
+        form["inputs"] = [_looks(p.meta.get("val"), str, fixed=True) for p in value.graph.find_nodes(op="placeholder")]
+        return ["graph", form]
+    if not isinstance(value, torch.Tensor) or value.numel() > 1024:
+        raise ExportError(f"the graph holds {target}, a {type(value).__name__} that cannot be written")
+    constants[str(n)] = {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist(), "shape": list(value.shape)}
+    return ["constant"]
+
+
+def _looks(value: Any, spell: Spell | None, *, fixed: bool = False) -> Any:
+    """dtype, sizes and strides of a tensor; of several a list; of what is none, null."""
+    if isinstance(value, (list, tuple)):
+        return [_looks(v, spell) for v in value]
+    if not isinstance(value, torch.Tensor) or spell is None:
+        if fixed:
+            raise ExportError("the body of a control-flow operator takes something that is no tensor, which cannot be written")
+        return None
+    sizes = (*value.shape, *value.stride())
+    if fixed and not all(isinstance(s, int) for s in sizes):
+        raise ExportError("the body of a control-flow operator has a dynamic size, which cannot be written")
+    words = [s if isinstance(s, int) else spell(s) for s in sizes]
+    return [str(value.dtype).removeprefix("torch."), words[: value.dim()], words[value.dim() :]]
+
+
+def _fake(looks: Sequence[Any], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    dtype, shape, stride = looks
+    device = inputs[0].device if inputs else torch.device("cpu")
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
 
 
 def _name(target: Any) -> str:
     if isinstance(target, torch_api.OpOverload):
         return f"{target.namespace}.{target._schema.name.partition('::')[2]}.{target._overloadname}"
-    module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
-    if module in _MODULES and getattr(_MODULES[module], name, None) is target:
-        return f"{'operator' if module == '_operator' else module}:{name}"
+    name = getattr(target, "__name__", "")
+    if isinstance(target, torch_api.HigherOrderOperator):
+        return f"higher_order.{name}"
+    for module, functions in _FUNCTIONS.items():
+        if functions.get(name) is target:
+            return f"{module}:{name}"
     raise ExportError(f"the graph calls {target}, which cannot be written")
 
 
 def _target(name: str) -> Any:
     module, colon, function = name.partition(":")
     if colon:
-        if module not in _MODULES or (module == "torch" and not function.startswith("sym_")):
-            raise PackageError(f"the graph calls {name}, which is not allowed")
-        return getattr(_MODULES[module], function)
-    namespace, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        if function not in _FUNCTIONS.get(module, ()):
+            raise PackageError(f"it calls {name}, which is not allowed")
+        return _FUNCTIONS[module][function]
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    if name in _NEVER:
+        raise PackageError(f"it calls {name}, which is not allowed")
+    try:
+        found = getattr(getattr(torch.ops, namespace), packet)
+        return getattr(found, overload) if overload else found
+    except AttributeError as error:
+        raise PackageError(f"it calls {name}, which this process does not know; import the library that registers it") from error
 
 
 def _write(value: Any, numbers: Mapping[Node, int]) -> Any:
@@ -123,6 +293,8 @@ def _read(form: Any, made: Sequence[Node]) -> Any:
         return form
     ((kind, value),) = form.items()
     if kind == "node":
+        if not 0 <= value < len(made):
+            raise PackageError(f"node {len(made)} reads node {value}, which comes later")
         return made[value]
     if kind == "float":
         return float.fromhex(value)

@@ -2,19 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Target
 
-MARCH = "x86-64-v3"
-SIMD_BITS = 256
-_V3_FLAGS = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave")
-"""x86-64-v3 beyond v1 as /proc/cpuinfo writes it (``abm`` is lzcnt); x86-64 psABI, table "Micro-Architecture Levels"."""
+
+@dataclass(frozen=True)
+class Processor:
+    """A level of x86-64. ``isa``: Inductor's name for its vectors, "" for none (g++ may still use the narrower ones of ``march``)."""
+
+    march: str
+    simd_bits: int
+    isa: str
+    flags: tuple[str, ...]
+
+
+_V2 = ("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3")
+_V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave")
+_V4 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+PROCESSORS = {
+    "sse4": Processor("x86-64-v2", 1, "", _V2),
+    "avx2": Processor("x86-64-v3", 256, "VecAVX2", _V3),
+    "avx512": Processor("x86-64-v4", 512, "VecAVX512", (*_V3, *_V4)),
+}
+"""The levels of the x86-64 psABI ("Micro-Architecture Levels"), with the flags beyond v1 as /proc/cpuinfo writes them (``abm`` is lzcnt)."""
+PLAIN = "avx2"
+"""What ``cpu`` alone means."""
+KNOWN = ("cpu", *(f"cpu:{level}" for level in PROCESSORS), "cuda")
+
+
+def parsed(targets: str) -> tuple[str, ...]:
+    """``targets``: names with commas between them, "cpu:avx2,cpu:avx512"; "cpu" is "cpu:avx2". :class:`ExportError` where one is unknown."""
+    names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else []
+    for name in names or [str(targets)]:
+        if name.startswith("cuda:"):
+            raise ExportError(f"target {name!r}: code for a GPU that is not in this machine cannot be made yet; known: {', '.join(KNOWN)}")
+        if name not in KNOWN:
+            raise ExportError(f"unknown target {name!r}; known: {', '.join(KNOWN)}")
+    full = tuple(f"cpu:{PLAIN}" if name == "cpu" else name for name in names)
+    if twice := [name for name in full if full.count(name) > 1]:
+        raise ExportError(f"target {twice[0]} is asked for twice (cpu is cpu:{PLAIN})")
+    if len({name.partition(":")[0] for name in full}) > 1:
+        raise ExportError(f"targets {targets!r} are of several devices; a package is for one, because its graphs are")
+    return full
+
+
+def processor(target: str) -> Processor:
+    """The processor that the host's part of ``target``'s code is for."""
+    return PROCESSORS.get(target.partition(":")[2] or PLAIN) or PROCESSORS[PLAIN]
 
 
 def target_spec(target: str) -> Target:
-    """``target``: "cpu" or "cuda" (this machine's GPU)."""
-    if target == "cpu":
-        return Target("cpu", march=MARCH, cpu_flags=_V3_FLAGS)
+    """``target``: one of :data:`KNOWN`; "cuda" is this machine's GPU."""
+    known = processor(target)
+    if target.startswith("cpu"):
+        return Target("cpu", march=known.march, cpu_flags=known.flags, name=target if ":" in target else f"cpu:{PLAIN}")
     major, minor = torch.cuda.get_device_capability()
-    return Target("cuda", march=MARCH, cpu_flags=_V3_FLAGS, cuda_arch=f"sm_{major}{minor}", cuda=torch.version.cuda or "")
+    return Target("cuda", march=known.march, cpu_flags=known.flags, cuda_arch=f"sm_{major}{minor}", cuda=torch.version.cuda or "", name="cuda")

@@ -1,5 +1,5 @@
 """Opens a package and hands out its parts, each checked against the manifest before anyone sees it. Nothing is unpickled, compiled or
-executed here; ``docs/format.md``, section 7, lists what is refused, in the order in which it is done."""
+executed here; ``docs/format.md``, section 8, lists what is refused, in the order in which it is done."""
 
 from __future__ import annotations
 
@@ -19,13 +19,26 @@ from typing import BinaryIO
 from . import cache
 from .elf import numeric, read_elf
 from .errors import PackageError
-from .manifest import LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, EntrySpec, LibrarySpec, Manifest, Member, VariantSpec
+from .manifest import (
+    GRAPH_FOLDER,
+    LARGEST_MANIFEST,
+    MANIFEST_MEMBER,
+    WEIGHTS_MEMBER,
+    BuildSpec,
+    EntrySpec,
+    LibrarySpec,
+    Manifest,
+    Member,
+    VariantSpec,
+)
 from .manifest_json import from_json
 from .structures import check_structures
+from .targets import seen_as
 from .zip_directory import Place, read_at, read_directory
 
 LIBRARY_FOLDER = "data/aotinductor"
 GRAPH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+LEVEL = re.compile(r"[a-z0-9_]{1,40}")
 _VERSION = re.compile(r"([0-9]{1,9}(\.[0-9]{1,9})*)?")
 _CHUNK = 1 << 20  # bytes read at a time
 
@@ -62,6 +75,10 @@ class Archive:
         now = os.fstat(self._fd)
         same = (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (self._status.st_size, self._status.st_mtime_ns, self._status.st_ctime_ns)
         return same and max(now.st_mtime_ns, now.st_ctime_ns) < time.time_ns() - 2_000_000_000
+
+    def choose(self, number: int) -> None:
+        """From here on the package is one for its target ``number`` alone (:mod:`.targets`)."""
+        self.manifest = seen_as(self.manifest, number)
 
     def members(self) -> dict[str, Member]:
         """Every member but the manifest, by its path below the top folder."""
@@ -155,17 +172,35 @@ class Archive:
         for name, spec in self.manifest.libraries.items():
             if not GRAPH_NAME.fullmatch(name):
                 raise self.corrupt(f"{name!r} is not a name for a library")
-            # AOTInductor's loaders find the JSON files by the library's own name, so no other place would do.
-            stem = f"{LIBRARY_FOLDER}/{name}/{name}"
-            if (spec.member, spec.metadata) != (f"{stem}.so", f"{stem}_metadata.json") or spec.extern not in ("", f"{stem}.json"):
-                raise self.corrupt(f"library {name}: its members must be {stem}.so, _metadata.json and .json, not {spec.member}, …")
-            for member in (spec.member, spec.metadata, spec.extern):
-                if member and member not in self.manifest.members:
-                    raise self.corrupt(f"library {name}: member {member} is missing")
-            if not (_VERSION.fullmatch(spec.glibc) and _VERSION.fullmatch(spec.glibcxx)):
-                raise self.corrupt(f"library {name}: {spec.glibc!r} and {spec.glibcxx!r} are not both versions")
-            for constant in spec.constants:
-                self._check_reference(f"library {name}: constant {constant.name}", constant.weight, self.manifest.weights)
+            if len(spec.builds) != len(self.manifest.targets):
+                raise self.corrupt(f"library {name} has {len(spec.builds)} further builds, for {len(self.manifest.targets)} further targets")
+            stems = (name, *(f"{name}.{t.level}" for t in self.manifest.targets))
+            for stem, build in zip(stems, spec.every_build, strict=True):
+                self._check_build(name, stem, build)
+            if spec.graph not in ("", f"{GRAPH_FOLDER}/{name}.json"):
+                raise self.corrupt(f"library {name}: its graph must be {GRAPH_FOLDER}/{name}.json, not {spec.graph}")
+            if spec.graph and spec.graph not in self.manifest.members:
+                raise self.corrupt(f"library {name}: member {spec.graph} is missing")
+        places = [b.member for s in self.manifest.libraries.values() for b in s.every_build]
+        if len(set(places)) != len(places):
+            raise self.corrupt("two libraries are the same member")
+        levels = [t.level for t in self.manifest.targets]
+        for level in levels:
+            if not LEVEL.fullmatch(level) or levels.count(level) > 1:
+                raise self.corrupt(f"its targets are not told apart by their names: {level!r}")
+
+    def _check_build(self, name: str, stem: str, spec: LibrarySpec | BuildSpec) -> None:
+        # AOTInductor's loaders find the JSON files by the library's own name, so no other place would do.
+        stem = f"{LIBRARY_FOLDER}/{stem}/{stem}"
+        if (spec.member, spec.metadata) != (f"{stem}.so", f"{stem}_metadata.json") or spec.extern not in ("", f"{stem}.json"):
+            raise self.corrupt(f"library {name}: its members must be {stem}.so, _metadata.json and .json, not {spec.member}, …")
+        for member in (spec.member, spec.metadata, spec.extern):
+            if member and member not in self.manifest.members:
+                raise self.corrupt(f"library {name}: member {member} is missing")
+        if not (_VERSION.fullmatch(spec.glibc) and _VERSION.fullmatch(spec.glibcxx)):
+            raise self.corrupt(f"library {name}: {spec.glibc!r} and {spec.glibcxx!r} are not both versions")
+        for constant in spec.constants:
+            self._check_reference(f"library {name}: constant {constant.name}", constant.weight, self.manifest.weights)
 
     def _check_entries(self) -> None:
         for name, entry in self.manifest.entries.items():
@@ -174,6 +209,9 @@ class Archive:
             for library in _called(entry):
                 self._check_reference(f"entry {name}", library, self.manifest.libraries)
             self._check_step(name, entry)
+            judged = [v.verdicts for v in entry.variants] + [v.verdicts for s in entry.structures for v in s.variants]
+            if any(len(verdicts) != len(self.manifest.targets) for verdicts in judged):
+                raise self.corrupt(f"entry {name} has not as many verdicts as there are further targets, {len(self.manifest.targets)}")
             for number, variant in enumerate(entry.variants):
                 self._check_orders(f"entry {name}: variant {number}", variant)
             try:

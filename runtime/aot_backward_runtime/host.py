@@ -15,19 +15,64 @@ import torch
 from .elf import numeric, read_elf
 from .errors import IncompatibleError
 from .manifest import Manifest, Target
+from .targets import seen_as, targets_of
 
 TESTED_PAIRS: tuple[tuple[str, str], ...] = ()
 """(torch minor that built, torch minor that runs), other than equal ones, for which the whole test suite has passed."""
 
-_REBUILD = "Export it again here: aot-backward export FILE.py:NAME -o PACKAGE"
+_EXPORT = "Export it again here: aot-backward export FILE.py:NAME -o PACKAGE"
+_REBUILD = "Rebuild it here, without the model's source: aot-backward rebuild {path} -o OUT.pt2"
+
+
+def choose(manifest: Manifest, target: str | None = None, device: torch.device | None = None, path: object = "PACKAGE") -> int:
+    """The number of the target (:func:`.targets.targets_of`) whose code is run here: the one that asks most of the processor, of those for which it
+    reports all that they need. Nothing is tried.
+
+    ``target``: the one that the caller wants. ``device`` is where the caller wants it to run; without one, the current device of the kind that the
+    package is for. Where PyTorch itself is kept to less than the processor can (``ATEN_CPU_CAPABILITY``), so is the choice, if it leaves any. Raises
+    :class:`IncompatibleError`, which lists what there is and what is missing."""
+    there = targets_of(manifest)
+    if target is not None and target not in (names := [t.label for t in there]):
+        raise IncompatibleError(f"the package has no target {target!r}; it has: {', '.join(names)}")
+    wanted = [n for n, t in enumerate(there) if target in (None, t.label)]
+    if not manifest.libraries:
+        return wanted[0]
+    problems = {n: _problems(seen_as(manifest, n), device) for n in wanted}
+    fitting = [n for n in wanted if not problems[n]]
+    if not fitting:
+        raise IncompatibleError(f"the package cannot run here: {_worded({there[n].label: problems[n] for n in wanted})}. {_advice(manifest, path)}")
+    allowed = _allowed_flags()
+    kept = [n for n in fitting if allowed.issuperset(there[n].cpu_flags)] or [min(fitting, key=lambda n: len(there[n].cpu_flags))]
+    return max(kept, key=lambda n: len(there[n].cpu_flags))
 
 
 def check_target(manifest: Manifest, device: torch.device | None = None) -> None:
-    """Raises :class:`IncompatibleError`, which names both sides of every difference, unless the package's code can run here.
+    """Raises :class:`IncompatibleError`, which names both sides of every difference, unless the package's code can run here, as :func:`choose`."""
+    choose(manifest, device=device)
 
-    ``device`` is where the caller wants it to run; without one, the current device of the kind that the package is for."""
-    if manifest.libraries and (problems := _problems(manifest, device)):
-        raise IncompatibleError(f"the package cannot run here: {'; '.join(problems)}. {_REBUILD}")
+
+def _worded(problems: dict[str, list[str]]) -> str:
+    if len(problems) == 1:
+        return "; ".join(*problems.values())
+    common = [p for p in next(iter(problems.values())) if all(p in found for found in problems.values())]
+    if common:  # it is not the processor
+        return "; ".join(common)
+    return f"it has {len(problems)} targets, and none fits: " + "; ".join(f"{name}: {', '.join(found)}" for name, found in problems.items())
+
+
+def _advice(manifest: Manifest, path: object) -> str:
+    return _REBUILD.format(path=path) if all(spec.graph for spec in manifest.libraries.values()) else _EXPORT
+
+
+def _allowed_flags() -> frozenset[str]:
+    """The processor's flags that PyTorch's own kernels use: fewer where the environment says so."""
+    flags, capability = cpu_flags(), torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX2":
+        return frozenset(f for f in flags if not f.startswith("avx512"))
+    return frozenset(f for f in flags if f not in _VECTOR and not f.startswith("avx")) if capability in ("DEFAULT", "NO AVX") else flags
+
+
+_VECTOR = frozenset({"fma", "f16c"})
 
 
 def _problems(manifest: Manifest, device: torch.device | None) -> list[str]:

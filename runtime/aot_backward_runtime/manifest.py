@@ -4,6 +4,8 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.4  2026-11-21  several targets: ``Manifest.targets``, ``Target.name``, ``LibrarySpec.builds``, ``verdicts``; ``LibrarySpec.graph``
+    1.3  2026-11-21  ``VariantSpec.double``, ``gives``, ``random``, ``unreached`` and ``set_apart``; ``Plan.consumes`` (feature "consumes")
     1.2  2026-11-21  entries of kind "step": ``EntrySpec.step``, ``VariantSpec.step`` and ``accumulate``; ``WeightSpec.fill`` (feature "fill")
     1.1  2026-11-21  entries of kind "replay": ``EntrySpec.structures``
     1.0  2026-11-21  first version
@@ -13,12 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 3)
+FORMAT_VERSION = (1, 4)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
 WEIGHTS_MEMBER = f"{FOLDER}/weights.safetensors"
 EXAMPLES_MEMBER = f"{FOLDER}/examples.safetensors"
+GRAPH_FOLDER = f"{FOLDER}/graphs"
 LARGEST_MANIFEST = 64 << 20  # bytes
 DEEPEST = 64  # nesting of trees and of JSON
 
@@ -149,6 +152,7 @@ class VariantSpec:
     again. There ``gives`` says what each output is the gradient of ("parameter:NAME", "input:I"), and ``random`` whether random numbers are
     drawn, which must be the forward's own.
     ``set_apart``: submodules that are not in ``mode``, as a BatchNorm that stays in eval mode while the rest trains.
+    ``verdicts``: of the package's further targets, in their order; ``verdict`` is of the first.
     ``unreached``, of one without a backward: what required a gradient when it was exported ("parameter:NAME", "input:I"), and no output depends on.
     """
 
@@ -176,6 +180,7 @@ class VariantSpec:
     random: bool = False
     unreached: tuple[str, ...] = ()
     set_apart: tuple[str, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
 
     @property
     def orders(self) -> tuple[VariantSpec, ...]:
@@ -204,7 +209,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class PassSpec:
-    """A recorded pass compiled under guards. ``sizes``: what each of the pass's sizes must be, a number or an expression in the symbols."""
+    """A recorded pass compiled under guards. ``sizes``: what each of the pass's sizes must be, a number or an expression in the symbols.
+    ``verdicts``: as in :class:`VariantSpec`."""
 
     inputs: tuple[TensorSpec, ...]
     sizes: tuple[Size, ...]
@@ -214,6 +220,7 @@ class PassSpec:
     ambient: Ambient
     verdict: Verdict
     segments: tuple[Segment, ...]
+    verdicts: tuple[Verdict, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -344,8 +351,24 @@ class ConstantSpec:
 
 
 @dataclass(frozen=True)
+class BuildSpec:
+    """A graph compiled for a further target. Fields as in :class:`LibrarySpec`."""
+
+    member: str
+    metadata: str
+    extern: str
+    constants: tuple[ConstantSpec, ...]
+    needed: tuple[str, ...]
+    glibc: str
+    glibcxx: str
+    operators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LibrarySpec:
-    """One compiled graph. ``member`` and the others are paths below the archive's top folder."""
+    """One compiled graph. ``member`` and the others are paths below the archive's top folder.
+
+    ``builds``: the same for each of ``Manifest.targets``. ``graph``: the member that holds the graph as data, or ""."""
 
     member: str
     metadata: str  # the adjacent *_metadata.json
@@ -358,6 +381,13 @@ class LibrarySpec:
     glibcxx: str
     nodes: int  # of the graph it was compiled from
     operators: tuple[str, ...] = ()  # that go through the proxy executor
+    builds: tuple[BuildSpec, ...] = ()
+    graph: str = ""
+
+    @property
+    def every_build(self) -> tuple[LibrarySpec | BuildSpec, ...]:
+        """Itself, for the first target, and those for the further ones."""
+        return (self, *self.builds)
 
 
 @dataclass(frozen=True)
@@ -368,6 +398,17 @@ class Target:
     cpu_flags: tuple[str, ...] = ()  # as /proc/cpuinfo writes them
     cuda_arch: str = ""  # "sm_90"
     cuda: str = ""  # version of CUDA
+    name: str = ""  # "cpu:avx2", as it is asked for
+
+    @property
+    def label(self) -> str:
+        """Its name; one that was written without has its device's."""
+        return self.name or self.device
+
+    @property
+    def level(self) -> str:
+        """The part of the name that tells targets of one device apart: "avx2"."""
+        return self.name.partition(":")[2] or "default"
 
 
 @dataclass(frozen=True)
@@ -390,3 +431,4 @@ class Manifest:
     has_weights: bool = True
     created: str = ""  # date, ISO 8601, UTC
     notes: dict[str, str] = field(default_factory=dict)  # what is worth telling a person, never read by the runtime
+    targets: tuple[Target, ...] = ()  # further ones, for each of which every library has a build

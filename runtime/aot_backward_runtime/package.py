@@ -14,7 +14,7 @@ from .archive import Archive, open_package
 from .entry import Entry
 from .errors import AotBackwardError, WeightsError
 from .grad import LoadedGrad
-from .host import check_target
+from .host import choose
 from .manifest import EntrySpec, Manifest, StructureSpec
 from .module import LoadedModule
 from .plan import ROLES, Library, State, check_weight
@@ -97,18 +97,24 @@ class Package:
 
 
 def load(
-    path: str | os.PathLike[str], *, weights: Mapping[str, torch.Tensor] | None = None, types: Iterable[type] = (), device: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    types: Iterable[type] = (),
+    device: str | None = None,
+    target: str | None = None,
 ) -> Package:
     """Opens a package: verifies it, and maps its weights without a copy. Native code is opened when it is first called.
 
     ``weights``: tensors by their key, for a package written without (``weights=False``), or instead of its own. ``types``: classes that
-    results may be made of (a package only names them). Raises :class:`PackageError` where the file is not a whole package,
+    results may be made of (a package only names them). ``target``: of several in one package, the one to run ("cpu:avx2"); without it, the best that
+    this processor can. Raises :class:`PackageError` where the file is not a whole package,
     :class:`IncompatibleError` where it was built for something else than this machine, :class:`WeightsError` where weights do not fit.
     Loading a package, like importing a module, lets its author's code run when it is called.
     """
     archive = open_package(Path(path))
+    archive.choose(choose(archive.manifest, target, path=path))
     manifest = archive.manifest
-    check_target(manifest)
     tensors = load_weights(archive) if manifest.has_weights else {}
     if weights is not None:
         unknown = sorted(weights.keys() - manifest.weights.keys())

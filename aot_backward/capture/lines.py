@@ -1,0 +1,82 @@
+"""Which line of the person's own code each node of a traced graph comes from; of a node in the backward, the line whose gradient it is."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from aot_backward.program import Line
+
+from .. import torch_api
+from . import place
+
+META = "aot_backward_line"
+"""Of a node: its :class:`Line`."""
+_ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
+"""Where a walk up the stack ends: what called the engine did not ask for this operator."""
+
+
+@contextlib.contextmanager
+def noted(program: nn.Module, outermost: CodeType) -> Iterator[None]:
+    """Within, nodes that a trace makes get their line. ``outermost``: the code that runs ``program``; frames that called it are nobody's."""
+    tracer = torch_api.PythonKeyTracer
+    names = {id(module): name for name, module in program.named_modules()}
+    own, original = "create_node" in vars(tracer), tracer.create_node
+
+    def create_node(self: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
+        node = original(self, kind, *args, **kwargs)
+        if kind == "call_function" and META not in node.meta:
+            line = _line(sys._getframe(1), names, outermost)
+            if line is not None:
+                node.meta[META] = line
+        return node
+
+    tracer.create_node = create_node
+    try:
+        yield
+    finally:
+        if own:
+            tracer.create_node = original
+        else:
+            del tracer.create_node
+
+
+def spread(graph: GraphModule) -> None:
+    """Gives the nodes of the backward the lines of the forward's operators that they belong to."""
+    known: dict[int, Line] = {}
+    for node in graph.graph.nodes:
+        if "seq_nr" in node.meta and META in node.meta and not node.meta.get("autograd_backward"):
+            known.setdefault(node.meta["seq_nr"], node.meta[META])
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and META not in node.meta and node.meta.get("seq_nr") in known:
+            node.meta[META] = known[node.meta["seq_nr"]]
+
+
+def _line(frame: FrameType | None, names: dict[int, str], outermost: CodeType) -> Line | None:
+    found: FrameType | None = None
+    owner = ""
+    while frame is not None:
+        code = frame.f_code
+        if code is outermost or code.co_filename.endswith(_ENGINE):
+            return _worded(found, owner)
+        if found is None and place.is_theirs(code.co_filename):
+            found = frame
+        if not owner and code.co_name == "forward":
+            owner = names.get(id(frame.f_locals.get("self")), "")
+        frame = frame.f_back
+    return None  # AOTAutograd's own, such as the writes into buffers at the end
+
+
+def _worded(found: FrameType | None, owner: str) -> Line | None:
+    if found is None:
+        return Line("", 0, "", "", owner) if owner else None
+    file, number = found.f_code.co_filename, found.f_lineno
+    return Line("/".join(Path(file).parts[-2:]), number, found.f_code.co_name, linecache.getline(file, number).strip()[:200], owner)

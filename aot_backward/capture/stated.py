@@ -1,0 +1,61 @@
+"""The way back from what a package states: symbols, guards and tensor specs as a shape environment and fake tensors of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from aot_backward_runtime.errors import PackageError
+from aot_backward_runtime.expressions import evaluate
+from aot_backward_runtime.manifest import SymbolSpec, TensorSpec
+
+from .. import torch_api
+
+
+@dataclass(frozen=True)
+class Stated:
+    """``carried``: each symbol of the package as a size of ``mode``'s shape environment; ``names``: the environment's symbols -> the package's."""
+
+    mode: Any
+    carried: dict[str, Any]
+    names: dict[sympy.Symbol, str]
+
+    def oblivious(self) -> Any:
+        """A context in which a size that may be 0 or 1 is not asked whether it is."""
+        env = self.mode.shape_env
+        return torch_api.symbolic_shapes_config.patch(backed_size_oblivious=any(env.var_to_range[s].lower < 2 for s in self.names))
+
+    def fake(self, spec: TensorSpec) -> torch.Tensor:
+        """A fake tensor that looks as ``spec`` says."""
+        shape, stride = ([evaluate(s, self.carried) for s in sizes] for sizes in (spec.shape, spec.stride))
+        with self.mode:
+            return torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype), device=spec.device)
+
+
+def stated(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints: Mapping[str, int]) -> Stated:
+    """``hints``: the value of each symbol at the example. :class:`PackageError` where they break the guards."""
+    env = torch_api.ShapeEnv()
+    mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+    carried: dict[str, Any] = {}
+    names: dict[sympy.Symbol, str] = {}
+    for symbol in symbols:
+        hint = hints.get(symbol.name)
+        if type(hint) is not int or not symbol.minimum <= hint <= (symbol.maximum if symbol.maximum is not None else hint):
+            raise PackageError(f"the size {symbol.label} is {hint} at the example; its range is {symbol.minimum} to {symbol.maximum}")
+        source = torch_api.ConstantSource(f"stated_{symbol.name}")
+        made = env.create_symbol(hint, source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=symbol.minimum < 2)
+        carried[symbol.name] = env.create_symintnode(made, hint=hint, source=source)
+        names[made] = symbol.name
+        env.constrain_symbol_range(made, compiler_min=symbol.minimum, compiler_max=_most(symbol))
+    for guard in guards:
+        if not evaluate(guard, carried):  # asking is what adds it
+            raise PackageError(f"the guard {guard} does not hold at the example's own sizes")
+    return Stated(mode, carried, names)
+
+
+def _most(symbol: SymbolSpec) -> Any:
+    return torch_api.int_oo if symbol.maximum is None else symbol.maximum

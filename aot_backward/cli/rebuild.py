@@ -1,0 +1,32 @@
+"""``aot-backward rebuild IN.pt2 -o OUT.pt2``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .failures import EXIT_CODES, debug_option
+from .progress import shown
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("package", type=click.Path(path_type=Path), metavar="IN.pt2")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write; IN.pt2 is allowed.")
+@click.option(
+    "--target",
+    default="",
+    metavar="TARGETS",
+    help="cpu:sse4, cpu:avx2 (the same as cpu), cpu:avx512, or several with commas between them; without it, those of IN.pt2.",
+)
+@debug_option
+def rebuild(package: Path, output: Path, target: str) -> None:
+    """Compile the graphs in IN.pt2 again, for this torch or other processors. The model's source is not needed.
+
+    Each is compared with PyTorch's own operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
+    """
+    from ..rebuild import rebuild as rebuild_package
+
+    with shown() as progress:
+        rebuild_package(package, output, target=target, progress=progress)
+    click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)")

@@ -1,0 +1,209 @@
+"""Compiled graphs against the same graphs run by eager's operators, on the very tensors that the compiled ones were given.
+
+This is the check of a rebuilt package, where the model's source is absent. Per result of a graph, a the compiled code's and e the operators':
+‖a − e‖ ≤ r·max(‖e‖, 1e-2·G), G the largest norm among the graph's results, r the tolerance (``selfcheck.RELATIVE``) of the coarsest dtype in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aot_backward_runtime import plan
+from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
+from aot_backward_runtime.manifest import LibrarySpec, Manifest, PassSpec, Verdict
+from aot_backward_runtime.package import Package
+from aot_backward_runtime.plan import Library
+
+from . import selfcheck
+from .program import Graph
+from .verify import example_of, verify_variant
+
+
+@dataclass
+class _Findings:
+    """The worst result so far; of each library only the first call at each set of sizes is looked at, since operators run one by one are slow."""
+
+    worst: str = ""
+    ratio: float = 0.0
+    seen: set[Any] = field(default_factory=set)
+
+    def note(self, name: str, ratio: float) -> None:
+        if not ratio <= self.ratio or not self.worst:
+            self.worst, self.ratio = name, ratio
+
+
+def check_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor], graphs: Mapping[str, Graph]) -> Verdict:
+    """Runs variant ``number`` of ``entry`` on its stored example, compared with what is stored and with the operators; where a size is dynamic, also
+    at others, compared with the operators. Raises :class:`ExportError` naming what is wrong."""
+    spec = package.manifest.entries[entry].variants[number]
+    findings = _Findings()
+    sizes = list[str]()
+    with _watched(package, graphs, findings, f"{entry} variant {number}"):
+        report = verify_variant(package, entry, number, examples)
+        if report.wrong:
+            raise ExportError(
+                f"{entry} variant {number}: what torch {torch.__version__} compiled does not give what is stored in the package: "
+                f"{report.wrong[0]}; nothing was written"
+            )
+        findings.note(report.worst, report.ratio)
+        if package.entries[entry] != "step":
+            for values, args, kwargs in selfcheck.sizes_of(spec, example_of(spec, entry, number, examples)):
+                at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
+                try:
+                    selfcheck.artifact(package, entry, spec, spec.mode, args, kwargs, selfcheck.cotangents_at(spec, values))
+                except (InputError, RuntimeError) as error:
+                    if isinstance(error, ExportError) or not sizes:
+                        raise
+                    continue  # the operators themselves refuse this size (an index out of range)
+                sizes.append(at)
+    return Verdict("verified", findings.worst, round(findings.ratio, 6), tuple(s for s in sizes if s))
+
+
+def check_pass(
+    manifest: Manifest, variant: PassSpec, paths: Mapping[str, Path], weights: Mapping[str, torch.Tensor], graphs: Mapping[str, Graph]
+) -> Verdict:
+    """Every graph of a recorded pass on made-up numbers, since the recorded ones are not kept. Raises :class:`ExportError` naming what is wrong."""
+    findings = _Findings()
+    for name in [s.library for s in variant.segments if s.library]:
+        spec = manifest.libraries[name]
+        library = Library(partial(paths.__getitem__, name), spec, manifest.target.device)
+        library.bind(({c.weight: weights[c.weight] for c in spec.constants}, ()))
+        placeholders = graphs[name].module.graph.find_nodes(op="placeholder")
+        given = [_made_up(node.meta["val"], i) for i, node in enumerate(placeholders)]
+        constants = {c.weight: weights[c.weight] for c in spec.constants}
+        _compared(name, spec, graphs[name], given, constants, library.run, findings, "a recorded pass")
+    return Verdict("verified", findings.worst, round(findings.ratio, 6))
+
+
+def _made_up(fake: torch.Tensor, seed: int) -> torch.Tensor:
+    def number(size: Any) -> int:
+        return size if isinstance(size, int) else int(size.node.hint)
+
+    shape, stride = [number(s) for s in fake.shape], [number(s) for s in fake.stride()]
+    out = torch.empty_strided(shape, stride, dtype=fake.dtype).zero_()
+    if fake.is_floating_point() or fake.is_complex():
+        generator = torch.Generator().manual_seed(seed)
+        draw = torch.complex64 if fake.is_complex() else torch.float32
+        out.copy_(torch.randn(shape, generator=generator, dtype=draw))
+    return out
+
+
+@contextlib.contextmanager
+def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings, what: str) -> Iterator[None]:
+    """Within, every graph that ``package`` opens is compared each time it is called."""
+    opened = plan.Library._open
+
+    def open_watched(library: Library) -> None:
+        opened(library)
+        name = next(n for n, spec in package.manifest.libraries.items() if spec is library.spec)
+        library._runner = _Watched(library._runner, name, library.spec, graphs[name], findings, what)
+
+    plan.Library._open = open_watched  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        plan.Library._open = opened  # type: ignore[method-assign]
+
+
+class _Watched:
+    """Stands for a library's runner."""
+
+    def __init__(self, runner: Any, name: str, spec: LibrarySpec, graph: Graph, findings: _Findings, what: str):
+        self._runner, self._name, self._spec, self._graph, self._findings, self._what = runner, name, spec, graph, findings, what
+        self._constants: dict[str, torch.Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def update_constant_buffer(self, tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        self._constants = {c.weight: tensors[c.name] for c in self._spec.constants}
+        self._runner.update_constant_buffer(tensors, *rest)
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        key = (self._name, tuple(tuple(t.shape) for t in inputs))
+        if key in self._findings.seen:
+            return self._runner.run(inputs)
+        self._findings.seen.add(key)
+        return _compared(self._name, self._spec, self._graph, inputs, self._constants, self._runner.run, self._findings, self._what)
+
+
+def _compared(
+    name: str, spec: LibrarySpec, graph: Graph, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor], run: Any, findings: _Findings,
+    what: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    """What ``run`` gives, once it is compared."""
+    kept, weights = [_copy(t) for t in inputs], {key: _copy(t) for key, t in constants.items()}
+    with torch.random.fork_rng(devices=[]):
+        expected = run_graph(graph.module, kept, {target: weights[key] for target, (key, _) in graph.constants.items()})
+    actual = run(list(inputs))
+    pairs = [(looks.name, a, e) for looks, a, e in zip(spec.outputs, actual, expected, strict=True)]
+    pairs += [(f"what is written to {key}", constants[key], weights[key]) for key in constants]
+    largest = max((float(torch.linalg.vector_norm(_finite(e).double())) for _, _, e in pairs[: len(actual)] if e.is_floating_point()), default=0.0)
+    coarsest = max((selfcheck.RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)
+    for label, a, e in pairs:
+        ratio = _ratio(a, e, largest, coarsest)
+        if not ratio <= 1:
+            raise ExportError(
+                f"{what}: the code compiled from the portable graph {name} gives another {label} than PyTorch's own operators do for the same graph, "
+                f"{ratio:.3g} times what is allowed; nothing was written"
+            )
+        findings.note(f"{label} of {name}", ratio)
+    return actual
+
+
+def run_graph(module: GraphModule, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of ``module`` (of :func:`portable.graph_of`), run operator by operator. ``constants``: of its attributes; what it writes to them is
+    written."""
+    values: dict[Node, Any] = {}
+    rest = iter(inputs)
+    with torch.no_grad():
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(rest)
+            elif node.op == "get_attr":
+                values[node] = constants[node.target] if node.target in constants else getattr(module, str(node.target))
+            elif node.op == "output":
+                return list(torch.fx.map_arg(node.args[0], values.__getitem__))
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+    raise AotBackwardError("the graph has no output")
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor.detach().clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def _dtypes(module: GraphModule) -> set[torch.dtype]:
+    values = [n.meta.get("val") for n in module.graph.nodes]
+    return {t.dtype for t in values if isinstance(t, torch.Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.complex32)}
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
+
+
+def _ratio(a: torch.Tensor, e: torch.Tensor, largest: float, coarsest: float) -> float:
+    """‖a − e‖ over what is allowed."""
+    if a.shape != e.shape or a.dtype != e.dtype:
+        return float("inf")
+    if not (e.is_floating_point() or e.is_complex()):
+        return 0.0 if torch.equal(a, e) else 2.0
+    if not torch.equal(torch.isfinite(a), torch.isfinite(e)):
+        return float("inf")
+    relative = max(selfcheck.RELATIVE[e.dtype], coarsest)
+    wide = torch.complex128 if e.is_complex() else torch.float64
+    a, e = _finite(a).to(wide), _finite(e).to(wide)
+    allowed = relative * max(float(torch.linalg.vector_norm(e)), 1e-2 * largest)
+    error = float(torch.linalg.vector_norm(a - e))
+    return error / allowed if allowed else (0.0 if error == 0 else 2.0)

@@ -1,0 +1,240 @@
+"""``rebuild``: a package's graphs, compiled again for this torch or another target, without the model's source.
+
+What was stored when the package was exported is the measure: the portable graph of each library, run by eager's own operators on the very tensors
+that the new code was given; and, where the package has them, the example inputs and the outputs and gradients that eager had for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aot_backward_exporters import aoti, portable, targets
+from aot_backward_runtime.archive import Archive, open_package
+from aot_backward_runtime.errors import ExportError, IncompatibleError, PackageError
+from aot_backward_runtime.host import choose
+from aot_backward_runtime.manifest import (
+    FORMAT_VERSION,
+    EntrySpec,
+    LibrarySpec,
+    Manifest,
+    PassSpec,
+    SymbolSpec,
+    Target,
+    VariantSpec,
+    Verdict,
+)
+from aot_backward_runtime.plan import ROLES
+from aot_backward_runtime.targets import seen_as, targets_of
+from aot_backward_runtime.weights import filled, load_examples, load_weights
+
+from . import graphcheck, selfcheck
+from .capture.shapes import Sizes, expression_of
+from .capture.stated import Stated, stated
+from .package import check_destination, library_spec, stem_of, write_package
+from .program import VERSION, Artifact, Graph
+
+Progress = Callable[[str, int, int], None]
+
+
+def rebuild(source: str | os.PathLike[str], path: str | os.PathLike[str], *, target: str = "", progress: Progress | None = None) -> Path:
+    """Compiles every graph of the package ``source`` with this torch, compares, and writes the package ``path``, which may be the same file.
+
+    ``target``: as for :func:`aot_backward.export`; without one, the targets that ``source`` was built for. Weights, examples, entries and their names
+    stay as they are. Raises :class:`PackageError` where ``source`` is no whole package or its graphs are no graphs, :class:`ExportError` where it has
+    none, or the new code does not give what it should; then nothing is written.
+    """
+    path, say = Path(path), progress or (lambda *_: None)
+    check_destination(path)
+    names = targets.parsed(target) if target else ()
+    archive = open_package(source)
+    archive.verify_digests()
+    names = names or targets.parsed(",".join(_named(t) for t in targets_of(archive.manifest)))
+    if lacking := sorted(name for name, spec in archive.manifest.libraries.items() if not spec.graph):
+        why = archive.manifest.notes.get(f"no portable graph of {lacking[0]}", "")
+        raise ExportError(f"{source} has no portable graph of {lacking[0]}{why and f' ({why})'}; export it again from the model's source")
+    with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
+        made = _Rebuilt(archive, names, Path(folder), say)
+        made.compile()
+        manifest = made.checked()
+        say("write", 0, 1)
+        graphs = {name: archive.read_member(spec.graph) for name, spec in archive.manifest.libraries.items()}
+        write_package(path, manifest, made.artifacts, made.stored_weights(), load_examples(archive), graphs)
+        say("write", 1, 1)
+    return path
+
+
+def _named(target: Target) -> str:
+    """What ``target`` is asked for by; packages of format 1.3 and older do not say."""
+    return target.name or target.device
+
+
+@dataclass
+class _Rebuilt:
+    """What is collected on the way."""
+
+    archive: Archive
+    names: tuple[str, ...]
+    folder: Path
+    say: Progress
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    entries: dict[str, EntrySpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        manifest = self.archive.manifest
+        self.specs = tuple(targets.target_spec(name) for name in self.names)
+        stored = load_weights(self.archive) if manifest.has_weights else {}
+        absent = {
+            key: torch.empty_strided(w.shape, w.stride, dtype=getattr(torch, w.dtype))  # compiling needs to know what they look like
+            for key, w in manifest.weights.items()
+            if key not in stored and w.fill is None
+        }
+        self.weights = filled(self.archive) | stored | absent
+        self.complete = not absent
+
+    def stored_weights(self) -> dict[str, torch.Tensor]:
+        return {key: self.weights[key] for key in self.archive.manifest.weights}
+
+    def compile(self) -> None:
+        for name, entry in self.archive.manifest.entries.items():
+            first = entry.variants[0] if entry.variants else None
+            update = entry.step.update if entry.step is not None else None
+            shared = [update.call.library] if update is not None and update.call is not None else []
+            variants = [self._variant(v, shared if v is first else []) for v in entry.variants]
+            structures = [dataclasses.replace(s, variants=tuple(self._pass(v) for v in s.variants)) for s in entry.structures]
+            self.entries[name] = dataclasses.replace(entry, variants=tuple(variants), structures=tuple(structures))
+
+    def _variant(self, variant: VariantSpec, further: Sequence[str] = ()) -> VariantSpec:
+        plans = [getattr(variant, role) for role in ROLES]
+        names = [p.call.library for p in plans if p is not None and p.call is not None]
+        settled = self._compile((*names, *further), variant)
+        double = variant.double and self._variant(variant.double)
+        return dataclasses.replace(variant, **settled, double=double)
+
+    def _pass(self, variant: PassSpec) -> PassSpec:
+        return dataclasses.replace(variant, **self._compile([s.library for s in variant.segments if s.library], variant))
+
+    def _compile(self, names: Sequence[str], variant: VariantSpec | PassSpec) -> dict[str, Any]:
+        """Compiles the libraries of one variant. What the compiler assumed of its sizes beyond what is stated."""
+        manifest = self.archive.manifest
+        names = [name for name in dict.fromkeys(names) if name not in self.graphs]
+        forms = {name: portable.form_of(self.archive.read_member(manifest.libraries[name].graph), name) for name in names}
+        hints: dict[str, int] = {}
+        for name, form in forms.items():
+            sizes = form.get("sizes")
+            if not isinstance(sizes, dict):
+                raise PackageError(f"the portable graph {name} does not say the example's sizes")
+            hints |= sizes
+        world = stated(variant.symbols, variant.guards, hints)
+        graphs = [self._graph(name, form, manifest.libraries[name], world) for name, form in forms.items()]
+        settled = {symbol: expression_of(size) for symbol, size in world.carried.items()}
+        for number, (name, spec) in enumerate(zip(self.names, self.specs, strict=True)):
+            folder = self.folder / f"{len(self.artifacts)}.{number}"
+            folder.mkdir()
+            made = aoti.compile_graphs(graphs, folder=folder, fake_mode=world.mode, target=name, progress=self.say) if graphs else {}
+            self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
+        self.graphs |= {graph.name: graph for graph in graphs}
+        if any(expression_of(size) != settled[symbol] for symbol, size in world.carried.items()):
+            raise ExportError(f"{names[0]}: the compiler fixed a size that is dynamic in the package; report this, with the package")
+        return _assumed(variant, world)
+
+    def _graph(self, name: str, form: Mapping[str, Any], spec: LibrarySpec, world: Stated) -> Graph:
+        with world.oblivious():
+            return portable.graph_of(name, form, spec, [world.fake(s) for s in spec.inputs], world.mode, self.weights)
+
+    def manifest(self) -> Manifest:
+        old = self.archive.manifest
+        libraries = {}
+        for name in old.libraries:
+            if name not in self.graphs:
+                raise PackageError(f"no entry uses the library {name}: the package is not whole")
+            first, *further = (self.artifacts[stem_of(name, spec if n else None)] for n, spec in enumerate(self.specs))
+            libraries[name] = library_spec(self.graphs[name], first, further)
+        return dataclasses.replace(
+            old,
+            format_version=FORMAT_VERSION,
+            producer=f"aot-backward {VERSION}",
+            torch=torch.__version__,
+            target=self.specs[0],
+            targets=self.specs[1:],
+            entries=self.entries,
+            libraries=libraries,
+            members={},
+            created=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            notes={**old.notes, "rebuilt": f"from a package of {old.created or 'unknown date'}, built with torch {old.torch}"},
+        )
+
+    def checked(self) -> Manifest:
+        """The manifest with a verdict of every variant for every target."""
+        manifest = self.manifest()
+        examples = load_examples(self.archive)
+        verdicts = [dict(self._verdicts(manifest, number, examples)) for number in range(len(self.specs))]
+        entries = {}
+        for name, entry in manifest.entries.items():
+
+            def judged(variant: Any, place: tuple[Any, ...]) -> Any:
+                first, *further = (found[place] for found in verdicts)
+                return dataclasses.replace(variant, verdict=first, verdicts=tuple(further))
+
+            variants = tuple(judged(v, (name, i)) for i, v in enumerate(entry.variants))
+            structures = []
+            for structure in entry.structures:
+                every = tuple(judged(v, (name, structure.fingerprint, i)) for i, v in enumerate(structure.variants))
+                structures.append(dataclasses.replace(structure, variants=every))
+            entries[name] = dataclasses.replace(entry, variants=variants, structures=tuple(structures))
+        return dataclasses.replace(manifest, entries=entries)
+
+    def _verdicts(self, manifest: Manifest, number: int, examples: Mapping[str, torch.Tensor]) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
+        """The verdict for target ``number`` on each variant, by (entry, variant) or (entry, fingerprint, variant)."""
+        target = self.specs[number]
+        blank = (Verdict("not run"),) * (len(self.specs) - 1)
+        manifest = dataclasses.replace(manifest, entries={n: _unjudged(e, blank) for n, e in manifest.entries.items()})
+        reason = "" if self.complete else "the package has no weights"
+        try:
+            choose(manifest, target.label)
+        except IncompatibleError as error:
+            reason = str(error).removeprefix("the package cannot run here: ").partition(". ")[0]
+        alone = seen_as(manifest, number)
+        paths = {name: self.artifacts[stem_of(name, target if number else None)].library for name in manifest.libraries}
+        for name, entry in alone.entries.items():
+            total = len(entry.variants)
+            for i in range(total):
+                self.say(f"check {name}", i, total)
+                why = reason or ("" if any(k.startswith(f"{name}/{i}/") for k in examples) else "the package stores no example inputs")
+                package = selfcheck.loaded(alone, paths, self.weights) if not why else None
+                yield (name, i), Verdict(f"not run: {why}") if package is None else graphcheck.check_variant(package, name, i, examples, self.graphs)
+            self.say(f"check {name}", total, total)
+            for structure in entry.structures:
+                for i, variant in enumerate(structure.variants):
+                    verdict = Verdict(f"not run: {reason}") if reason else graphcheck.check_pass(alone, variant, paths, self.weights, self.graphs)
+                    yield (name, structure.fingerprint, i), verdict
+
+
+def _unjudged(entry: EntrySpec, verdicts: tuple[Verdict, ...]) -> EntrySpec:
+    structures = tuple(
+        dataclasses.replace(s, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in s.variants)) for s in entry.structures
+    )
+    return dataclasses.replace(entry, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants), structures=structures)
+
+
+def _assumed(variant: VariantSpec | PassSpec, world: Stated) -> dict[str, Any]:
+    """The variant's symbols and guards, with what compiling added."""
+    env = world.mode.shape_env
+    sizes = Sizes(env, dict(world.names))
+    symbols = []
+    for spec, symbol in zip(variant.symbols, world.names, strict=True):
+        bounds = env.var_to_range[symbol]
+        upper = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 1 << 62 else None
+        most = upper if spec.maximum is None else min(spec.maximum, upper if upper is not None else spec.maximum)
+        symbols.append(dataclasses.replace(spec, minimum=max(spec.minimum, int(bounds.lower)), maximum=most))
+    guards = tuple(dict.fromkeys((*variant.guards, *sizes.guards())))
+    return {"symbols": tuple[SymbolSpec, ...](symbols), "guards": guards}

@@ -1,0 +1,40 @@
+"""A package that was compiled for several targets, seen as one that was compiled for a single one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .manifest import EntrySpec, Manifest, Target, VariantSpec
+
+
+def targets_of(manifest: Manifest) -> tuple[Target, ...]:
+    """All targets of a package, the first being the one that a reader of format 1.3 sees."""
+    return (manifest.target, *manifest.targets)
+
+
+def seen_as(manifest: Manifest, number: int) -> Manifest:
+    """``manifest`` with the code and the verdicts of target ``number`` alone."""
+    if not manifest.targets:
+        return manifest
+    libraries = manifest.libraries
+    entries = manifest.entries
+    if number:
+        libraries = {}
+        for name, library in manifest.libraries.items():
+            build = library.builds[number - 1]
+            libraries[name] = dataclasses.replace(library, **{f.name: getattr(build, f.name) for f in dataclasses.fields(build)})
+        entries = {name: _judged(entry, number - 1) for name, entry in manifest.entries.items()}
+    libraries = {name: dataclasses.replace(library, builds=()) for name, library in libraries.items()}
+    return dataclasses.replace(manifest, target=targets_of(manifest)[number], targets=(), libraries=libraries, entries=entries)
+
+
+def _judged(entry: EntrySpec, number: int) -> EntrySpec:
+    structures = tuple(
+        dataclasses.replace(s, variants=tuple(dataclasses.replace(v, verdict=v.verdicts[number], verdicts=()) for v in s.variants))
+        for s in entry.structures
+    )
+    return dataclasses.replace(entry, variants=tuple(_variant(v, number) for v in entry.variants), structures=structures)
+
+
+def _variant(variant: VariantSpec, number: int) -> VariantSpec:
+    return dataclasses.replace(variant, verdict=variant.verdicts[number], verdicts=())
