@@ -11,21 +11,24 @@ from torch import nn
 from aot_backward_runtime import IncompatibleError, load, replay
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.manifest import FORMAT_VERSION
+from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.weights import filled, load_weights
 
-from .golden_packages import Curved, Pair, arguments, backward_passes, samples, training
+from .golden_packages import Curved, Pair, arguments, backward_passes, bend, samples, training
 from .oracle import assert_same, run
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES, STEPS, ORDERS = ([p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders"))
+PAIRS, PASSES, STEPS, ORDERS, TARGETS = (
+    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders", "targets")
+)
 
 
 def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES, *STEPS, *ORDERS} == {*FILES}
+    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -119,6 +122,20 @@ def runs_here(path: Path) -> bool:
     with pytest.raises(IncompatibleError, match=rf"torch {'.'.join(built)}"):
         load(path)
     return False
+
+
+@pytest.mark.parametrize("path", TARGETS, ids=lambda p: p.name)
+def test_targets_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
+    manifest = open_package(path).manifest
+    assert [t.label for t in targets_of(manifest)] == ["cpu:avx2", "cpu:sse4"]
+    assert all(library.graph and library.graph in manifest.members for library in manifest.libraries.values())
+    if not runs_here(path):
+        return
+    x = torch.randn(7, 3, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    expected = torch.autograd.grad(bend(x), x)[0]
+    for target in ("cpu:avx2", "cpu:sse4"):
+        _, gradients = load(path, target=target).grad()(x)
+        torch.testing.assert_close(gradients["x"], expected)
 
 
 @pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)
