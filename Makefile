@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow bench coverage models lint venv clean
+.PHONY: demo test test-slow bench coverage models rebuild-matrix lint venv clean
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -37,6 +37,15 @@ coverage: $(STAMP)
 # Half an hour; a run that was broken off goes on where it was.
 models: $(STAMP)
 	@$(BIN)/python -m tests.model_table --docs docs/models
+
+# Packages made under one torch and rebuilt under another, both ways: a second environment, which is a build for CUDA of several gigabytes, and 20 minutes.
+OTHER_TORCH ?= 2.12.0
+OTHER_VENV ?= .venv-$(OTHER_TORCH)
+rebuild-matrix: $(STAMP)
+	@test -x $(OTHER_VENV)/bin/python || $(PYTHON) -m venv $(OTHER_VENV)
+	@grep -vE '^(torch|sympy)==' constraints.txt > build-constraints.txt; trap 'rm -f build-constraints.txt' EXIT; \
+	  $(OTHER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c build-constraints.txt torch==$(OTHER_TORCH) -e ./runtime -e . numpy
+	@$(BIN)/python -m tests.rebuild_matrix --other $(OTHER_VENV)/bin/python --docs docs/benchmarks/$$(date +%F)-rebuild
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -27,7 +27,6 @@ from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, P
 from aot_backward_runtime.passes import PassContract
 from aot_backward_runtime.plan import Library
 from aot_backward_runtime.tape import Slot, Tape
-from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.weights import load_examples, load_weights
 
 from .capture import observed, recorded
@@ -361,8 +360,7 @@ class _Base:
         archive = open_package(path)
         old = archive.manifest
         if old.targets:
-            labels = ", ".join(t.label for t in targets_of(old))
-            raise ExportError(f"{path} is for several targets ({labels}), and passes are added to a package for one: record into a new file")
+            raise ExportError(f"{path} is for several targets, and passes are added to a package for one: choose a new file")
         if old.torch != torch.__version__ or dataclasses.replace(old.target, name=spec.name) != spec:
             raise ExportError(
                 f"{path} was built by torch {old.torch} for {old.target}; this is torch {torch.__version__}, {spec}: record into a new file"

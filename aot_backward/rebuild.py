@@ -133,7 +133,8 @@ class _Rebuilt:
             sizes = form.get("sizes")
             if not isinstance(sizes, dict):
                 raise PackageError(f"the portable graph {name} does not say the example's sizes")
-            hints |= sizes
+            if odd := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
+                raise PackageError(f"the portable graph {name} was made at another size {odd[0]} than those it belongs to")
         world = stated(variant.symbols, variant.guards, hints)
         graphs = [self._graph(name, form, manifest.libraries[name], world) for name, form in forms.items()]
         settled = {symbol: expression_of(size) for symbol, size in world.carried.items()}

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.function_code import PlainContext
 from aot_backward_runtime.interpreter import Run
 from aot_backward_runtime.package import Package, load
 from aot_backward_runtime.passes import Operands, Structure
 from aot_backward_runtime.replay import Replaying
 from aot_backward_runtime.tape import Tape, slots
+from aot_backward_runtime.targets import targets_of
 
 from .capture.ambient import current_ambient
 from .capture.observation import Looks, Observation
@@ -93,13 +96,22 @@ class Collecting(Replaying):
         return [run.get(o) for o in tape.outputs]
 
 
+def _refuse_several(path: Path) -> None:
+    there = [t.label for t in targets_of(open_package(path).manifest)]
+    if len(there) > 1:
+        raise ExportError(f"{path} is for several targets ({', '.join(there)}), and passes are added to a package for one: record into a new file")
+
+
 class Recording(Collecting):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``skipped``: what could not be compiled, and why."""
 
     def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None):
         if path is not None:
             check_destination(path)
-        package = load(path) if path is not None and path.exists() else None
+        package = None
+        if path is not None and path.exists():
+            _refuse_several(path)  # now, and not when the script has run
+            package = load(path)
         if package is not None and entry not in package.entries:
             package = None
         super().__init__(package, entry)

@@ -94,6 +94,7 @@ _RENAMED = {
 }
 
 _MISSING_OPTIONS: dict[str, frozenset[str]] = {
+    "2.12": frozenset({"cpp.march", "aot_inductor.enable_line_tables"}),
     "2.11": frozenset({"cpp.march", "aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer"}),
 }
 

@@ -39,7 +39,7 @@ from aot_backward.program import Artifact, Graph, Options
 from aot_backward_runtime.elf import clear_executable_stack, read_elf
 from aot_backward_runtime.errors import ExportError
 
-from . import native_build
+from . import backends, native_build
 from .compile_cache import Entry, digest, fetch, store
 from .graph_key import Canonical, canonical_graph
 from .native_paths import erase_paths
@@ -227,10 +227,10 @@ def _open_sizes() -> Iterator[None]:
     """Within, Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
 
     How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
-    convolution would run on, asked of fake tensors: oneDNN and NNPACK are for batches of 16 and more; what is called at run time asks again.
+    convolution would run on (:mod:`.backends`).
     """
     kernel, V = torch_api.CppKernel, torch_api.V
-    original, mkldnn = kernel.need_use_acc_helper, torch_api._get_mkldnn_enabled()
+    original = kernel.need_use_acc_helper
 
     def need_use_acc_helper(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
         if reduction_type == "sum" and dtype == torch.float:
@@ -238,13 +238,11 @@ def _open_sizes() -> Iterator[None]:
         return bool(original(self, reduction_type, dtype, use_scalar))
 
     kernel.need_use_acc_helper = need_use_acc_helper
-    torch_api._set_mkldnn_enabled(False)
     try:
-        with torch.backends.nnpack.flags(enabled=False):
+        with backends.undecided():
             yield
     finally:
         kernel.need_use_acc_helper = original
-        torch_api._set_mkldnn_enabled(mkldnn)
 
 
 @contextlib.contextmanager

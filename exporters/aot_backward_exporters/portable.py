@@ -23,6 +23,8 @@ from aot_backward.program import Graph, Line
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.manifest import LibrarySpec
 
+from . import backends
+
 VERSION = 1
 """Of the form. 1: 2026-11-21, the first."""
 LINE = "aot_backward_line"
@@ -149,7 +151,7 @@ def graph_from_json(
 ) -> GraphModule:
     """The graph, its shapes from running it on ``inputs`` (fake, one for each placeholder). :class:`PackageError` where it is no graph."""
     try:
-        with fake_mode, torch.no_grad():
+        with fake_mode, torch.no_grad(), backends.undecided():
             return _graph(form, inputs, fake_mode, weights or {})
     except PackageError:
         raise
