@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +14,10 @@ import torch
 
 from aot_backward_runtime import host, load
 from aot_backward_runtime.archive import open_package
-from aot_backward_runtime.manifest import Ambient, EntrySpec, VariantSpec
+from aot_backward_runtime.errors import IncompatibleError
+from aot_backward_runtime.manifest import Ambient, EntrySpec, Manifest, VariantSpec
 from aot_backward_runtime.package import Package
+from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.tree import unflatten
 from aot_backward_runtime.weights import load_examples
 
@@ -34,6 +37,7 @@ class VariantReport:
     worst: str
     ratio: float
     wrong: tuple[str, ...]
+    target: str = ""  # whose code it was, where the package is for several
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Report:
 
 def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: Progress | None = None) -> Report:
     """Compares every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's at export; of a training
-    step its losses over a few steps, and what they change.
+    step its losses over a few steps, and what they change; of several targets all that this machine can run.
 
     A ``replay`` entry stores no numbers, and is only reported. With ``run=False`` no native code is opened. Raises
     :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` where the native code cannot run here.
@@ -93,13 +97,22 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
     if not not_run:
         with warnings.catch_warnings():  # load tells whoever loads an unproved package to run this here
             warnings.filterwarnings("ignore", message=".*was not compared with eager")
-            package = load(path)
-        todo = [(name, i) for name, entry in package.manifest.entries.items() for i in range(len(entry.variants))]
-        for done, (name, i) in enumerate(todo):
+            packages = {label: load(path, target=label) for label in _runnable(archive.manifest)} or {"": load(path)}  # the latter raises
+        todo = [(name, i, label) for name, entry in entries.items() for i in range(len(entry.variants)) for label in packages]
+        for done, (name, i, label) in enumerate(todo):
             say("numbers", done, len(todo))
-            reports.append(verify_variant(package, name, i, examples))
+            found = verify_variant(packages[label], name, i, examples)
+            reports.append(dataclasses.replace(found, target=label if archive.manifest.targets else ""))
         say("numbers", len(todo), len(todo))
     return Report(len(members), total, tuple(reports), not_run, recorded)
+
+
+def _runnable(manifest: Manifest) -> Iterator[str]:
+    """The package's targets that this machine can run."""
+    for target in targets_of(manifest):
+        with contextlib.suppress(IncompatibleError):
+            host.choose(manifest, target.label)
+            yield target.label
 
 
 def _recorded(name: str, entry: EntrySpec) -> RecordedReport:

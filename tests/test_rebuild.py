@@ -224,6 +224,16 @@ def test_a_rebuilt_package_equals_eager(rebuilt: Path, several: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_verify_and_inspect_show_every_target(several: Path) -> None:
+    done = aot_backward("verify", several)
+    assert done.returncode == 0, done.stderr
+    for target in ("cpu:avx2", "cpu:sse4"):
+        assert f"entry 'fit' variant 0, {target}: " in done.stdout
+    done = aot_backward("inspect", several)
+    assert "built for cpu x86_64 x86-64-v3, cpu x86_64 x86-64-v2 with torch" in done.stdout
+    assert done.stdout.count("compared with eager, cpu:sse4: verified") == 3 and "native code for each target" in done.stdout
+
+
 def test_recorded_passes_are_rebuilt(tmp_path: Path) -> None:
     path = tmp_path / "passes.pt2"
     with ab.record(path) as recording:

@@ -52,7 +52,10 @@ def inspect(package: Path, as_json: bool) -> None:
 
 
 def _described(archive: Archive) -> dict[str, Any]:
+    from aot_backward_runtime.targets import targets_of
+
     manifest, members = archive.manifest, archive.members()
+    targets = targets_of(manifest)
     libraries = {
         name: {
             "bytes": members[spec.member].size,
@@ -62,6 +65,8 @@ def _described(archive: Archive) -> dict[str, Any]:
             "glibcxx": spec.glibcxx,
             "operators": list(spec.operators),
             "sha256": members[spec.member].sha256,
+            "builds": [{"target": t.label, "bytes": members[b.member].size} for t, b in zip(targets, spec.every_build, strict=True)],
+            "graph_bytes": members[spec.graph].size if spec.graph else None,
         }
         for name, spec in manifest.libraries.items()
     }
@@ -85,6 +90,8 @@ def _described(archive: Archive) -> dict[str, Any]:
         "created": manifest.created,
         "torch": manifest.torch,
         "target": dataclasses.asdict(manifest.target),
+        "targets": [dataclasses.asdict(t) for t in targets],
+        "notes": manifest.notes,
         "entries": entries,
         "libraries": libraries,
         "weights": {
@@ -155,6 +162,7 @@ def _variant(variant: VariantSpec) -> dict[str, Any]:
         "order": len(variant.orders),
         "ambient": dataclasses.asdict(variant.ambient),
         "verdict": dataclasses.asdict(variant.verdict),
+        "further_verdicts": [dataclasses.asdict(v) for v in variant.verdicts],
     }
 
 
@@ -189,6 +197,7 @@ def _pass(spec: PassSpec) -> dict[str, Any]:
         "steps": _steps(spec.segments),
         "ambient": dataclasses.asdict(spec.ambient),
         "verdict": dataclasses.asdict(spec.verdict),
+        "further_verdicts": [dataclasses.asdict(v) for v in spec.verdicts],
     }
 
 
@@ -222,18 +231,21 @@ def _weight_bytes(archive: Archive) -> int:
 
 
 def _show(d: dict[str, Any]) -> None:
-    target, weights = d["target"], d["weights"]
-    arch = " ".join(filter(None, (target["device"], target["machine"], target["march"], target["cuda_arch"])))
+    weights, targets = d["weights"], d["targets"]
+    arch = ", ".join(" ".join(filter(None, (t["device"], t["machine"], t["march"], t["cuda_arch"]))) for t in targets)
     version = ".".join(map(str, d["format_version"]))
     click.echo(f"{d['path']}: {size(d['bytes'])}, format {version}, {d['producer']}, {d['created'] or 'no date'}")
     click.echo(f"built for {arch} with torch {d['torch']}; manifest SHA-256 {d['manifest_sha256']}")
     stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
     click.echo(f"weights: {len(weights['tensors'])} tensors, {stored}")
+    for what, note in d["notes"].items():
+        click.echo(f"{what}: {note}")
+    names = [t["name"] or t["device"] for t in targets]
     for name, entry in d["entries"].items():
         if entry["kind"] == "replay":
             click.echo(f"\nentry {name!r}: replay, backward passes of {count(len(entry['structures']), 'structure')}")
             for structure in entry["structures"]:
-                _show_structure(structure)
+                _show_structure(structure, names)
             continue
         click.echo(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
         if entry["gradients"]:
@@ -241,7 +253,10 @@ def _show(d: dict[str, Any]) -> None:
         if entry["step"]:
             _show_step(entry["step"])
         for i, v in enumerate(entry["variants"]):
-            _show_variant(i, v)
+            _show_variant(i, v, names)
+    if len(names) > 1:
+        rows = [(n, *(size(b["bytes"]) for b in x["builds"])) for n, x in d["libraries"].items()]
+        table("native code for each target", ("graph", *names), rows)
     table(
         "native libraries",
         ("graph", "size", "nodes", "GLIBC", "GLIBCXX", "needs", "SHA-256"),
@@ -249,7 +264,7 @@ def _show(d: dict[str, Any]) -> None:
     )
 
 
-def _show_variant(number: int, v: dict[str, Any]) -> None:
+def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
     mode = f", {v['mode']} mode" if v["mode"] else ""
     click.echo(f"  variant {number}{mode}: {v['arguments']} -> {v['returns']}")
     for kind in ("inputs", "outputs"):
@@ -264,7 +279,8 @@ def _show_variant(number: int, v: dict[str, Any]) -> None:
         names = v["gradients"] if len(v["gradients"]) <= 8 else [*v["gradients"][:7], f"{len(v['gradients']) - 7} more"]
         again = "" if v["order"] == 1 else f", differentiable up to order {v['order']}"
         click.echo(f"    gradients of {', '.join(names)}{again}")
-    click.echo(f"    compared with eager: {_verdict(v['verdict'])}")
+    for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
+        click.echo(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
 
 
 def _show_step(s: dict[str, Any]) -> None:
@@ -309,7 +325,7 @@ def _interval(interval: dict[str, Any]) -> str:
     return " and ".join(bounds)
 
 
-def _show_structure(s: dict[str, Any]) -> None:
+def _show_structure(s: dict[str, Any], targets: list[str]) -> None:
     counts = Counter(n.rpartition("::")[2] for n in s["nodes"])
     seconds = f", {s['seconds_uncompiled'] * 1e6:.0f} µs uncompiled" if s["seconds_uncompiled"] else ""
     click.echo(f"  structure {s['fingerprint'][:12]}: {count(len(s['nodes']), 'node')}, {count(s['operations'], 'operation')}{seconds}")
@@ -325,7 +341,8 @@ def _show_structure(s: dict[str, Any]) -> None:
             click.echo(f"      {symbol['read_from']} = {scaled}{symbol['name']}{offset}{label}: from {symbol['minimum']}{top}")
         _show_conditions(v["guards_in_words"], v["ambient"], "      ")
         click.echo(f"      runs {', then '.join(v['steps']) or 'nothing'}")
-        click.echo(f"      compared with the recorded numbers: {_verdict(v['verdict'])}")
+        for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
+            click.echo(f"      compared with the recorded numbers{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
 
 
 def _show_conditions(guards: list[str], ambient: dict[str, Any], indent: str) -> None:

@@ -58,10 +58,10 @@ def _show(package: Path, report: Report) -> None:
         unproved = f" ({r.unproved} of them never were)" if r.unproved else ""
         click.echo(f"entry {r.entry!r}: {passes}: {r.compared}{unproved}; not run here")
     for v in report.variants:
+        which = f"entry {v.entry!r} variant {v.variant}{v.target and f', {v.target}'}"
         if v.wrong:
-            click.echo(f"entry {v.entry!r} variant {v.variant}: WRONG: {'; '.join(v.wrong)}")
+            click.echo(f"{which}: WRONG: {'; '.join(v.wrong)}")
         else:
-            worst = f"{v.worst} is worst, at {v.ratio:.2g} of what is allowed"
-            click.echo(f"entry {v.entry!r} variant {v.variant}: {v.tensors} tensors as eager's; {worst}")
+            click.echo(f"{which}: {v.tensors} tensors as eager's; {v.worst} is worst, at {v.ratio:.2g} of what is allowed")
     if report.not_run:
         click.echo(f"numbers were not compared: {report.not_run}")
