@@ -59,10 +59,12 @@ def check_variant(package: Package, entry: str, number: int, examples: Mapping[s
                 at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
                 try:
                     selfcheck.artifact(package, entry, spec, spec.mode, args, kwargs, selfcheck.cotangents_at(spec, values))
-                except (InputError, RuntimeError) as error:
-                    if isinstance(error, ExportError) or not sizes:
-                        raise
-                    continue  # the operators themselves refuse this size (an index out of range)
+                except _Refused as error:
+                    if not sizes:
+                        raise ExportError(f"{entry} variant {number}: PyTorch's own operators fail on the stored example: {error}") from error
+                    continue  # as eager does at this size: an index out of range
+                except InputError:
+                    continue  # an example of size 0 cannot be enlarged, and the like
                 sizes.append(at)
     return Verdict("verified", findings.worst, round(findings.ratio, 6), tuple(s for s in sizes if s))
 
@@ -94,6 +96,10 @@ def _made_up(fake: torch.Tensor, seed: int) -> torch.Tensor:
         draw = torch.complex64 if fake.is_complex() else torch.float32
         out.copy_(torch.randn(shape, generator=generator, dtype=draw))
     return out
+
+
+class _Refused(Exception):
+    """Eager's operators cannot run a graph on these tensors."""
 
 
 @contextlib.contextmanager
@@ -142,7 +148,10 @@ def _compared(
     """What ``run`` gives, once it is compared."""
     kept, weights = [_copy(t) for t in inputs], {key: _copy(t) for key, t in constants.items()}
     with torch.random.fork_rng(devices=[]):
-        expected = run_graph(graph.module, kept, {target: weights[key] for target, (key, _) in graph.constants.items()})
+        try:
+            expected = run_graph(graph.module, kept, {target: weights[key] for target, (key, _) in graph.constants.items()})
+        except RuntimeError as error:
+            raise _Refused(str(error).partition("\n")[0]) from error
     actual = run(list(inputs))
     pairs = [(looks.name, a, e) for looks, a, e in zip(spec.outputs, actual, expected, strict=True)]
     pairs += [(f"what is written to {key}", constants[key], weights[key]) for key in constants]

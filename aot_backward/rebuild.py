@@ -88,6 +88,7 @@ class _Rebuilt:
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     graphs: dict[str, Graph] = field(default_factory=dict)
     entries: dict[str, EntrySpec] = field(default_factory=dict)
+    narrowed: list[str] = field(default_factory=list)  # what this compiler takes only some of the sizes of
 
     def __post_init__(self) -> None:
         manifest = self.archive.manifest
@@ -136,8 +137,8 @@ class _Rebuilt:
             if odd := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
                 raise PackageError(f"the portable graph {name} was made at another size {odd[0]} than those it belongs to")
         world = stated(variant.symbols, variant.guards, hints)
-        graphs = [self._graph(name, form, manifest.libraries[name], world) for name, form in forms.items()]
         settled = {symbol: expression_of(size) for symbol, size in world.carried.items()}
+        graphs = [self._graph(name, form, manifest.libraries[name], world) for name, form in forms.items()]
         for number, (name, spec) in enumerate(zip(self.names, self.specs, strict=True)):
             folder = self.folder / f"{len(self.artifacts)}.{number}"
             folder.mkdir()
@@ -146,7 +147,13 @@ class _Rebuilt:
         self.graphs |= {graph.name: graph for graph in graphs}
         if any(expression_of(size) != settled[symbol] for symbol, size in world.carried.items()):
             raise ExportError(f"{names[0]}: the compiler fixed a size that is dynamic in the package; report this, with the package")
-        return _assumed(variant, world)
+        assumed = _assumed(variant, world)
+        for before, after in zip(variant.symbols, assumed["symbols"], strict=True):
+            if (before.minimum, before.maximum) != (after.minimum, after.maximum):
+                self.narrowed.append(f"{names[0] if names else 'a variant'}: {before.label} is now from {after.minimum} to {after.maximum}")
+        if further := assumed["guards"][len(variant.guards) :]:
+            self.narrowed.append(f"{names[0]}: only where {' and '.join(further)}")
+        return assumed
 
     def _graph(self, name: str, form: Mapping[str, Any], spec: LibrarySpec, world: Stated) -> Graph:
         with world.oblivious():
@@ -154,6 +161,9 @@ class _Rebuilt:
 
     def manifest(self) -> Manifest:
         old = self.archive.manifest
+        notes = {**old.notes, "rebuilt": f"from a package of {old.created or 'unknown date'}, built with torch {old.torch}"}
+        if self.narrowed:
+            notes["narrowed by rebuilding"] = "; ".join(self.narrowed)
         libraries = {}
         for name in old.libraries:
             if name not in self.graphs:
@@ -171,7 +181,7 @@ class _Rebuilt:
             libraries=libraries,
             members={},
             created=datetime.datetime.now(datetime.UTC).date().isoformat(),
-            notes={**old.notes, "rebuilt": f"from a package of {old.created or 'unknown date'}, built with torch {old.torch}"},
+            notes=notes,
         )
 
     def checked(self) -> Manifest:

@@ -32,6 +32,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ConstraintViolationError": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "Unsupported": ("torch._dynamo.exc", _ALL),
     "GuardOnDataDependentSymNode": ("torch.fx.experimental.symbolic_shapes", _ALL),
+    "compute_unbacked_bindings": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "free_unbacked_symbols": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "sympy_functions": ("torch.utils._sympy.functions", _ALL),  # the module itself
     "symbolic_shapes_config": ("torch.fx.experimental._config", _ALL),  # the module itself
@@ -64,6 +65,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "DimDynamic": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "ConstantSource": ("torch._dynamo.source", _ALL),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor", _ALL),
+    "enable_python_dispatcher": ("torch._dispatch.python", _ALL),
     "OpOverload": ("torch._ops", _ALL),
     "HigherOrderOperator": ("torch._ops", _ALL),
     "PythonKeyTracer": ("torch.fx.experimental.proxy_tensor", _ALL),

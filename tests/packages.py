@@ -139,7 +139,7 @@ def put_together(path: Path, members: Mapping[str, bytes], edit: dict[str, Any] 
         }
     for field, value in (edit or {}).items():
         *parents, last = field.split("/")
-        functools.reduce(lambda node, key: node[key], parents, manifest)[last] = value
+        functools.reduce(lambda node, key: node[int(key) if isinstance(node, list) else key], parents, manifest)[last] = value
     write_raw(path, [Raw(name, data) for name, data in members.items()] + [Raw(MANIFEST, json.dumps(manifest).encode())])
 
 

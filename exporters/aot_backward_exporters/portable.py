@@ -88,6 +88,8 @@ def graph_of(
     names = {str(n.target): form["nodes"][i][1] for i, n in enumerate(module.graph.nodes) if n.op == "get_attr" and form["nodes"][i][0] == "weight"}
     given = len(list(module.graph.find_nodes(op="placeholder")))
     results = next(iter(module.graph.find_nodes(op="output"))).args[0]
+    if not isinstance(results, tuple):
+        raise PackageError(f"the portable graph {name} has no list of outputs")
     if given != len(spec.inputs) or len(results) != len(spec.outputs):
         raise PackageError(
             f"the portable graph {name} has {given} inputs and {len(results)} outputs, its library {len(spec.inputs)} and {len(spec.outputs)}"
@@ -151,7 +153,8 @@ def graph_from_json(
 ) -> GraphModule:
     """The graph, its shapes from running it on ``inputs`` (fake, one for each placeholder). :class:`PackageError` where it is no graph."""
     try:
-        with fake_mode, torch.no_grad(), backends.undecided():
+        # without the Python dispatcher, operators that C++ makes of others (a Fourier transform's) would fix a dynamic size, and say nothing
+        with fake_mode, torch.no_grad(), backends.undecided(), torch_api.enable_python_dispatcher():
             return _graph(form, inputs, fake_mode, weights or {})
     except PackageError:
         raise
@@ -189,12 +192,15 @@ def _graph(form: Mapping[str, Any], inputs: Sequence[torch.Tensor], fake_mode: A
             node = graph.get_attr(f"graph{n}")
             node.meta["val"] = child
         elif kind == "output":
-            node = graph.output(tuple(_read(parts[0], made)))
+            results = _read(parts[0], made)
+            node = graph.output(tuple(results) if isinstance(results, list) else results)  # a body may give a single value
         else:
             target, args, kwargs = _target(kind), tuple(_read(parts[0], made)), _read(parts[1], made)
             node = graph.create_node("call_function", target, args, kwargs, name=name)
             values = torch.fx.map_arg((args, kwargs), lambda m: m.meta["val"])
             node.meta["val"] = target(*values[0], **values[1])
+            if fresh := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):  # sizes that come from data
+                node.meta["unbacked_bindings"] = fresh
         if places and 0 <= places[n] < len(lines):
             node.meta[LINE] = lines[places[n]]
         made.append(node)
