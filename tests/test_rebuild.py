@@ -224,6 +224,18 @@ def test_a_rebuilt_package_equals_eager(rebuilt: Path, several: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_training_goes_on_in_the_rebuilt_package(several: Path, rebuilt: Path, tmp_path: Path) -> None:
+    step = load(several, target="cpu:avx2").step("fit")
+    for rows in (6, 11):
+        step(*batch(rows))
+    step.save(tmp_path / "state")
+    other = load(rebuilt).step("fit")
+    other.resume(tmp_path / "state")
+    torch.testing.assert_close(other(*batch(3)), step(*batch(3)))
+    for name, parameter in step.parameters.items():
+        torch.testing.assert_close(other.parameters[name], parameter)
+
+
 def test_verify_and_inspect_show_every_target(several: Path) -> None:
     done = aot_backward("verify", several)
     assert done.returncode == 0, done.stderr

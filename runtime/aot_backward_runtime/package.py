@@ -87,7 +87,9 @@ class Package:
         tensors = {k: self._weights[k] for k in own}
         if spec.kind == "step":
             others = {s.weight for n, e in manifest.entries.items() if n != name for s in e.state}
-            return LoadedStep(entry, tensors, self._archive.manifest_digest, not others.isdisjoint(own))
+            # processes that train together must round alike, so the target counts as part of what they run
+            digest = f"{self._archive.manifest_digest} for {manifest.target.label}"
+            return LoadedStep(entry, tensors, digest, not others.isdisjoint(own))
         return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors)
 
     def _open(self, names: Iterable[str]) -> dict[str, Library]:
