@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         InputError,
         MissError,
         PackageError,
+        SignatureError,
         StateError,
         WeightsError,
         load,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .rebuild import rebuild
     from .record import record
     from .replaying import replay
+    from .signing import sign
 
 _HOME = dict.fromkeys(("export", "export_grad", "export_module", "export_step"), "aot_backward.export")
 _HOME |= dict.fromkeys(("Grad", "Module", "Step", "Variant"), "aot_backward.entries")
@@ -50,13 +52,14 @@ _HOME |= dict.fromkeys(
         "InputError",
         "MissError",
         "PackageError",
+        "SignatureError",
         "StateError",
         "WeightsError",
         "load",
     ),
     "aot_backward_runtime",
 )
-_HOME |= {"rebuild": "aot_backward.rebuild", "record": "aot_backward.record", "replay": "aot_backward.replaying"}
+_HOME |= {"rebuild": "aot_backward.rebuild", "record": "aot_backward.record", "replay": "aot_backward.replaying", "sign": "aot_backward.signing"}
 
 __all__ = [
     "AotBackwardError",
@@ -70,6 +73,7 @@ __all__ = [
     "MissError",
     "Module",
     "PackageError",
+    "SignatureError",
     "StateError",
     "Step",
     "Variant",
@@ -83,6 +87,7 @@ __all__ = [
     "rebuild",
     "record",
     "replay",
+    "sign",
 ]
 
 

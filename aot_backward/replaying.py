@@ -7,10 +7,17 @@ from pathlib import Path
 
 from aot_backward_runtime.replay import Replaying
 from aot_backward_runtime.replay import replay as replay_only
+from aot_backward_runtime.signatures import Key, Policy
 
 
 def replay(
-    path: str | os.PathLike[str], *, entry: str | None = None, strict: bool = False, save_misses: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    *,
+    entry: str | None = None,
+    strict: bool = False,
+    save_misses: str | os.PathLike[str] | None = None,
+    signature: Policy | None = None,
+    key: Key | None = None,
 ) -> Replaying:
     """:func:`aot_backward_runtime.replay.replay`, which can also keep what it met and the package does not hold.
 
@@ -19,7 +26,7 @@ def replay(
     last pass. Needs memory for two passes of each structure that is missed.
     """
     if save_misses is None:
-        return replay_only(path, entry=entry, strict=strict)
+        return replay_only(path, entry=entry, strict=strict, signature=signature, key=key)
     from .record import Saving
 
-    return Saving(Path(path), entry, strict, Path(save_misses))
+    return Saving(Path(path), entry, strict, Path(save_misses), signature, key)

@@ -24,6 +24,7 @@ import torch.utils._pytree as pytree
 from aot_backward_runtime import InputError, Package, StateError, load
 from aot_backward_runtime.guards import Contract
 from aot_backward_runtime.manifest import VariantSpec
+from aot_backward_runtime.signatures import Key, Policy
 from aot_backward_runtime.step import LoadedStep
 from aot_backward_runtime.tensor_bytes import tensor_chunks
 from aot_backward_runtime.tree import unflatten
@@ -80,6 +81,8 @@ def train(
     entry: str | None = None,
     seed: int = 0,
     watcher: Watcher | None = None,
+    signature: Policy | None = None,
+    key: Key | None = None,
 ) -> Outcome:
     """Trains a ``step`` entry of ``package`` (the sole one where ``entry`` is None) on the samples of ``data`` until ``epochs`` epochs are done.
 
@@ -87,7 +90,8 @@ def train(
     is a sample. ``batch_size``: samples of a call; by default what was exported, or :data:`BATCH` where that is dynamic. Samples left over at
     the end of an epoch are a smaller batch where the package takes one, else they are left out of that epoch.
     ``save``: the state, written after each epoch and on SIGINT and SIGTERM, which end the training early, after the step at hand.
-    ``resume``: go on from ``save``; with other data, another seed or batch size it is refused.
+    ``resume``: go on from ``save``; with other data, another seed or batch size it is refused. ``signature`` and ``key`` are those of
+    :func:`aot_backward_runtime.load`.
 
     Where ``WORLD_SIZE`` says that it is one of several processes (``torchrun``), each takes ``batch_size`` samples of every batch, and
     gradients are averaged. Raises :class:`InputError` where samples do not fit, before anything is trained, and :class:`StateError`.
@@ -95,7 +99,7 @@ def train(
     save = Path(save)
     if not resume and save.exists():
         raise StateError(f"{save} is there already: resume from it, or save to another file")
-    loaded = load(package)
+    loaded = load(package, signature=signature, key=key)
     name = _step_entry(loaded, entry)
     spec = loaded.manifest.entries[name]
     mode = "train" if any(v.mode == "train" for v in spec.variants) else "eval"

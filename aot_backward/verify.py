@@ -17,6 +17,7 @@ from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import IncompatibleError
 from aot_backward_runtime.manifest import Ambient, EntrySpec, Manifest, VariantSpec
 from aot_backward_runtime.package import Package
+from aot_backward_runtime.signatures import Key, admission, signature_beside
 from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.tree import unflatten
 from aot_backward_runtime.weights import load_examples
@@ -53,29 +54,33 @@ class RecordedReport:
 
 @dataclass(frozen=True)
 class Report:
-    """``not_run``: why numbers were not compared, or "". ``recorded``: entries that are never run here."""
+    """``not_run``: why numbers were not compared, or "". ``recorded``: entries that are never run here. ``signature``: the file of the signature
+    that was found good, or "" where none was asked for."""
 
     members: int
     bytes: int
     variants: tuple[VariantReport, ...]
     not_run: str
     recorded: tuple[RecordedReport, ...] = ()
+    signature: str = ""
 
     @property
     def ok(self) -> bool:
         return not any(v.wrong for v in self.variants)
 
 
-def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: Progress | None = None) -> Report:
+def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: Progress | None = None, key: Key | None = None) -> Report:
     """Compares every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's at export; of a training
     step its losses over a few steps, and what they change; of several targets all that this machine can run.
+
+    ``key``: the public key that the package must be signed by, else :class:`SignatureError`, before anything else is looked at.
 
     A ``replay`` entry stores no numbers, and is only reported. With ``run=False`` no native code is opened. Raises
     :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` where the native code cannot run here.
     """
     say = progress or (lambda *_: None)
     say("digests", 0, 1)
-    archive = open_package(path)
+    archive = open_package(path, admit=admission(None, key))
     archive.verify_digests()
     say("digests", 1, 1)
     members = archive.members()
@@ -97,14 +102,16 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
     if not not_run:
         with warnings.catch_warnings():  # load tells whoever loads an unproved package to run this here
             warnings.filterwarnings("ignore", message=".*was not compared with eager")
-            packages = {label: load(path, target=label) for label in _runnable(archive.manifest)} or {"": load(path)}  # the latter raises
+            runnable = _runnable(archive.manifest)
+            packages = {label: load(path, target=label, key=key) for label in runnable} or {"": load(path, key=key)}  # the latter raises
         todo = [(name, i, label) for name, entry in entries.items() for i in range(len(entry.variants)) for label in packages]
         for done, (name, i, label) in enumerate(todo):
             say("numbers", done, len(todo))
             found = verify_variant(packages[label], name, i, examples)
             reports.append(dataclasses.replace(found, target=label if archive.manifest.targets else ""))
         say("numbers", len(todo), len(todo))
-    return Report(len(members), total, tuple(reports), not_run, recorded)
+    signature = str(signature_beside(archive.path) or "") if key is not None else ""
+    return Report(len(members), total, tuple(reports), not_run, recorded, signature)
 
 
 def _runnable(manifest: Manifest) -> Iterator[str]:

@@ -11,7 +11,10 @@ import torch
 
 from . import exports, zoo
 
-FORBIDDEN = ("torch._dynamo", "torch._inductor", "sympy", "onnx", "click", "aot_backward", "aot_backward_exporters", "safetensors")
+FORBIDDEN = (
+    *("torch._dynamo", "torch._inductor", "sympy", "onnx", "click", "aot_backward", "aot_backward_exporters", "safetensors"),
+    *("model_signing", "sigstore", "cryptography", "OpenSSL"),
+)
 
 SCRIPT = """
 import sys

@@ -14,6 +14,7 @@ from .rebuild import rebuild
 from .record import record
 from .replay import replay
 from .run import run
+from .sign import sign
 from .train import train
 from .verify import verify
 
@@ -27,5 +28,5 @@ def main() -> None:
     """PyTorch gradients, compiled ahead of time into one file that runs without tracing or a compiler."""
 
 
-for command in (export, record, replay, compile_command, inspect, verify, rebuild, run, train, doctor):
+for command in (export, record, replay, compile_command, inspect, verify, sign, rebuild, run, train, doctor):
     main.add_command(command)

@@ -52,9 +52,10 @@ def inspect(package: Path, as_json: bool) -> None:
 
 
 def _described(archive: Archive) -> dict[str, Any]:
+    from aot_backward_runtime.signatures import signature_beside
     from aot_backward_runtime.targets import targets_of
 
-    manifest, members = archive.manifest, archive.members()
+    manifest, members, signature = archive.manifest, archive.members(), signature_beside(archive.path)
     targets = targets_of(manifest)
     libraries = {
         name: {
@@ -85,6 +86,7 @@ def _described(archive: Archive) -> dict[str, Any]:
     return {
         "path": str(archive.path),
         "bytes": archive.path.stat().st_size,
+        "signature": None if signature is None else str(signature),
         "format_version": list(manifest.format_version),
         "producer": manifest.producer,
         "created": manifest.created,
@@ -236,6 +238,7 @@ def _show(d: dict[str, Any]) -> None:
     version = ".".join(map(str, d["format_version"]))
     click.echo(f"{d['path']}: {size(d['bytes'])}, format {version}, {d['producer']}, {d['created'] or 'no date'}")
     click.echo(f"built for {arch} with torch {d['torch']}; manifest SHA-256 {d['manifest_sha256']}")
+    click.echo(f"signature: {d['signature']}, not looked at; verify --key PUBLIC.pem does" if d["signature"] else "signature: none beside it")
     stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
     click.echo(f"weights: {len(weights['tensors'])} tensors, {stored}")
     for what, note in d["notes"].items():

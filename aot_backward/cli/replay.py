@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from .failures import EXIT_CODES, debug_option
 from .script import Script, run_script
+from .signatures import signature_options
+
+if TYPE_CHECKING:
+    from aot_backward_runtime.signatures import Policy
 
 
 @click.command(epilog=EXIT_CODES)
@@ -16,6 +21,7 @@ from .script import Script, run_script
 @click.option("--strict", is_flag=True, help="A backward pass that the package does not hold is an error.")
 @click.option("--save-misses", type=click.Path(path_type=Path), metavar="FILE", help="Where to keep what it does not hold, for compile.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
+@signature_options
 @debug_option
 @click.argument("package", type=click.Path(path_type=Path), metavar="BW.pt2")
 @click.argument("script", type=Script(), metavar="TRAIN.py")
@@ -30,6 +36,8 @@ def replay(
     package: Path,
     script: Path,
     arguments: tuple[str, ...],
+    signature: Policy | None,
+    key: Path | None,
 ) -> None:
     """Run TRAIN.py as it is, its backward passes from BW.pt2: no tracing, no compiler.
 
@@ -37,7 +45,7 @@ def replay(
     """
     from ..replaying import replay as replaying
 
-    session = replaying(package, entry=entry, strict=strict, save_misses=save_misses)
+    session = replaying(package, entry=entry, strict=strict, save_misses=save_misses, signature=signature, key=key)
     code = run_script(script, arguments, session)
     if as_json:
         click.echo(json.dumps(session.report.to_json()), err=True)

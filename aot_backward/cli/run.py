@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from .failures import EXIT_CODES, debug_option
+from .signatures import signature_options
+
+if TYPE_CHECKING:
+    from aot_backward_runtime.signatures import Policy
 
 
 @click.command(epilog=EXIT_CODES)
@@ -27,8 +32,9 @@ from .failures import EXIT_CODES, debug_option
 )
 @click.option("--entry", metavar="NAME", help="Which entry to call; a sole one needs no name.")
 @click.option("--mode", type=click.Choice(["train", "eval"]), help="By default the one in which it was exported.")
+@signature_options
 @debug_option
-def run(package: Path, inputs: Path, outputs: Path, entry: str | None, mode: str | None) -> None:
+def run(package: Path, inputs: Path, outputs: Path, entry: str | None, mode: str | None, signature: Policy | None, key: Path | None) -> None:
     """Call one entry of OUT.pt2 once.
 
     A module gives output[0], output[1] …; where IN.safetensors also holds "gradient of output[0]", it gives "gradient of NAME" for every
@@ -39,6 +45,6 @@ def run(package: Path, inputs: Path, outputs: Path, entry: str | None, mode: str
     from ..once import call_entry
     from ..tensor_file import read_tensors, write_tensors
 
-    results = call_entry(load(package), entry, mode, read_tensors(inputs))
+    results = call_entry(load(package, signature=signature, key=key), entry, mode, read_tensors(inputs))
     write_tensors(outputs, results)
     click.echo(f"wrote {outputs}: {', '.join(results)}")

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .failures import EXIT_CODES, INTERRUPTED, debug_option
+from .signatures import signature_options
 
 if TYPE_CHECKING:
+    from aot_backward_runtime.signatures import Policy
+
     from ..training import EpochReport
 
 _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
@@ -38,6 +41,7 @@ _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
 @click.option("--entry", metavar="NAME", help="Which training step; a sole one needs no name.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the samples' order, and of dropout.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per epoch on standard output.")
+@signature_options
 @debug_option
 @click.pass_context
 def train(
@@ -51,6 +55,8 @@ def train(
     entry: str | None,
     seed: int,
     as_json: bool,
+    signature: Policy | None,
+    key: Path | None,
 ) -> None:
     """Train with the step of OUT.pt2 on the samples in DATA.safetensors: no tracing, no compiler.
 
@@ -72,7 +78,19 @@ def train(
 
     with _bar(epochs) as (step, say):
         watcher = Watcher(step, told, say)
-        outcome = train(package, data, epochs=epochs, save=save, resume=resume, batch_size=batch_size, entry=entry, seed=seed, watcher=watcher)
+        outcome = train(
+            package,
+            data,
+            epochs=epochs,
+            save=save,
+            resume=resume,
+            batch_size=batch_size,
+            entry=entry,
+            seed=seed,
+            watcher=watcher,
+            signature=signature,
+            key=key,
+        )
     if outcome.signal:
         after = f"{outcome.epochs} epochs" + (f" and {outcome.steps} steps" if outcome.steps else "")
         if outcome.rank == 0:

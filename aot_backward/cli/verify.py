@@ -11,6 +11,7 @@ import click
 
 from .failures import EXIT_CODES, FAILED, debug_option
 from .progress import shown
+from .signatures import key_option
 from .tables import count, size
 
 if TYPE_CHECKING:
@@ -20,15 +21,17 @@ if TYPE_CHECKING:
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
 @click.option("--run/--no-run", default=True, help="Compare digests only, and open no native code.")
+@key_option("The public key that OUT.pt2 must be signed by.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output, also when something is wrong.")
 @debug_option
 @click.pass_context
-def verify(context: click.Context, package: Path, run: bool, as_json: bool) -> None:
+def verify(context: click.Context, package: Path, run: bool, key: Path | None, as_json: bool) -> None:
     """Compare OUT.pt2 with its digests, then its outputs and gradients with eager's, which were stored when it was built.
 
     Recorded passes store none: they were compared with the recorded numbers when they were built, and are not run here.
 
-    Digests find damage, not intent. Comparing numbers runs the package's native code: use --no-run on one that you do not trust.
+    Digests find damage, not intent; with --key, the signature in OUT.pt2.sig is checked before anything else. Comparing numbers runs the
+    package's native code: use --no-run on one that you do not trust.
     """
     from aot_backward_runtime.errors import AotBackwardError
 
@@ -36,7 +39,7 @@ def verify(context: click.Context, package: Path, run: bool, as_json: bool) -> N
 
     try:
         with shown() as progress:
-            report = verify_package(package, run=run, progress=progress)
+            report = verify_package(package, run=run, progress=progress, key=key)
     except AotBackwardError as error:
         if as_json:
             click.echo(json.dumps({"path": str(package), "ok": False, "error": str(error)}))
@@ -44,14 +47,16 @@ def verify(context: click.Context, package: Path, run: bool, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps({"path": str(package), "ok": report.ok, **dataclasses.asdict(report)}, indent=2))
     else:
-        _show(package, report)
+        _show(package, report, key)
     if not report.ok:
         first = next(v for v in report.variants if v.wrong)
         click.echo(f"error: {package}: entry {first.entry!r}: {first.wrong[0]}; export it again", err=True)
         context.exit(FAILED)
 
 
-def _show(package: Path, report: Report) -> None:
+def _show(package: Path, report: Report, key: Path | None) -> None:
+    if report.signature:
+        click.echo(f"{package}: its signature {report.signature} is good, by the owner of {key}")
     click.echo(f"{package}: {report.members} members, {size(report.bytes)}: digests are right")
     for r in report.recorded:
         passes = f"recorded passes of {count(r.structures, 'structure')}, {count(r.variants, 'variant')}"

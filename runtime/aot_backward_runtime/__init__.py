@@ -17,6 +17,7 @@ from .errors import (
     InputError,
     MissError,
     PackageError,
+    SignatureError,
     StateError,
     WeightsError,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "MissError",
     "Package",
     "PackageError",
+    "SignatureError",
     "StateError",
     "WeightsError",
     "load",

@@ -11,7 +11,7 @@ import stat
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -42,11 +42,17 @@ LEVEL = re.compile(r"[a-z0-9_]{1,40}")
 _VERSION = re.compile(r"([0-9]{1,9}(\.[0-9]{1,9})*)?")
 _CHUNK = 1 << 20  # bytes read at a time
 
+Admit = Callable[[Path, str], None]
+"""Gets the path of a package and the SHA-256 of all its bytes, and raises where it must not be loaded."""
+
 
 class Archive:
-    """An open package. Its descriptor is closed when the object goes; what :meth:`map_member` handed out lives on."""
+    """An open package. Its descriptor is closed when the object goes; what :meth:`map_member` handed out lives on.
 
-    def __init__(self, path: Path, fd: int) -> None:
+    Where somebody admits it by its bytes, these, and no others, are what is handed out, whatever becomes of the file meanwhile: the manifest is
+    compared with the bytes that were admitted, every member with the manifest, and none is used from a file that can be written to."""
+
+    def __init__(self, path: Path, fd: int, admit: Admit | None = None) -> None:
         self.path = path
         self._fd = fd
         weakref.finalize(self, os.close, fd)
@@ -54,9 +60,18 @@ class Archive:
         if not stat.S_ISREG(self._status.st_mode):
             kind = "a folder" if stat.S_ISDIR(self._status.st_mode) else "not a plain file"
             raise PackageError(f"cannot open package {path}: it is {kind}")
-        places = read_directory(fd, self._status.st_size, path)
-        self.top, self._places = self._below_top(places)
-        self.manifest, self.manifest_digest = self._read_manifest()
+        self.admitted = admit is not None
+        try:
+            self.top, self._places = self._below_top(read_directory(fd, self._status.st_size, path))
+            data = self._read_manifest()
+        except PackageError:
+            if admit is not None:
+                admit(path, self.digest())  # what is not what was signed is said to be that, and not to be damaged
+            raise
+        self.manifest_digest = hashlib.sha256(data).hexdigest()
+        if admit is not None:
+            self._admit(admit)
+        self.manifest = self._parsed(data)
         self._check_members()
         self._check_libraries()
         self._check_entries()
@@ -89,14 +104,22 @@ class Archive:
         return b"".join(self._verified_chunks(name))
 
     def map_member(self, name: str) -> memoryview:
-        """A writable private view of a member, **not verified**: pages come from the file when touched, and are copied when written."""
+        """A writable private view of a member, **not verified**: pages come from the file when touched, and are copied when written.
+
+        Of an admitted package it is a copy, which nobody else can change once it has been verified."""
         place = self._place(name)
+        if self.admitted:
+            return self._copied(place)
         start = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY
         try:
             view = mmap.mmap(self._fd, place.offset + place.size - start, access=mmap.ACCESS_COPY, offset=start)
         except OSError as error:
             raise PackageError(f"cannot map {place.size} bytes of package {self.path}: {error.strerror}") from error
         return memoryview(view)[place.offset - start :]
+
+    def digest(self) -> str:
+        """SHA-256 of the whole file."""
+        return self._digests(Place(0, 0, 0))[0]
 
     def verify_digests(self) -> None:
         """Reads every member and compares it with its digest; :class:`PackageError` names the first that differs."""
@@ -133,15 +156,43 @@ class Archive:
             raise self.corrupt(f"member {name} is missing")
         return place
 
-    def _read_manifest(self) -> tuple[Manifest, str]:
+    def _admit(self, admit: Admit) -> None:
+        whole, manifest = self._digests(self._place(MANIFEST_MEMBER))
+        admit(self.path, whole)
+        if manifest != self.manifest_digest:
+            raise self.corrupt("it was written to while it was read; load it again")
+
+    def _digests(self, part: Place) -> tuple[str, str]:
+        """SHA-256 of the whole file and of a part of it, which were the same bytes even if somebody writes to the file."""
+        whole, of_part = hashlib.sha256(), hashlib.sha256()
+        for offset in range(0, self._status.st_size, _CHUNK):
+            chunk = read_at(self._fd, offset, min(_CHUNK, self._status.st_size - offset), self.path)
+            whole.update(chunk)
+            of_part.update(chunk[max(0, part.offset - offset) : max(0, part.offset + part.size - offset)])
+        return whole.hexdigest(), of_part.hexdigest()
+
+    def _copied(self, place: Place) -> memoryview:
+        try:
+            copy = mmap.mmap(-1, max(1, place.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared would be with forked children
+        except OSError as error:
+            raise PackageError(f"cannot take {place.size} bytes of memory for package {self.path}: {error.strerror}") from error
+        for start in range(0, place.size, _CHUNK):
+            length = min(_CHUNK, place.size - start)
+            copy[start : start + length] = read_at(self._fd, place.offset + start, length, self.path)
+        return memoryview(copy)[: place.size]
+
+    def _read_manifest(self) -> bytes:
         place = self._place(MANIFEST_MEMBER)
         if place.size > LARGEST_MANIFEST:
             raise self.corrupt(f"member {MANIFEST_MEMBER} has {place.size} bytes; at most {LARGEST_MANIFEST} are read")
         data = read_at(self._fd, place.offset, place.size, self.path)
         if zlib.crc32(data) != place.crc:
             raise self.corrupt(f"member {MANIFEST_MEMBER}: CRC is {zlib.crc32(data):08x}, expected {place.crc:08x}")
+        return data
+
+    def _parsed(self, data: bytes) -> Manifest:
         try:
-            return from_json(data), hashlib.sha256(data).hexdigest()
+            return from_json(data)
         except PackageError as error:
             raise PackageError(f"package {self.path}: {error}") from error
 
@@ -272,9 +323,10 @@ class Archive:
                 raise self.corrupt(f"member {spec.member} asks for {family} {asked}; the manifest says {listed or 'none'}")
 
 
-def open_package(path: str | os.PathLike[str]) -> Archive:
+def open_package(path: str | os.PathLike[str], *, admit: Admit | None = None) -> Archive:
     """Opens a package and checks its structure and manifest; digests of members are checked when they are read.
 
+    ``admit``: what must agree to its bytes before its manifest is parsed (:func:`aot_backward_runtime.signatures.admission`).
     Raises :class:`PackageError`, which names the path and the member."""
     path = Path(path)
     try:
@@ -282,7 +334,7 @@ def open_package(path: str | os.PathLike[str]) -> Archive:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise PackageError(f"cannot open package {path}: {error.strerror if isinstance(error, OSError) else error}") from error
-    return Archive(path, fd)
+    return Archive(path, fd, admit)
 
 
 def _called(entry: EntrySpec) -> Iterator[str]:

@@ -9,6 +9,10 @@ class PackageError(AotBackwardError):
     """The file is not a whole, unaltered package of a format version that this reader knows."""
 
 
+class SignatureError(AotBackwardError):
+    """The signature of a package, or the key, is not what whoever loads it asked for, and nothing of the package was used; or none could be made."""
+
+
 class IncompatibleError(AotBackwardError):
     """The package is sound, but was built for another torch, processor, device or system."""
 

@@ -18,6 +18,7 @@ from .host import choose
 from .manifest import EntrySpec, Manifest, StructureSpec
 from .module import LoadedModule
 from .plan import ROLES, Library, State, check_weight
+from .signatures import Key, Policy, admission
 from .step import LoadedStep
 from .weights import filled, load_weights
 
@@ -105,16 +106,24 @@ def load(
     types: Iterable[type] = (),
     device: str | None = None,
     target: str | None = None,
+    signature: Policy | None = None,
+    key: Key | None = None,
 ) -> Package:
     """Opens a package: verifies it, and maps its weights without a copy. Native code is opened when it is first called.
 
     ``weights``: tensors by their key, for a package written without (``weights=False``), or instead of its own. ``types``: classes that
     results may be made of (a package only names them). ``target``: of several in one package, the one to run ("cpu:avx2"); without it, the best that
-    this processor can. Raises :class:`PackageError` where the file is not a whole package,
+    this processor can.
+
+    ``signature``, ``key``: the signature in ``PATH.sig`` must be by the owner of the public key in the file ``key``: always ("require", the
+    default with a key), where there is one ("if-present"), or is not looked at ("off", the default without). It is checked before anything in
+    the package is used, and what is used are the bytes that were checked; :class:`SignatureError` where they are refused.
+
+    Raises :class:`PackageError` where the file is not a whole package,
     :class:`IncompatibleError` where it was built for something else than this machine, :class:`WeightsError` where weights do not fit.
     Loading a package, like importing a module, lets its author's code run when it is called.
     """
-    archive = open_package(Path(path))
+    archive = open_package(Path(path), admit=admission(signature, key))
     archive.choose(choose(archive.manifest, target, path=path))
     manifest = archive.manifest
     tensors = load_weights(archive) if manifest.has_weights else {}

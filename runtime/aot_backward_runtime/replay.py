@@ -28,6 +28,7 @@ from .passes import Operands, Structure
 from .plan import Library
 from .recorder import Recorded, Recorder
 from .schedule import eager_order
+from .signatures import Key, Policy
 from .tape import Tape
 
 log = logging.getLogger("aot_backward.replay")
@@ -243,14 +244,17 @@ class _Bound:
         return results
 
 
-def replay(path: str | os.PathLike[str], *, entry: str | None = None, strict: bool = False) -> Replaying:
+def replay(
+    path: str | os.PathLike[str], *, entry: str | None = None, strict: bool = False, signature: Policy | None = None, key: Key | None = None
+) -> Replaying:
     """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
 
     Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`); those that the engine
-    refuses run in eager. The engine's setting is process-wide: enter once, around everything that trains. Raises what :func:`load` raises,
-    and :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
+    refuses run in eager. The engine's setting is process-wide: enter once, around everything that trains. ``signature`` and ``key`` are those
+    of :func:`load`. Raises what that raises, and :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry``
+    names none.
     """
-    return Replaying(load(path), entry, strict=strict)
+    return Replaying(load(path, signature=signature, key=key), entry, strict=strict)
 
 
 class _Ear:

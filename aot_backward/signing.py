@@ -1,0 +1,39 @@
+"""``sign(path, key=…)``: puts a signature beside a package. ``docs/signatures.md`` explains it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.atomic_file import replacing
+from aot_backward_runtime.errors import SignatureError
+from aot_backward_runtime.signatures import SUFFIX, Key, read_key, signing_library
+
+
+def sign(path: str | os.PathLike[str], *, key: Key, output: str | os.PathLike[str] | None = None, password: str | None = None) -> Path:
+    """Signs all bytes of the package at ``path`` with the private key in the PEM file ``key``, after comparing them with their digests.
+
+    The signature goes to ``output``, by default ``PATH.sig``, where :func:`aot_backward.load` looks for it; that path is returned. ``password``:
+    of the key, where it is encrypted. Needs ``pip install 'aot-backward[sign]'``. Raises :class:`SignatureError`, and :class:`PackageError`
+    where the file is not a whole package; what was at ``output`` then stays.
+    """
+    path = Path(path)
+    data = read_key(key)
+    library = signing_library()
+    try:
+        private = library.private_key(data, None if password is None else password.encode())
+    except ValueError as error:
+        raise SignatureError(f"cannot sign with {key}: {error}") from error
+    output = path.with_name(path.name + SUFFIX) if output is None else Path(output)
+    if any(output.exists() and other.exists() and output.samefile(other) for other in (path, Path(key))):
+        raise SignatureError(f"cannot write the signature to {output}, which is the package or the key: name another file")
+    archive = open_package(path)
+    archive.verify_digests()
+    signature = library.make(archive.digest(), path.name, private)
+    try:
+        with replacing(output.resolve()) as file:
+            file.write(signature)
+    except OSError as error:
+        raise SignatureError(f"cannot write {output}: {error.strerror or error}; nothing was changed") from error
+    return output

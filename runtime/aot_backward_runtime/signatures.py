@@ -1,0 +1,119 @@
+"""Whether a package is loaded only with a signature, and whose. A signature is a file beside it, over all of its bytes (``docs/signatures.md``).
+
+Nothing of the signing library is imported before somebody asks for a signature.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, get_args
+
+from .archive import Admit
+from .errors import SignatureError
+
+if TYPE_CHECKING:
+    from .signing_library import PublicKey
+
+Policy = Literal["require", "if-present", "off"]
+Key = str | os.PathLike[str]
+SUFFIX = ".sig"
+LARGEST = 1 << 20  # bytes of a signature or a key; they have some 2,000 and 200
+
+
+def admission(signature: Policy | None, key: Key | None) -> Admit | None:
+    """What :func:`~aot_backward_runtime.archive.open_package` must ask before it reads a package; None: nothing.
+
+    The key is read, and the library imported, at once, so that what is missing shows before there is a signature to check."""
+    if signature is None:
+        signature = "off" if key is None else "require"
+    if signature not in get_args(Policy):
+        raise SignatureError(f"signature={signature!r} is unknown: it is 'require', 'if-present' or 'off'")
+    if signature == "off":
+        if key is not None:
+            raise SignatureError(f"signature='off' would not look at the key {key}: leave the key out, or give 'require' or 'if-present'")
+        return None
+    if key is None:
+        raise SignatureError(f"signature={signature!r} needs the public key to check with: key='public.pem'")
+    data = read_key(key)
+    library = signing_library()
+    try:
+        return partial(_admit, signature, library.public_key(data), key)
+    except ValueError as error:
+        raise SignatureError(f"cannot check signatures with {key}: {error}") from error
+
+
+def signing_library() -> ModuleType:
+    """:mod:`aot_backward_runtime.signing_library`, with what it is built on."""
+    try:
+        from . import signing_library as library
+    except ImportError as error:
+        raise SignatureError(
+            f"signatures need the OpenSSF model-signing library, which is not whole here ({error}): pip install 'aot-backward-runtime[sign]'"
+        ) from error
+    return library
+
+
+def signature_beside(path: Path) -> Path | None:
+    """The signature file of the package at ``path``, where one lies beside it; if that is a link, beside what it leads to."""
+    for place in dict.fromkeys((path, path.resolve())):
+        candidate = place.with_name(place.name + SUFFIX)
+        if os.path.lexists(candidate):  # a link that leads nowhere is a signature that cannot be read, and not none
+            return candidate
+    return None
+
+
+def read_key(path: Key) -> bytes:
+    """The content of a key file. It may be a pipe, as a shell's ``<(…)`` is."""
+    try:
+        named = os.fsdecode(path)
+    except TypeError as error:
+        raise SignatureError(f"a key is the path of a PEM file, not {type(path).__name__}") from error
+    if "-----BEGIN" in named:
+        raise SignatureError("a key is the path of a PEM file, not its content")
+    try:
+        with Path(named).open("rb") as file:
+            data = file.read(LARGEST + 1)
+    except (OSError, ValueError) as error:
+        raise SignatureError(f"cannot read the key {named}: {error.strerror if isinstance(error, OSError) else error}") from error
+    if len(data) > LARGEST:
+        raise SignatureError(f"{named} is no key: it has more than {LARGEST} bytes; expected a PEM file")
+    return data
+
+
+def _admit(policy: Policy, public: PublicKey, key: Key, path: Path, digest: str) -> None:
+    file = signature_beside(path)
+    if file is None:
+        if policy == "if-present":
+            return
+        raise SignatureError(
+            f"{path} is not signed, and a signature by {key} is required: expected one in {path.name}{SUFFIX} beside it; get it from whoever made "
+            f"the package, or make it: aot-backward sign {path} --key private.pem"
+        )
+    try:
+        signing_library().check(_read_signature(file), digest, public)
+    except ValueError as error:
+        raise SignatureError(f"{path} is refused: its signature {file} {error}") from error
+
+
+def _read_signature(file: Path) -> bytes:
+    """Raises ValueError, which goes on after the file's name."""
+    fd, data = -1, b""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe is not waited for
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"is {'a folder' if stat.S_ISDIR(status.st_mode) else 'not a plain file'}")
+        if status.st_size > LARGEST:
+            raise ValueError(f"has {status.st_size} bytes; no signature has more than {LARGEST}")
+        while len(data) <= LARGEST and (part := os.read(fd, LARGEST)):
+            data += part
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return data

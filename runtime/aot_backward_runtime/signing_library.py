@@ -1,0 +1,170 @@
+"""The OpenSSF model-signing library, and the cryptography under it: imported by nothing but :func:`.signatures.signing_library`.
+
+A signature is the library's own: a Sigstore bundle (JSON) around an in-toto statement that names one resource, ``.``, with the SHA-256 of
+the package's bytes; its command line can check and make them too. Neither folder nor name of the package is part of what is compared.
+Errors are ValueErrors that go on after the name of the file at fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from model_signing import hashing, signing, verifying
+from model_signing._hashing.hashing import Digest  # no public name leads to it, and a manifest is made of these
+from model_signing.manifest import FileManifestItem, Manifest, SerializationType
+
+CURVES = {"secp256r1": "P-256", "secp384r1": "P-384", "secp521r1": "P-521"}
+_KINDS = f"an elliptic-curve key on {', '.join(list(CURVES.values())[:-1])} or {list(CURVES.values())[-1]}"
+_MAKE = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out private.pem"
+
+
+@dataclass(frozen=True)
+class PublicKey:
+    """``fingerprint``: SHA-256 of ``pem``, by which a signature says whose it is."""
+
+    pem: bytes
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class PrivateKey:
+    pem: bytes
+    password: bytes | None
+    public: PublicKey
+
+    def __repr__(self) -> str:
+        return f"PrivateKey({self.public.fingerprint})"
+
+
+def public_key(data: bytes) -> PublicKey:
+    if b"PRIVATE KEY" in data:
+        raise ValueError("it is a private key; its public half is made by: openssl pkey -in private.pem -pubout -out public.pem")
+    if b"BEGIN CERTIFICATE" in data:
+        raise ValueError("it is a certificate; the public key in it is printed by: openssl x509 -in certificate.pem -pubkey -noout")
+    try:
+        key = serialization.load_pem_public_key(data)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ValueError(f"it is no public key in PEM form; expected {_KINDS}") from error
+    return _public(key)
+
+
+def private_key(data: bytes, password: bytes | None) -> PrivateKey:
+    if b"PUBLIC KEY" in data and b"PRIVATE KEY" not in data:
+        raise ValueError("it is a public key, which cannot sign; expected the private key that it belongs to")
+    try:
+        key = serialization.load_pem_private_key(data, password)
+    except TypeError as error:  # a password is missing, or too many
+        told = "it is not encrypted, but a password was given" if password is not None else "it is encrypted, and no password was given"
+        raise ValueError(told) from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        if password is not None and b"PRIVATE KEY" in data:
+            raise ValueError("the password does not open it") from error
+        raise ValueError(f"it is no private key in PEM form; make one: {_MAKE}") from error
+    return PrivateKey(data, password, _public(key.public_key()))
+
+
+def make(digest: str, name: str, key: PrivateKey) -> bytes:
+    """The signature of bytes with that SHA-256; ``name`` tells people what it was made for, and is not compared."""
+    config = signing.Config().set_hashing_config(_Known(digest, name))
+    with _handed(key.pem) as private, _handed(b"") as out:
+        config.use_elliptic_key_signer(private_key=private, password=key.password)  # type: ignore[arg-type] # it says str, and passes bytes on
+        config.sign(name, out)
+        signature = out.read_bytes()
+    check(signature, digest, key.public)
+    return signature
+
+
+def check(signature: bytes, digest: str, key: PublicKey) -> None:
+    """Raises ValueError unless ``signature`` is of bytes with that SHA-256, and by that key."""
+    signer = _signer(signature)
+    if signer != key.fingerprint:
+        raise ValueError(f"is by another key: of fingerprint {signer}, expected {key.fingerprint}; load with the key of whoever signed it")
+    known = _Known(digest, "package")
+    with _handed(key.pem) as public, _handed(signature) as file:
+        try:
+            verifying.Config().use_elliptic_key_verifier(public_key=public).set_hashing_config(known).verify("package", file)
+        except Exception as error:  # whatever the library's parsers do on a damaged file, it must not let a package in, nor go by unnamed
+            if known.manifest.signed is not None:
+                raise ValueError(_other(known.manifest.signed, digest)) from error
+            if isinstance(error, InvalidSignature):
+                raise ValueError("is bad: it was changed after it was made, or is not by the key that it names; sign the package again") from error
+            raise ValueError(f"cannot be understood ({type(error).__name__}): it is damaged; sign the package again") from error
+    if known.manifest.signed is None:
+        raise ValueError("was not compared with the package: this version of the model-signing library is not supported")
+
+
+class _Compared(Manifest):
+    """One resource, and what it was last compared with."""
+
+    signed: Manifest | None = None
+
+    def __eq__(self, other: Any) -> bool:
+        self.signed = other
+        return bool(super().__eq__(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Known(hashing.Config):
+    """What the library asks for the digests of a model: here they are known, of bytes that no path leads to for certain."""
+
+    def __init__(self, digest: str, name: str):
+        super().__init__()
+        serialization_type = SerializationType.from_args({"method": "files", "hash_type": "sha256", "allow_symlinks": False})
+        item = FileManifestItem(path=PurePosixPath("."), digest=Digest("sha256", bytes.fromhex(digest)))
+        self.manifest = _Compared(name, [item], serialization_type)
+
+    def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Manifest:
+        return self.manifest
+
+
+def _other(signed: Manifest, digest: str) -> str:
+    found = [(r.identifier, r.digest.algorithm, r.digest.digest_hex) for r in signed.resource_descriptors()]
+    name = repr(signed.model_name)[:80]
+    if len(found) != 1 or found[0][:2] != (".", "sha256"):
+        return f"is good, but of {len(found)} resources of {name}, and not of one package with its SHA-256; sign it: aot-backward sign"
+    return (
+        f"is good, but of other bytes: it was made for {name} of SHA-256 {found[0][2]}, and this file has {digest}; it was changed or replaced "
+        "after it was signed: get the one that was signed, or sign this one if it is yours"
+    )
+
+
+def _signer(signature: bytes) -> str:
+    """The fingerprint of the key that a signature names. Nothing is believed of it but that others need not be tried."""
+    try:
+        named = json.loads(signature)["verificationMaterial"]["publicKey"]["hint"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = "is empty" if not signature else "is no signature by a key (a Sigstore bundle in JSON), or damaged"
+        raise ValueError(f"{what}; sign the package again: aot-backward sign") from error
+    if not isinstance(named, str) or len(named) != 64 or not named.isascii() or not named.isalnum():
+        raise ValueError("does not say by which key it is; sign the package again: aot-backward sign")
+    return named
+
+
+def _public(key: object) -> PublicKey:
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ValueError(f"it is of kind {type(key).__name__.removesuffix('PublicKey').lstrip('_')}; expected {_KINDS}: {_MAKE}")
+    if key.curve.name not in CURVES:
+        raise ValueError(f"it is on the curve {key.curve.name}; expected {_KINDS}: {_MAKE}")
+    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return PublicKey(pem, hashlib.sha256(pem).hexdigest())
+
+
+@contextlib.contextmanager
+def _handed(data: bytes) -> Iterator[Path]:
+    """A path under which the library reads ``data``, and nothing else: the library takes paths, and files may change between two reads.
+    No disk is written to, which matters for private keys."""
+    with os.fdopen(os.memfd_create("aot-backward"), "w+b") as file:
+        file.write(data)
+        file.flush()
+        yield Path(f"/proc/self/fd/{file.fileno()}")
