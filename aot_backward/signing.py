@@ -25,10 +25,10 @@ def sign(path: str | os.PathLike[str], *, key: Key, output: str | os.PathLike[st
         private = library.private_key(data, None if password is None else password.encode())
     except ValueError as error:
         raise SignatureError(f"cannot sign with {key}: {error}") from error
-    output = path.with_name(path.name + SUFFIX) if output is None else Path(output)
-    if any(output.exists() and other.exists() and output.samefile(other) for other in (path, Path(key))):
-        raise SignatureError(f"cannot write the signature to {output}, which is the package or the key: name another file")
     archive = open_package(path)
+    output = path.with_name(path.name + SUFFIX) if output is None else Path(output)
+    if any(output.exists() and other.exists() and output.samefile(other) for other in (path, Path(os.fsdecode(key)))):
+        raise SignatureError(f"cannot write the signature to {output}, which is the package or the key: name another file")
     archive.verify_digests()
     signature = library.make(archive.digest(), path.name, private)
     try:
