@@ -33,6 +33,7 @@ from aot_backward_runtime.manifest import (
     Verdict,
 )
 from aot_backward_runtime.plan import ROLES
+from aot_backward_runtime.signatures import Key, Policy, admission
 from aot_backward_runtime.targets import seen_as, targets_of
 from aot_backward_runtime.weights import filled, load_examples, load_weights
 
@@ -45,17 +46,26 @@ from .program import VERSION, Artifact, Graph
 Progress = Callable[[str, int, int], None]
 
 
-def rebuild(source: str | os.PathLike[str], path: str | os.PathLike[str], *, target: str = "", progress: Progress | None = None) -> Path:
+def rebuild(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    target: str = "",
+    progress: Progress | None = None,
+    signature: Policy | None = None,
+    key: Key | None = None,
+) -> Path:
     """Compiles every graph of the package ``source`` with this torch, compares, and writes the package ``path``, which may be the same file.
 
     ``target``: as for :func:`aot_backward.export`; without one, the targets that ``source`` was built for. Weights, examples, entries and their names
-    stay as they are. Raises :class:`PackageError` where ``source`` is no whole package or its graphs are no graphs, :class:`ExportError` where it has
+    stay as they are. ``signature`` and ``key``, of ``source``, are those of :func:`aot_backward_runtime.load`; what is written is not signed.
+    Raises :class:`PackageError` where ``source`` is no whole package or its graphs are no graphs, :class:`ExportError` where it has
     none, or the new code does not give what it should; then nothing is written.
     """
     path, say = Path(path), progress or (lambda *_: None)
     check_destination(path)
     names = targets.parsed(target) if target else ()
-    archive = open_package(source)
+    archive = open_package(source, admit=admission(signature, key))
     archive.verify_digests()
     names = names or targets.parsed(",".join(_named(t) for t in targets_of(archive.manifest)))
     if lacking := sorted(name for name, spec in archive.manifest.libraries.items() if not spec.graph):

@@ -683,6 +683,7 @@ _LOADING: dict[str, list[object]] = {
     "run": ["--inputs", "INPUTS", "--outputs", "OUT"],
     "train": ["--data", "INPUTS", "--epochs", 1, "--save", "OUT"],
     "replay": ["SCRIPT"],
+    "rebuild": ["-o", "OUT"],
     "replay --save-misses": ["--save-misses", "OUT", "SCRIPT"],
 }
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from .failures import EXIT_CODES, debug_option
 from .progress import shown
+from .signatures import signature_options
+
+if TYPE_CHECKING:
+    from aot_backward_runtime.signatures import Policy
 
 
 @click.command(epilog=EXIT_CODES)
@@ -19,8 +24,9 @@ from .progress import shown
     metavar="TARGETS",
     help="cpu:sse4, cpu:avx2 (the same as cpu), cpu:avx512, or several with commas between them; without it, those of IN.pt2.",
 )
+@signature_options
 @debug_option
-def rebuild(package: Path, output: Path, target: str) -> None:
+def rebuild(package: Path, output: Path, target: str, signature: Policy | None, key: Path | None) -> None:
     """Compile the graphs in IN.pt2 again, for this torch or other processors. The model's source is not needed.
 
     Each is compared with PyTorch's own operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
@@ -28,5 +34,5 @@ def rebuild(package: Path, output: Path, target: str) -> None:
     from ..rebuild import rebuild as rebuild_package
 
     with shown() as progress:
-        rebuild_package(package, output, target=target, progress=progress)
+        rebuild_package(package, output, target=target, progress=progress, signature=signature, key=key)
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)")
