@@ -58,6 +58,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_key(folder / "rsa.pem", rsa.generate_private_key(65537, 2048))
     write_key(folder / "ed25519.pem", ed25519.Ed25519PrivateKey.generate())
     write_key(folder / "koblitz.pem", ec.generate_private_key(ec.SECP256K1()))
+    (folder / "two.pub").write_bytes((folder / "own.pub").read_bytes() + (folder / "other.pub").read_bytes())
     (folder / "empty.pub").touch()
     (folder / "words.pub").write_text("-----BEGIN PUBLIC KEY-----\nno key\n-----END PUBLIC KEY-----\n")
     with (folder / "large.pub").open("wb") as large:
@@ -366,6 +367,7 @@ BAD_KEYS = {
     "": "Is a directory",
     "empty.pub": "it is no public key in PEM form",
     "words.pub": "it is no public key in PEM form",
+    "two.pub": "it holds 2 keys, of which only the first would be trusted",
     "large.pub": "it has more than 1048576 bytes",
     "own.pem": "it is a private key; its public half is made by: openssl pkey",
     "rsa.pub": "it is of kind RSA; expected an elliptic-curve key on P-256, P-384 or P-521",

@@ -51,6 +51,8 @@ def public_key(data: bytes) -> PublicKey:
         raise ValueError("it is a private key; its public half is made by: openssl pkey -in private.pem -pubout -out public.pem")
     if b"BEGIN CERTIFICATE" in data:
         raise ValueError("it is a certificate; the public key in it is printed by: openssl x509 -in certificate.pem -pubkey -noout")
+    if (count := data.count(b"-----BEGIN ")) > 1:
+        raise ValueError(f"it holds {count} keys, of which only the first would be trusted; expected one")
     try:
         key = serialization.load_pem_public_key(data)
     except (ValueError, UnsupportedAlgorithm) as error:
