@@ -46,15 +46,17 @@ def build(folder: Path) -> None:
     for name in cases():
         started = time.perf_counter()
         path = folder / f"{name}.pt2"
+        relative = None
         if name == STEP:
             ab.export(path, {"fit": golden_packages.training()})
             arguments: Any = golden_packages.samples(FRESH)
         else:
             case = zoo.make(name)
             ab.export_module(case.module.train(case.mode == "train"), case.args(case.sizes[0]), dynamic_shapes=case.dynamic_shapes, path=path)
-            arguments = case.args(FRESH)
+            arguments, relative = case.args(FRESH), case.relative
         seconds = time.perf_counter() - started
-        torch.save({"arguments": arguments, "results": results(path, arguments), "seconds": seconds}, folder / f"{name}.pt")
+        kept = {"arguments": arguments, "results": results(path, arguments), "seconds": seconds, "relative": relative}
+        torch.save(kept, folder / f"{name}.pt")
         print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -71,7 +73,7 @@ def rebuild(folder: Path) -> None:
         try:
             ab.rebuild(package, out)
             row["rebuild_s"] = time.perf_counter() - started
-            row |= looked_at(out) | compared(results(out, stored["arguments"]), stored["results"])
+            row |= looked_at(out) | compared(results(out, stored["arguments"]), stored["results"], stored["relative"])
         except Exception as error:  # a case that fails is a row of the table
             row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         found.append(row)
@@ -116,20 +118,21 @@ def looked_at(path: Path) -> dict[str, Any]:
     }
 
 
-def compared(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The tensor that differs most, by what is allowed: ‖a − e‖ over tolerance · max(‖e‖, a tenth of the largest gradient)."""
+def compared(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float | None) -> dict[str, Any]:
+    """The tensor that differs most, by what is allowed: ‖a − e‖ over tolerance · max(‖e‖, a tenth of the largest gradient). ``relative``: the
+    tolerance, where it is not that of the dtype (bfloat16 inside)."""
     if actual.keys() != expected.keys():
         return {"error": f"other results: {sorted(actual.keys() ^ expected.keys())}"}
     largest = max((float(e.double().norm()) for n, e in expected.items() if n.startswith("grad")), default=0.0)
-    coarsest = max(RELATIVE[e.dtype] for e in expected.values() if e.is_floating_point())
+    coarsest = relative or FACTOR * max(RELATIVE[e.dtype] for e in expected.values() if e.is_floating_point())
     worst, name = 0.0, ""
     for n, e in expected.items():
         a = actual[n]
         if (a.dtype, a.shape) != (e.dtype, e.shape):
             return {"error": f"{n} is {a.dtype} {tuple(a.shape)}, was {e.dtype} {tuple(e.shape)}"}
         difference = float((a.double() - e.double()).norm())
-        ratio = difference / (FACTOR * coarsest * max(float(e.double().norm()), 0.1 * largest if n.startswith("grad") else 0.0, 1e-6))
-        if ratio >= worst:
+        ratio = difference / (coarsest * max(float(e.double().norm()), 0.1 * largest if n.startswith("grad") else 0.0, 1e-6))
+        if ratio > worst or not name:
             worst, name = ratio, n
     return {"worst": name, "ratio": worst}
 
