@@ -61,10 +61,12 @@ ALLOWED = {
         *(*LIBRARY, "aot_backward.capture", "aot_backward.compiled", "aot_backward.record"),
         *("aot_backward.package", "aot_backward.tensor_file", "aot_backward_exporters"),
     ),
+    # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
+    "aot_backward.report": ("aot_backward_runtime", "aot_backward.program", "aot_backward_exporters.portable"),
     "aot_backward.cli": (
         *("aot_backward_runtime", "aot_backward.program", "aot_backward.export", "aot_backward.verify"),
         *("aot_backward.record", "aot_backward.rebuild", "aot_backward.replaying", "aot_backward.misses", "aot_backward.signing"),
-        *("aot_backward.once", "aot_backward.training", "aot_backward.tensor_file", "aot_backward.diagnosis"),
+        *("aot_backward.once", "aot_backward.training", "aot_backward.tensor_file", "aot_backward.diagnosis", "aot_backward.report"),
     ),
 }
 OUTSIDE = {

@@ -36,19 +36,42 @@ if TYPE_CHECKING:
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="REPORT.html", help="A page to look at, with memory and graphs, in one file.")
 @debug_option
-def inspect(package: Path, as_json: bool) -> None:
+def inspect(package: Path, as_json: bool, html: Path | None) -> None:
     """Show the entries of OUT.pt2, their variants, guards and sizes, recorded passes, and what it was built for. Runs nothing of it.
 
-    Sizes and structure are checked, digests are not: that is what verify does.
+    Sizes and structure are checked, digests are not (but for those of graphs that are drawn): that is what verify does.
     """
+    if html is not None and as_json:
+        raise click.UsageError("--json and --html exclude each other: call inspect twice.")
+    if html is not None and html.resolve() == package.resolve():
+        raise click.UsageError(f"--html would write the report over the package {package}.")
     from aot_backward_runtime.archive import open_package
 
+    if html is not None:
+        _write_report(open_package(package), html)
+        return
     described = _described(open_package(package))
     if as_json:
         click.echo(json.dumps(described, indent=2))
     else:
         _show(described)
+
+
+def _write_report(archive: Archive, path: Path) -> None:
+    from aot_backward.report import report
+    from aot_backward_runtime.atomic_file import replacing
+    from aot_backward_runtime.errors import AotBackwardError
+
+    text = report(archive).encode()
+    try:
+        with replacing(path.resolve()) as file:
+            file.write(text)
+    except OSError as error:
+        raise AotBackwardError(f"cannot write {path}: {error.strerror or error}; nothing was changed") from error
+    graphs = sum(bool(spec.graph) for spec in archive.manifest.libraries.values())
+    click.echo(f"wrote {path} ({size(len(text))}): {count(len(archive.manifest.entries), 'entry', 'entries')}, {count(graphs, 'graph')}")
 
 
 def _described(archive: Archive) -> dict[str, Any]:

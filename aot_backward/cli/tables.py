@@ -34,6 +34,6 @@ def size(number: int) -> str:
     return f"{number} B" if number < 1000 else f"{number / 1e3:.1f} kB" if number < 1e6 else f"{number / 1e6:.2f} MB"
 
 
-def count(number: int, what: str) -> str:
-    """``3 nodes``, ``1 node``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def count(number: int, what: str, several: str = "") -> str:
+    """``3 nodes``, ``1 node``. ``several``: where the plural is not made with an s."""
+    return f"{number} {what if number == 1 else several or what + 's'}"

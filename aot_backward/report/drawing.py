@@ -1,0 +1,213 @@
+"""A portable graph (``docs/format.md``, section 6) as something to look at: checked piece by piece, because anybody may have written it. No operator
+is looked up, let alone called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from aot_backward.program import Line
+from aot_backward_exporters.portable import form_of
+from aot_backward_runtime.archive import Archive
+from aot_backward_runtime.errors import InputError, PackageError
+from aot_backward_runtime.expressions import evaluate
+from aot_backward_runtime.guards import dtype_of
+from aot_backward_runtime.manifest import Size
+
+LARGEST = 1 << 53  # bytes, which is also as far as JavaScript counts
+_LONGEST_CALL = 240  # characters
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Of one tensor. ``bytes``: at the example's sizes."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """``operator``: "placeholder", "weight", "constant", "graph", "output", or an operator's full name. ``inputs``: the nodes that it reads, each
+    once. ``looks``: one for each tensor of its value, with None for what is no tensor; ``several`` says that the value is a list of them."""
+
+    operator: str
+    name: str
+    inputs: tuple[int, ...]
+    call: str  # its arguments in words
+    looks: tuple[Looks | None, ...]
+    several: bool
+    line: int  # in Drawing.lines, or -1
+    index: int = -1  # of an item that is taken out of several
+
+    @property
+    def computes(self) -> bool:
+        """Whether it makes a tensor out of others; sizes, weights, inputs and the output do not."""
+        return self.operator not in KINDS and any(self.looks) and self.operator != "operator:getitem"
+
+    @property
+    def short(self) -> str:
+        """The operator without its namespace and overload: "convolution"."""
+        if ":" in self.operator:
+            return self.operator.partition(":")[2]
+        return self.operator.split(".")[1] if "." in self.operator else self.operator
+
+
+KINDS = ("placeholder", "weight", "constant", "graph", "output")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """``results``: the node behind each result of the library, or -1. ``sizes``: each symbol's value at the example."""
+
+    library: str
+    nodes: tuple[Node, ...]
+    lines: tuple[Line, ...]
+    results: tuple[int, ...]
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def placeholders(self) -> tuple[int, ...]:
+        return tuple(i for i, n in enumerate(self.nodes) if n.operator == "placeholder")
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        out: list[list[int]] = [[] for _ in self.nodes]
+        for i, node in enumerate(self.nodes):
+            for j in node.inputs:
+                out[j].append(i)
+        return tuple(map(tuple, out))
+
+
+def drawings(archive: Archive) -> dict[str, Drawing]:
+    """Of every library with a portable graph. :class:`PackageError` names a graph that is damaged, and the node in it."""
+    return {name: _drawing(name, archive, spec.graph) for name, spec in archive.manifest.libraries.items() if spec.graph}
+
+
+def _drawing(name: str, archive: Archive, member: str) -> Drawing:
+    form = form_of(archive.read_member(member), name)
+    try:
+        lines = tuple(map(_line, form["lines"]))
+        sizes = _sizes(form.get("sizes", {}))
+        nodes: list[Node] = []
+        for parts, node_name, looks, place in zip(form["nodes"], form["names"], form["looks"], form["places"], strict=True):
+            try:
+                nodes.append(_node(parts, node_name, looks, place, nodes, len(lines), sizes))
+            except _Odd as error:
+                raise _Odd(f"node {len(nodes)}: {error}") from error
+        outputs = [n for n in form["nodes"] if n[0] == "output"]
+        if len(outputs) != 1 or nodes[-1].operator != "output" or not isinstance(outputs[0][1], list):
+            raise _Odd("it has no output, or several, or one that is not the last node")
+        results = tuple(r["node"] if isinstance(r, dict) and "node" in r else -1 for r in outputs[0][1])
+    except (_Odd, RecursionError) as error:
+        raise PackageError(f"corrupt package {archive.path}: the portable graph {name} cannot be drawn: {error}") from error
+    return Drawing(name, tuple(nodes), lines, results, sizes)
+
+
+class _Odd(Exception):
+    """What a graph holds that the form does not allow."""
+
+
+def _line(form: Any) -> Line:
+    kinds = (str, int, str, str, str)
+    if not isinstance(form, list) or len(form) != 5 or not all(type(v) is k for v, k in zip(form, kinds, strict=True)):
+        raise _Odd("a line is not file, number, function, text and submodule")
+    return Line(*form)
+
+
+def _sizes(form: Any) -> dict[str, int]:
+    if not isinstance(form, dict) or not all(type(v) is int for v in form.values()):
+        raise _Odd("its sizes are no numbers")
+    return form
+
+
+def _node(parts: Any, name: Any, looks: Any, place: Any, before: list[Node], lines: int, sizes: Mapping[str, int]) -> Node:
+    if not isinstance(parts, list) or not parts or not isinstance(parts[0], str):
+        raise _Odd("it has no operator")
+    operator = parts[0]
+    expected = {"placeholder": 1, "constant": 1, "weight": 2, "graph": 2, "output": 2}.get(operator, 3)
+    if len(parts) != expected or not isinstance(name, str) or type(place) is not int or not -1 <= place < lines:
+        raise _Odd("its parts, name or place are not as the format says")
+    inputs: dict[int, None] = {}
+    call = ""
+    if operator == "weight":
+        name = parts[1] if isinstance(parts[1], str) else name
+    elif operator == "graph":
+        call = f"a body of {len(parts[1]['nodes'])} nodes" if isinstance(parts[1], dict) and isinstance(parts[1].get("nodes"), list) else ""
+    elif expected > 1:
+        _reads(parts[1:], len(before), inputs)
+        call = ", ".join(_arguments(parts, before))
+    index = -1
+    if operator == "operator:getitem" and isinstance(parts[1], list) and len(parts[1]) == 2 and type(parts[1][1]) is int:
+        index = parts[1][1]
+    several = isinstance(looks, list) and not (len(looks) == 3 and isinstance(looks[0], str))
+    seen = tuple(_looks(v, sizes) for v in (looks if several else [looks]))
+    shortened = call if len(call) <= _LONGEST_CALL else f"{call[: _LONGEST_CALL - 1]}…"
+    return Node(operator, name, tuple(inputs), shortened, seen, several, place, index)
+
+
+def _looks(form: Any, sizes: Mapping[str, int]) -> Looks | None:
+    if form is None or form == []:
+        return None
+    if not isinstance(form, list) or len(form) != 3 or not isinstance(form[0], str) or not all(isinstance(s, list) for s in form[1:]):
+        raise _Odd("its looks are not dtype, sizes and strides")
+    dtype, shape, stride = form
+    if not all(type(s) in (int, str) for s in (*shape, *stride)):
+        raise _Odd("a size of its value is neither a number nor an expression")
+    try:
+        count = dtype_of(dtype).itemsize
+        for size in shape:
+            count *= evaluate(size, sizes)
+    except (InputError, PackageError) as error:
+        raise _Odd(str(error)) from error
+    if not 0 <= count < LARGEST:
+        raise _Odd(f"its value has {count} bytes")
+    return Looks(dtype, tuple(shape), tuple(stride), count)
+
+
+def _reads(form: Any, before: int, out: dict[int, None]) -> None:
+    """The nodes that stand anywhere in ``form``, in their order."""
+    if isinstance(form, list):
+        for value in form:
+            _reads(value, before, out)
+    elif isinstance(form, dict):
+        if len(form) != 1:
+            raise _Odd("an argument is an object of not one key")
+        ((kind, value),) = form.items()
+        if kind == "node":
+            if type(value) is not int or not 0 <= value < before:
+                raise _Odd(f"it reads node {value}, which does not come before it")
+            out[value] = None
+        elif kind == "map":
+            if not isinstance(value, dict):
+                raise _Odd("a map is none")
+            for inner in value.values():
+                _reads(inner, before, out)
+
+
+def _arguments(parts: list[Any], before: list[Node]) -> list[str]:
+    positional = [_worded(v, before) for v in parts[1]] if isinstance(parts[1], list) else [_worded(parts[1], before)]
+    named = parts[2]["map"] if len(parts) > 2 and isinstance(parts[2], dict) and "map" in parts[2] else {}
+    return positional + [f"{k}={_worded(v, before)}" for k, v in named.items()]
+
+
+def _worded(form: Any, before: list[Node]) -> str:
+    if isinstance(form, list):
+        return f"[{', '.join(_worded(v, before) for v in form)}]"
+    if not isinstance(form, dict):
+        return repr(form) if not isinstance(form, str) else f"'{form}'"
+    ((kind, value),) = form.items()
+    if kind == "node":
+        return before[value].name
+    if kind == "map":
+        return "{" + ", ".join(f"{k}: {_worded(v, before)}" for k, v in value.items()) + "}"
+    if kind == "float" and isinstance(value, str):
+        try:
+            return f"{float.fromhex(value):g}"
+        except (ValueError, OverflowError) as error:
+            raise _Odd(f"it holds the number {value!r}") from error
+    return str(value)

@@ -1,0 +1,71 @@
+"""HTML that cannot be broken out of: elements whose text and attributes are escaped, whoever wrote them."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_VOID = frozenset({"meta", "input", "br"})
+LONGEST = 1000  # characters of one piece of text out of a package
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+Child = str | Html | Iterable[Any] | None
+
+
+def clean(text: str) -> str:
+    """``text`` without what cannot be seen, or turns the direction of the text around it, and not longer than a person would read."""
+    shown = _visible(text)
+    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"
+
+
+def _visible(text: str) -> str:
+    return _UNPRINTABLE.sub("\ufffd", text)
+
+
+def element(tag: str, *children: Child, **attributes: str | int | bool | None) -> Html:
+    """``<tag …>children</tag>``. ``class_`` is class, other underscores are hyphens; None and False leave an attribute out."""
+    words = [tag]
+    for name, value in attributes.items():
+        name = name.removesuffix("_").replace("_", "-")
+        if value is True:
+            words.append(name)
+        elif value is not None and value is not False:
+            words.append(f'{name}="{html.escape(_visible(str(value)))}"')
+    opening = f"<{' '.join(words)}>"
+    return Html(opening if tag in _VOID else f"{opening}{joined(children)}</{tag}>")
+
+
+def joined(children: Child) -> Html:
+    """Children in their order; what is not :class:`Html` is text."""
+    if children is None:
+        return Html()
+    if isinstance(children, Html):
+        return children
+    if isinstance(children, str):
+        return Html(html.escape(clean(children)))
+    return Html("".join(map(joined, children)))
+
+
+def raw(tag: str, text: str, **attributes: str) -> Html:
+    """A script or style sheet of ours; it must not hold the end of its own element."""
+    assert f"</{tag}" not in text.lower()
+    words = [tag, *(f'{name}="{html.escape(value)}"' for name, value in attributes.items())]
+    return Html(f"<{' '.join(words)}>{text}</{tag}>")
+
+
+def data(name: str, value: Any) -> Html:
+    """``value`` for the script of the page, as JSON in which no markup can begin."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    for mark in "<>&":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return raw("script", text, type="application/json", id=name)

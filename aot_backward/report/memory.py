@@ -1,0 +1,83 @@
+"""The bytes that the values of a graph hold while it runs, in its own order and at the example's sizes.
+
+What is counted is the graph as it was captured. The compiler fuses neighbours, and their values in between are then never in memory: this is what
+the graph asks for, from which the compiler starts. Weights are left out, and so is what an operator needs while it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .drawing import Drawing, Node
+
+VIEWS = frozenset(
+    {
+        *("alias", "as_strided", "chunk", "conj", "detach", "diagonal", "expand", "expand_as", "imag", "lift_fresh", "movedim", "narrow", "permute"),
+        *("real", "select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "transpose", "unbind", "unfold", "unsafe_split"),
+        *("unsafe_split_with_sizes", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "_conj", "_neg_view", "_reshape_alias"),
+        *("_unsafe_view", "broadcast_in_dim", "view_of"),
+    }
+)
+"""Operators whose results share their first argument's memory."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """``live``: bytes in memory while each node runs. ``given``: those of the inputs, which their owner keeps all the time. ``peak``: the node
+    at which most is live."""
+
+    live: tuple[int, ...]
+    given: int
+
+    @property
+    def peak(self) -> int:
+        return max(range(len(self.live)), key=self.live.__getitem__)
+
+
+def use(drawing: Drawing) -> Use:
+    """What ``drawing`` holds: a value from the node that makes it to the last that reads it, or a view of it; inputs and results to the end."""
+    last = len(drawing.nodes) - 1
+    begin: list[int] = []
+    end: list[int] = []
+    bytes_: list[int] = []
+    held: list[tuple[tuple[int, ...], ...]] = []  # of each node, for each tensor of its value, the memories that it lies in
+    given = 0
+
+    def memory(start: int, stop: int, count: int) -> int:
+        begin.append(start)
+        end.append(stop)
+        bytes_.append(count)
+        return len(begin) - 1
+
+    for i, node in enumerate(drawing.nodes):
+        for j in node.inputs:
+            item = node.index if node.operator == "operator:getitem" else -1
+            for memories in held[j] if not 0 <= item < len(held[j]) or not drawing.nodes[j].several else held[j][item : item + 1]:
+                for m in memories:
+                    end[m] = max(end[m], i)
+        if node.operator == "placeholder":
+            given += sum(looks.bytes for looks in node.looks if looks)
+            held.append(tuple((memory(0, last, looks.bytes),) if looks else () for looks in node.looks))
+        elif node.operator in ("weight", "constant", "graph", "output"):
+            held.append(((),) * len(node.looks))
+        elif node.operator == "operator:getitem" and node.inputs:
+            source = held[node.inputs[0]]
+            held.append((source[node.index],) if 0 <= node.index < len(source) and drawing.nodes[node.inputs[0]].several else source[:1])
+        elif node.inputs and shares(node):
+            held.append((tuple(m for memories in held[node.inputs[0]] for m in memories),) * len(node.looks))
+        else:
+            held.append(tuple((memory(i, i, looks.bytes),) if looks else () for looks in node.looks))
+    change = [0] * (last + 2)
+    for start, stop, count in zip(begin, end, bytes_, strict=True):
+        change[start] += count
+        change[stop + 1] -= count
+    live, now = [], 0
+    for difference in change[:-1]:
+        now += difference
+        live.append(now)
+    return Use(tuple(live), given)
+
+
+def shares(node: Node) -> bool:
+    """Whether its value lies in the memory of what it reads: a view, or its first argument changed in place."""
+    return node.short in VIEWS or (node.short.endswith("_") and not node.short.endswith("__"))

@@ -1,0 +1,194 @@
+"""Puts the page together: one file, which may load nothing, run no script but its own, and send nothing anywhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from aot_backward_runtime.archive import Archive
+
+from . import sections
+from .chart import chart
+from .drawing import Drawing, Looks, drawings
+from .markup import Html, clean, data, element, raw
+from .memory import shares
+from .views import Column, View, spelled, views
+
+_DTYPES = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8",
+    "uint8": "u8", "complex64": "c64", "complex128": "c128",
+}  # fmt: skip
+_FEW = 4  # charts that are shown before the rest is folded away
+
+
+def page(archive: Archive) -> str:
+    drawn = drawings(archive)
+    seen = views(archive.manifest, drawn)
+    style, script = (Path(__file__).with_name(f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    head = [
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("title", f"{archive.path.name}, a package of aot-backward"),
+        raw("style", style),
+    ]
+    named = [("package", "Package"), ("entries", "Entries"), ("bytes", "Bytes"), ("kernels", "Kernels"), ("memory", "Memory"), ("graph", "Graph")]
+    body = [
+        element("header", element("h1", archive.path.name), element("nav", [element("a", t, href=f"#{n}") for n, t in named])),
+        element(
+            "main",
+            sections.package(archive, drawn),
+            sections.entries(archive),
+            sections.bytes_section(archive),
+            sections.kernels(archive, drawn),
+            _memory(seen),
+            _graph(seen),
+        ),
+        _data(seen, drawn),
+        raw("script", script),
+    ]
+    text = f"<!DOCTYPE html>\n{element('html', element('head', head), element('body', body), lang='en')}\n"
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _memory(seen: list[View]) -> Html:
+    if not seen:
+        return sections.section("memory", "Memory", element("p", "Known only where the package holds its graphs as data.", class_="quiet"))
+    said = (
+        "Bytes of the graph's own values in the order of its nodes, at the example's sizes: each from the node that makes it to its last use, inputs "
+        "and results to the end; views have none of their own, weights are left out. This is the graph before fusion: the compiler does not store "
+        "what it fuses, so of values the compiled code holds at most this. What an operator needs inside itself is not counted."
+    )
+    charts = [chart(view, n) for n, view in enumerate(seen)]
+    more = element("details", element("summary", f"{len(charts) - _FEW} more"), charts[_FEW:]) if len(charts) > _FEW else None
+    return sections.section("memory", "Memory", element("p", said, class_="quiet"), charts[:_FEW], more)
+
+
+def _graph(seen: list[View]) -> Html:
+    if not seen:
+        said = "The package holds no graph as data: it was exported with --no-portable, or by an older version."
+        return sections.section("graph", "Graph", element("p", said, class_="quiet"))
+    options = [element("option", f"{v.title}: {v.in_words}", value=n) for n, v in enumerate(seen)]
+    bar = element(
+        "div",
+        element("label", "Show ", element("select", options, id="view")),
+        element("label", element("input", type="search", id="query", placeholder="Search name, operator or module", aria_label="Search nodes")),
+        element("label", element("input", type="checkbox", id="weights"), " weights"),
+        element("label", element("input", type="checkbox", id="sizes"), " sizes"),
+        element("label", element("input", type="checkbox", id="only"), " only highlighted"),
+        element("button", "Clear", type="button", id="clear"),
+        element("span", id="found", role="status"),
+        class_="bar-of-tools",
+    )
+    source = element(
+        "div",
+        element(
+            "div",
+            element("button", "Lines", type="button", id="by-line", aria_pressed="true"),
+            element("button", "Submodules", type="button", id="by-module", aria_pressed="false"),
+            class_="tabs",
+        ),
+        element("ul", id="places", aria_label="Source"),
+        class_="source",
+    )
+
+    def column(n: int) -> Html:
+        rows = element("div", element("div", class_="space"), class_="list", role="listbox", tabindex=0, id=f"list{n}")
+        return element(
+            "div", element("h3", id=f"title{n}"), element("div", rows, element("canvas", class_="ruler"), class_="holder"), class_="column"
+        )
+
+    board = element(
+        "div",
+        source,
+        column(0),
+        element("svg", class_="wires", id="wires", aria_hidden="true"),
+        column(1),
+        element("div", id="detail", class_="detail", aria_live="polite"),
+        class_="board",
+        id="board",
+    )
+    hint = "Choose a line or a submodule to see what it became, forward and backward; choose a node to see what it reads, who reads it, and its line."
+    absent = element("noscript", element("p", "The graph is drawn by a script, which this browser does not run."))
+    return sections.section("graph", "Graph", element("p", hint, class_="quiet", id="hint"), absent, bar, board)
+
+
+def _data(seen: list[View], drawn: dict[str, Drawing]) -> list[Html]:
+    """What the script draws. Strings that repeat are in one list, lines of source in another, each graph in an element of its own."""
+    strings: dict[str, int] = {}
+    lines: dict[tuple[Any, ...], int] = {}
+    shown = {c.drawing.library: c for v in seen for c in v.columns}
+    numbers = {library: n for n, library in enumerate(shown)}
+    graphs = [data(f"graph-{numbers[library]}", _graph_data(column, strings, lines)) for library, column in shown.items()]
+    described = {
+        "strings": list(strings),
+        "lines": list(lines),
+        "views": [
+            {
+                "title": v.title,
+                "columns": [
+                    {
+                        "role": c.role,
+                        "graph": numbers[c.drawing.library],
+                        "library": c.drawing.library,
+                        "given": {n: clean(what) for n, what in c.given.items()},
+                        "gives": {n: list(map(clean, what)) for n, what in c.gives.items()},
+                    }
+                    for c in v.columns
+                ],
+                "links": v.links,
+            }
+            for v in seen
+        ],
+    }
+    return [*graphs, data("views", described)]
+
+
+def _short(size: str) -> str:
+    """``4·s0`` for ``(4 * s0)``; a sum keeps its parentheses."""
+    product = size.replace(" * ", "*").replace("*", "·")
+    return product.removeprefix("(").removesuffix(")") if product.count("(") == 1 and not any(c in product for c in "+-/%,") else product
+
+
+def _graph_data(column: Column, strings: dict[str, int], lines: dict[tuple[Any, ...], int]) -> dict[str, Any]:
+    drawing, words = column.drawing, dict[tuple[Any, ...], str]()
+
+    def number(text: str) -> int:
+        return strings.setdefault(clean(text), len(strings))
+
+    def shape(looks: Looks | None) -> str:
+        if looks is None:
+            return ""
+        key = (looks.dtype, looks.shape)
+        if key not in words:
+            sizes = "×".join(_short(spelled(str(s), column.labels)) for s in looks.shape)
+            words[key] = f"{_DTYPES.get(looks.dtype, looks.dtype)} {sizes or 'scalar'}"
+        return words[key]
+
+    def strides(looks: Looks) -> str:
+        return f"({', '.join(spelled(str(s), column.labels) for s in looks.stride)})"
+
+    places = [lines.setdefault((clean(x.file), x.number, clean(x.function), clean(x.text), clean(x.module)), len(lines)) for x in drawing.lines]
+    return {
+        "operators": [number(n.operator) for n in drawing.nodes],
+        "names": [clean(n.name) for n in drawing.nodes],
+        "looks": [number("; ".join(filter(None, map(shape, n.looks)))) for n in drawing.nodes],
+        "strides": [
+            number("; ".join(f"({', '.join(spelled(str(s), column.labels) for s in k.stride)})" for k in n.looks if k)) for n in drawing.nodes
+        ],
+        "bytes": [sum(k.bytes for k in n.looks if k) for n in drawing.nodes],
+        "inputs": [n.inputs for n in drawing.nodes],
+        "calls": [clean(n.call) for n in drawing.nodes],
+        "places": [places[n.line] if n.line >= 0 else -1 for n in drawing.nodes],
+        "views": [int(shares(n) or n.operator == "operator:getitem") for n in drawing.nodes],
+        "live": column.use.live,
+    }

@@ -1,0 +1,171 @@
+"""What a package demands of its inputs, in words: ``batch: 2 and more, a multiple of 4``, ``x: float32, batch × 3 × 32 × 32, contiguous``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+
+from aot_backward_runtime.errors import PackageError
+from aot_backward_runtime.expressions import evaluate, symbols_of
+from aot_backward_runtime.manifest import Ambient, Size, SymbolSpec, TensorSpec, Verdict
+
+_COMPARED = {
+    ast.Eq: "equals", ast.NotEq: "is not", ast.Lt: "is less than", ast.LtE: "is at most", ast.Gt: "is more than", ast.GtE: "is at least",
+}  # fmt: skip
+_JOINED = {ast.Add: "+", ast.Sub: "−", ast.Mult: "×", ast.Mod: "mod"}
+
+
+def size_in_words(count: int) -> str:
+    """Bytes for people: ``41.7 kB``."""
+    if count < 1000:
+        return f"{count} B"
+    value, unit = float(count), "B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        value /= 1000
+        if value < 999.95:
+            break
+    return f"{value:,.1f} {unit}"
+
+
+def counted(number: int, what: str) -> str:
+    """``3 nodes``, ``1 node``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+class Words:
+    """Sizes and guards of one variant, with the author's names for its dynamic dimensions."""
+
+    def __init__(self, inputs: Sequence[TensorSpec], symbols: Sequence[SymbolSpec], guards: Sequence[str] = ()):
+        self.inputs, self.symbols, self.guards = inputs, symbols, guards
+        self.labels = {s.name: s.label for s in symbols}
+        self._probes = [{s.name: 5 + 2 * (k + j) for j, s in enumerate(symbols)} for k in range(2)]
+
+    def place(self, symbol: SymbolSpec) -> str:
+        """Where a symbol's value is read from."""
+        if symbol.input < 0:
+            return f"size {symbol.dim} of the pass"
+        if symbol.input >= len(self.inputs):
+            raise PackageError(f"the symbol {symbol.name!r} is read from input {symbol.input}, of {len(self.inputs)}")
+        return f"dimension {symbol.dim} of {self.inputs[symbol.input].name}"
+
+    def size(self, size: Size, inside: bool = False) -> str:
+        """``inside``: as one of several that are multiplied."""
+        return str(size) if isinstance(size, int) else self._said(size, inside)
+
+    def shape(self, shape: Sequence[Size]) -> str:
+        """``batch × 3 × 32``; of no dimensions, ``scalar``."""
+        return " × ".join(self.size(s, len(shape) > 1) for s in shape) or "scalar"
+
+    def tensor(self, spec: TensorSpec) -> str:
+        """Everything that a tensor must be but its name: ``float32, batch × 3, contiguous``."""
+        device = "" if spec.device == "cpu" else f", on {spec.device}"
+        if not spec.shape:
+            return f"{spec.dtype} scalar{device}"
+        return f"{spec.dtype}, {self.shape(spec.shape)}, {self.layout(spec)}{device}"
+
+    def layout(self, spec: TensorSpec) -> str:
+        """How it lies in memory: contiguous, channels last, or its strides."""
+        dims = range(len(spec.shape))
+        if len(spec.stride) != len(spec.shape):
+            raise PackageError(f"{spec.name} has {len(spec.shape)} dimensions and {len(spec.stride)} strides")
+        if self._lies(spec, tuple(reversed(dims))):
+            return "contiguous"
+        if len(dims) in (4, 5) and self._lies(spec, (1, *reversed(dims[2:]), 0)):
+            return "channels last"
+        return f"strides ({', '.join(map(self.size, spec.stride))})"
+
+    def _lies(self, spec: TensorSpec, order: Sequence[int]) -> bool:
+        """Whether its dimensions follow each other in memory without gaps in ``order``, the innermost first; probed at two sizes."""
+        for values in self._probes:
+            step = 1
+            for d in order:
+                n = evaluate(spec.shape[d], values)
+                if n != 1 and evaluate(spec.stride[d], values) != step:
+                    return False
+                step *= n
+        return True
+
+    def ranges(self) -> list[tuple[str, str, str]]:
+        """Of each dynamic dimension its label, the sizes it may have, and where it is read: ``("batch", "2 to 64, a multiple of 4", …)``."""
+        out = []
+        for s in self.symbols:
+            said = _between(s.minimum, s.maximum)
+            said += "".join(f", a multiple of {k}" for name, k in map(_multiple, self.guards) if name == s.name)
+            where = self.place(s)
+            if (s.scale, s.offset) != (1, 0):
+                scaled = s.label if s.scale == 1 else f"{s.scale} × {s.label}"
+                top = None if s.maximum is None else s.scale * s.maximum + s.offset
+                offset = f" {'+' if s.offset > 0 else '−'} {abs(s.offset)}" if s.offset else ""
+                where += f" is {scaled}{offset}: {_between(s.scale * s.minimum + s.offset, top)}"
+            out.append((s.label, said, where))
+        return out
+
+    def conditions(self) -> list[str]:
+        """The guards that :meth:`ranges` does not say already."""
+        return [self._said(g) for g in self.guards if not _multiple(g)[0]]
+
+    def _said(self, expression: str, inside: bool = False) -> str:
+        symbols_of(expression)  # PackageError where it is none of the format's
+        try:
+            return self._words(ast.parse(expression, mode="eval").body, inside)
+        except RecursionError:
+            return expression
+
+    def _words(self, node: ast.AST, inside: bool = False) -> str:
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.Name):
+            return self.labels.get(node.id, node.id)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            return f"⌊{self._words(node.left, True)} ÷ {self._words(node.right, True)}⌋"
+        if isinstance(node, ast.BinOp):
+            said = f"{self._words(node.left, True)} {_JOINED[type(node.op)]} {self._words(node.right, True)}"
+            return f"({said})" if inside else said
+        if isinstance(node, ast.UnaryOp):
+            return f"−{self._words(node.operand, True)}" if isinstance(node.op, ast.USub) else f"not ({self._words(node.operand)})"
+        if isinstance(node, ast.Call):
+            which = "larger" if isinstance(node.func, ast.Name) and node.func.id == "max" else "smaller"
+            said = " and ".join(self._words(a, True) for a in node.args)
+            return f"the {which} of {said}" if len(node.args) == 2 else f"the {which.replace('er', 'est')} of {said}"
+        if isinstance(node, ast.BoolOp):
+            said = (" and " if isinstance(node.op, ast.And) else " or ").join(self._words(v, True) for v in node.values)
+            return f"({said})" if inside else said
+        if isinstance(node, ast.Compare):
+            out, left = [], node.left
+            for op, right in zip(node.ops, node.comparators, strict=True):
+                out.append(self._compared(left, op, right))
+                left = right
+            return ", and ".join(out)
+        raise PackageError(f"a size holds {type(node).__name__}, which the format does not allow")
+
+    def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> str:
+        zero = isinstance(right, ast.Constant) and right.value == 0
+        if zero and isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod) and isinstance(op, (ast.Eq, ast.NotEq)):
+            negated = "" if isinstance(op, ast.Eq) else "not "
+            return f"{self._words(left.left)} is {negated}a multiple of {self._words(left.right)}"
+        return f"{self._words(left)} {_COMPARED[type(op)]} {self._words(right)}"
+
+
+def _between(low: int, high: int | None) -> str:
+    return f"{low:,} and more" if high is None else f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _multiple(guard: str) -> tuple[str, int]:
+    """The symbol and the number where ``guard`` says that it is a multiple of that number; else no symbol."""
+    found = re.fullmatch(r"\(*([A-Za-z_]\w*) ?% ?([0-9]{1,18})\)* ?== ?0\)?", guard)
+    return (found[1], int(found[2])) if found else ("", 0)
+
+
+def ambient_in_words(ambient: Ambient) -> list[str]:
+    """The global state under which the code holds, where it is not PyTorch's default."""
+    out = [f"under autocast {ambient.autocast}"] if ambient.autocast else []
+    out += ["with deterministic algorithms"] if ambient.deterministic else []
+    return out + ([f"with float32 matrix products of {ambient.matmul_precision} precision"] if ambient.matmul_precision != "highest" else [])
+
+
+def verdict_in_words(verdict: Verdict) -> str:
+    """``verified: gradient of x is the worst, at 8 % of what is allowed; run at batch=8, batch=9``."""
+    worst = f": {verdict.worst} is the worst, at {verdict.error:.1%} of what is allowed" if verdict.worst else ""
+    sizes = f"; run at {', '.join(verdict.sizes)}" if verdict.sizes else ""
+    return f"{verdict.status}{worst}{sizes}"
