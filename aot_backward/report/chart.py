@@ -73,7 +73,7 @@ def _caption(view: View) -> list[Html | str]:
 def _peak(column: Column, left: float, across: float, y: Callable[[float], float]) -> list[Html]:
     peak = column.use.peak
     x, top = left + (peak + 0.5) * across, y(column.use.live[peak])
-    side = "end" if x > _WIDTH / 2 else "start"
+    side = "end" if x > 0.72 * _WIDTH else "start"
     label = f"peak {size_in_words(column.use.live[peak])}: {column.drawing.nodes[peak].name}"
     return [
         element("circle", cx=f"{x:.1f}", cy=f"{top:.1f}", r=3.5, class_="peak"),

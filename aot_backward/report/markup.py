@@ -32,7 +32,7 @@ def _visible(text: str) -> str:
     return _UNPRINTABLE.sub("\ufffd", text)
 
 
-def element(tag: str, *children: Child, **attributes: str | int | bool | None) -> Html:
+def element(tag: str, *children: Child, **attributes: str | float | bool | None) -> Html:
     """``<tag …>children</tag>``. ``class_`` is class, other underscores are hyphens; None and False leave an attribute out."""
     words = [tag]
     for name, value in attributes.items():

@@ -3,12 +3,12 @@
 (() => {
   const board = document.getElementById("board");
   if (!board) return;
-  const ROW = 22, SPARE = 8;
+  const ROW = 22, SPARE = 16;
   const byId = (id) => document.getElementById(id);
   const read = (id) => JSON.parse(byId(id).textContent);
   const { strings, lines, views } = read("views");
   const graphs = new Map();
-  const state = { view: 0, rows: [[], []], at: [new Map(), new Map()], near: [new Set(), new Set()], picked: null, marked: null, chosen: null, by: "line" };
+  const state = { view: 0, rows: [[], []], at: [new Map(), new Map()], near: [new Set(), new Set()], drawn: [[0, 0], [0, 0]], picked: null, marked: null, chosen: null, by: "line" };
   const lists = [byId("list0"), byId("list1")];
 
   /** An element whose children are nodes or text; text never becomes markup. */
@@ -93,11 +93,12 @@
     wires();
   }
 
-  function rows(c) {
-    const list = lists[c], g = graph(c), seen = state.rows[c], column = columns()[c];
-    const from = Math.max(0, Math.floor(list.scrollTop / ROW) - SPARE);
-    const to = Math.min(seen.length, Math.ceil((list.scrollTop + list.clientHeight) / ROW) + SPARE);
-    const made = [];
+  /** The rows in sight and some around them. `moved`: nothing has changed but where the list stands, and those that are there may do. */
+  function rows(c, moved) {
+    const list = lists[c], g = graph(c), seen = state.rows[c], made = [];
+    const first = Math.floor(list.scrollTop / ROW), last = Math.ceil((list.scrollTop + list.clientHeight) / ROW);
+    if (moved && state.drawn[c][0] <= Math.max(0, first) && Math.min(seen.length, last) <= state.drawn[c][1]) return;
+    const [from, to] = (state.drawn[c] = [Math.max(0, first - SPARE), Math.min(seen.length, last + SPARE)]);
     for (let r = from; r < to; r++) {
       const i = seen[r], place = g.places[i], picked = state.picked && state.picked.column === c && state.picked.node === i;
       const kinds = ["row"];
@@ -119,7 +120,6 @@
     const active = state.picked && state.picked.column === c ? `row${c}-${state.picked.node}` : null;
     if (active && byId(active)) list.setAttribute("aria-activedescendant", active);
     else list.removeAttribute("aria-activedescendant");
-    return column;
   }
   const kept = (c, i) => (columns()[c].gives[i] ?? []).some((what) => what.startsWith("saved ")) || (columns()[c].kept ??= new Set(view().links.map((l) => l[0]))).has(i);
 
@@ -193,7 +193,7 @@
   function describe() {
     const panel = byId("detail");
     if (!state.picked) {
-      panel.replaceChildren(make("p", { class: "quiet" }, "No node chosen. Arrow keys move within a column, left and right between the two, / searches, Escape clears."));
+      panel.replaceChildren(make("p", { class: "quiet" }, "No node chosen. Arrow keys move within a column, left and right between the two, / searches, Escape takes the search back, and again all else."));
       return;
     }
     const { column: c, node: i } = state.picked, g = graph(c), column = columns()[c], place = g.places[i];
@@ -301,6 +301,7 @@
       lists[c].setAttribute("aria-label", `Nodes of the ${column.role}, in the order in which they run`);
       lists[c].scrollTop = 0;
     });
+    board.classList.toggle("plain", columns().every((_, c) => graph(c).places.every((place) => place < 0)));
     state.by = columns().some((_, c) => graph(c).places.some((place) => place >= 0 && lines[place][0])) ? "line" : "module";
     clear();
     sources();
@@ -340,7 +341,7 @@
     list.addEventListener("scroll", () => {
       if (waiting) return;
       waiting = true;
-      requestAnimationFrame(() => { waiting = false; rows(c); wires(); });
+      requestAnimationFrame(() => { waiting = false; rows(c, true); wires(); });
     }, { passive: true });
     list.addEventListener("click", (event) => {
       const row = event.target.closest(".row");
@@ -368,7 +369,11 @@
   byId("by-line").addEventListener("click", () => { state.by = "line"; sources(); });
   byId("by-module").addEventListener("click", () => { state.by = "module"; sources(); });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") clear();
+    if (event.key === "Escape" && byId("query").value) {
+      byId("query").value = "";
+      filter();
+      if (state.picked) reveal(state.picked.column, state.picked.node, false);
+    } else if (event.key === "Escape") clear();
     if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
       event.preventDefault();
       byId("query").focus();

@@ -77,6 +77,7 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
     kinds = ", ".join(f"{name} ({e.kind})" for name, e in manifest.entries.items())
     graphs = f"{len(drawings)} of {len(manifest.libraries)} are in the package as data" if len(drawings) < len(manifest.libraries) else ""
     weights = sum(math.prod(w.shape) for w in manifest.weights.values())
+    stored = "" if manifest.has_weights else ", not in the package: load(path, weights={…})"
     return section(
         "package",
         "Package",
@@ -87,7 +88,7 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
                 ("Built by", f"{manifest.producer}, {manifest.created or 'no date'}; format {version}"),
                 ("Runs on", f"torch {manifest.torch}"),
                 ("Size", element("span", size_in_words(size), title=f"{size:,} bytes")),
-                ("Weights", f"{counted(len(manifest.weights), 'tensor')}, {weights:,} elements{'' if manifest.has_weights else ', not stored here'}"),
+                ("Weights", f"{counted(len(manifest.weights), 'tensor')}, {weights:,} elements{stored}" if manifest.weights else "none"),
                 ("Graphs", graphs),
                 ("Features it asks for", ", ".join(manifest.required_features)),
                 *((key.capitalize(), text) for key, text in manifest.notes.items()),
@@ -133,14 +134,8 @@ def _targets(archive: Archive) -> Html:
     for number, target in enumerate(targets_of(manifest)):
         size = sum(members[spec.every_build[number].member].size for spec in manifest.libraries.values())
         where = " ".join(filter(None, (target.device, target.machine, target.march, target.cuda_arch, target.cuda and f"CUDA {target.cuda}")))
-        rows.append(
-            [
-                element("span", target.label, class_="whole"),
-                element("span", where, class_="whole"),
-                " ".join(target.cpu_flags) or "none beyond that",
-                _bytes(size),
-            ]
-        )
+        flags = " ".join(target.cpu_flags) or "none beyond that"
+        rows.append([element("span", target.label, class_="whole"), element("span", where, class_="whole"), flags, _bytes(size)])
     return table(("Target", "Machine", "Processor flags it needs", "Native code"), rows, numbers=(3,))
 
 
@@ -189,11 +184,10 @@ def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
     for number, group in enumerate(step.groups):
         moved = [(n.key if n.position < 0 else f"{n.key}[{n.position}]", n.value) for n in step.numbers if n.group == number]
         fixed = {k: v for k, v in options_of(group).items() if k not in {n.partition("[")[0] for n, _ in moved}}
-        said = f"{counted(len(group.parameters), 'parameter')}; a schedule may move {', '.join(f'{k} = {v:g}' for k, v in moved) or 'nothing'}"
-        yield (
-            f"Group {number}",
-            [said, element("p", f"fixed: {', '.join(f'{k} = {v}' for k, v in fixed.items())}", class_="quiet") if fixed else None],
-        )
+        numbers = ", ".join(f"{k} = {v:g}" for k, v in moved) or "nothing"
+        still = f"fixed: {', '.join(f'{k} = {v}' for k, v in fixed.items())}"
+        said = f"{counted(len(group.parameters), 'parameter')}; a schedule may move {numbers}"
+        yield f"Group {number}", [said, element("p", still, class_="quiet") if fixed else None]
     clips = [f"{n.key} = {n.value:g}" for n in step.numbers if n.group == -1]
     yield "Clipping", ", ".join(clips)
     yield "Gradients", "can wait: accumulated over calls" if step.update else "every call is an update"

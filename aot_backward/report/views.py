@@ -134,7 +134,7 @@ def _operand(operand: str, inputs: Sequence[TensorSpec], cotangents: Sequence[Te
     kind, _, rest = operand.partition(":")
     number = int(rest) if rest.isascii() and rest.isdigit() and len(rest) < 10 else -1
     if kind == "input" and 0 <= number < len(inputs):
-        return f"input {inputs[number].name}"
+        return inputs[number].name
     if kind == "cotangent" and 0 <= number < len(cotangents):
         return cotangents[number].name
     return f"{kind} {spelled(rest, labels)}"

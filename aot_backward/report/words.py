@@ -20,12 +20,8 @@ def size_in_words(count: int) -> str:
     """Bytes for people: ``41.7 kB``."""
     if count < 1000:
         return f"{count} B"
-    value, unit = float(count), "B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        value /= 1000
-        if value < 999.95:
-            break
-    return f"{value:,.1f} {unit}"
+    power = next((p for p in (1, 2, 3) if count < 999.95 * 1000**p), 4)
+    return f"{count / 1000**power:,.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
 def counted(number: int, what: str) -> str:
