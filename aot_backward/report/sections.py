@@ -22,6 +22,7 @@ from aot_backward_runtime.manifest import (
     Verdict,
 )
 from aot_backward_runtime.parameter_groups import options_of
+from aot_backward_runtime.signatures import signature_beside
 from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.tree import describe, signature
 
@@ -77,6 +78,7 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
     kinds = ", ".join(f"{name} ({e.kind})" for name, e in manifest.entries.items())
     graphs = f"{len(drawings)} of {len(manifest.libraries)} are in the package as data" if len(drawings) < len(manifest.libraries) else ""
     weights = sum(math.prod(w.shape) for w in manifest.weights.values())
+    signature = signature_beside(archive.path)
     stored = "" if manifest.has_weights else ", not in the package: load(path, weights={…})"
     return section(
         "package",
@@ -92,6 +94,7 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
                 ("Graphs", graphs),
                 ("Features it asks for", ", ".join(manifest.required_features)),
                 *((key.capitalize(), text) for key, text in manifest.notes.items()),
+                ("Signature", f"{signature.name} lies beside it, and was not looked at" if signature else None),
                 ("Manifest", ["SHA-256 ", element("code", archive.manifest_digest, class_="digest")]),
             ]
         ),
