@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import html.parser
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -25,6 +27,7 @@ from aot_backward.cli import main
 from aot_backward.program import Line
 from aot_backward.report import report
 from aot_backward.report.drawing import Drawing, Looks, Node, drawings
+from aot_backward.report.markup import data, element, raw
 from aot_backward.report.memory import use
 from aot_backward.report.sections import bytes_of
 from aot_backward.report.views import views
@@ -198,7 +201,14 @@ def test_every_package_there_ever_was_has_a_page_whose_bytes_add_up(path: Path) 
     parts = next(t for t in page.tables if t[0] == ["Part", "Bytes", "Share"])
     counts = [int(row[1].replace(",", "")) for row in parts[1:]]
     assert sum(counts[:-1]) == counts[-1] == path.stat().st_size
-    assert all(count > 0 for _, _, count in bytes_of(open_package(path)))
+    archive = open_package(path)
+    kinds = {kind: count for kind, _, count in bytes_of(archive) if kind != "code"}
+    sizes = {name: member.size for name, member in archive.members().items()}
+    assert all(kinds.values()) and kinds["rest"] == sum(
+        n for name, n in sizes.items() if not name.endswith((".so", ".safetensors")) and "graphs/" not in name
+    )
+    assert kinds["frame"] == path.stat().st_size - sum(sizes.values())
+    assert kinds.get("graphs", 0) == sum(n for name, n in sizes.items() if "/graphs/" in name)
     words = {
         "1.0-pair": ("entries", "x: float32, rows × 3, contiguous, gets a gradient"),
         "1.1-passes": ("entries", "operations in the graph pass."),
@@ -319,8 +329,16 @@ def evil(package: Path, path: Path) -> Path:
     return path
 
 
+def test_markup_is_made_of_elements_alone() -> None:
+    made = element("p", "<b>", element("b", "&", title='"><img src=x>'), [None, "x"], class_="a", hidden=True, lang=None)
+    assert made == '<p class="a" hidden>&lt;b&gt;<b title="&quot;&gt;&lt;img src=x&gt;">&amp;</b>x</p>'
+    assert "</script" not in data("d", {"</script>": ["<!--", 1.5]}).removesuffix("</script>")
+    with pytest.raises(AssertionError):
+        raw("script", "'</SCRIPT>'")
+
+
 def test_no_string_of_a_package_gets_out_of_its_place(package: Path, tmp_path: Path) -> None:
-    honest, hostile = report(open_package(package)), report(open_package(evil(package, tmp_path / "evil.pt2")))
+    honest, hostile = report(open_package(package)), report(open_package(evil(package, tmp_path / "<img src=x>.pt2")))
     page = Page(hostile)
     assert {tag for tag, _ in page.tags} <= {tag for tag, _ in Page(honest).tags} | {"details", "summary"}
     assert {key for _, a in page.tags for key in a} <= {key for _, a in Page(honest).tags for key in a}
@@ -391,9 +409,17 @@ def test_a_graph_is_read_only_after_its_digest_was_checked(package: Path, tmp_pa
     assert done.exit_code == 1 and "SHA-256" in done.stderr and "graphs/" in done.stderr and not (tmp_path / "out.html").exists()
 
 
-def test_the_command_writes_a_whole_page_or_nothing(package: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_whole_page_or_nothing(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "report.html"
     out.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        done = called("inspect", package, "--html", out)
+    assert done.exit_code == 1 and "No space left on device; nothing was changed" in done.stderr and out.read_text() == "old"
     assert called("inspect", tmp_path / "nonsuch.pt2", "--html", out).exit_code == 1 and out.read_text() == "old"
     done = called("inspect", package, "--html", out)
     assert done.exit_code == 0 and done.stderr == ""
@@ -436,16 +462,16 @@ print(seen, sorted(set(sys.modules) - base), [m for m in ("torch._dynamo", "torc
 """
 
 
-@pytest.mark.parametrize(("more", "clean"), [("", True), ("open('/etc/hostname').close()", False), ("import sympy", False)])
-def test_nothing_but_the_archive_is_read(package: Path, tmp_path: Path, more: str, clean: bool) -> None:
+@pytest.mark.parametrize(("more", "found"), [("", "[] [] []"), ("open('/etc/hostname').close(); import sympy", "['/etc/hostname'")])
+def test_nothing_but_the_archive_is_read(package: Path, tmp_path: Path, more: str, found: str) -> None:
     code = _WATCH.replace("{more}", more)
     folder = tmp_path / "out"
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(package), str(tmp_path / "first.html"), str(folder / "out.html")], capture_output=True, text=True
-    )
+    argv = [sys.executable, "-c", code, str(package), str(tmp_path / "first.html"), str(folder / "out.html")]
+    done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (done.stdout.splitlines()[-1] == "[] [] []") == clean, done.stdout
+    (last,) = done.stdout.splitlines()[2:]
+    assert last.startswith(found) and last.endswith("['sympy']" if more else "[]")
 
 
 @pytest.fixture(scope="module")
