@@ -35,6 +35,7 @@ from aot_backward.report.words import Words, size_in_words
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.manifest import SymbolSpec, TensorSpec
 
+from .golden_packages import write_passes
 from .packages import MANIFEST, put_together, taken_apart
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.pt2"))
@@ -526,7 +527,17 @@ def conv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
     curved = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     second = ab.Module(curved, [ab.Variant((torch.randn(5, 3),), requires_grad=["input", "parameters"])], order=2)
-    ab.export(path, {"net": ab.Module(Small(), [ab.Variant((torch.randn(4, 4, 8, 8),), dynamic_shapes=(batch,))]), "curved": second})
+    net = ab.Module(Small(), [ab.Variant((torch.randn(4, 4, 8, 8),), dynamic_shapes=(batch,))])
+    sample, line = ab.Variant((torch.randn(8, 4), torch.randint(3, (8,)))), nn.Linear(4, 3)
+    step = ab.Step(line, [sample], torch.optim.SGD(line.parameters(), lr=0.1), loss_fn=nn.functional.cross_entropy)
+    ab.export(path, {"net": net, "curved": second, "fit": step})
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recorded") / "recorded.pt2"
+    write_passes(path)
     return path
 
 
@@ -684,16 +695,24 @@ def test_search_and_keys(browser: Browser, conv: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_view_can_be_chosen(browser: Browser, conv: Path, tmp_path: Path) -> None:
-    browser.show(conv, tmp_path / "conv.html")
+@pytest.mark.parametrize(
+    ("made", "views"),
+    [
+        ("conv", ["net, variant 0, train mode: forward and backward", "second derivatives: forward and backward"]),
+        ("conv", ["fit, variant 0, train mode: step"]),
+        ("recorded", [", variant 0: backward"]),
+    ],
+)
+def test_every_view_can_be_chosen(browser: Browser, made: str, views: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    browser.show(request.getfixturevalue(made), tmp_path / "page.html")
     names = browser.texts("#view option")
-    assert any("curved, variant 0, train mode, second derivatives: forward and backward" in n for n in names)
+    assert all(any(n.endswith(v) for n in names) for v in views), names
     for number, name in enumerate(names):
         browser.js("const v = document.getElementById('view'); v.value = arguments[0]; v.dispatchEvent(new Event('change'))", str(number))
         assert len(browser.texts("#list0 .row")) > 1, name
         single = browser.js("return document.getElementById('list1').offsetParent === null")
         assert single == (" and " not in name.rpartition(":")[2])
-    browser.quiet((tmp_path / "conv.html").as_uri())
+    browser.quiet((tmp_path / "page.html").as_uri())
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The bytes that the values of a graph hold while it runs, in its own order and at the example's sizes.
 
-What is counted is the graph as it was captured. The compiler fuses neighbours, and their values in between are then never in memory: this is what
-the graph asks for, from which the compiler starts. Weights are left out, and so is what an operator needs while it runs.
+What is counted is the graph as it was captured. The compiler fuses neighbours, and their values in between are then never in memory: this is an upper
+bound on the values where it keeps their order. Weights are left out, and so is what an operator needs while it runs.
 """
 
 from __future__ import annotations

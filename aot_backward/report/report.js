@@ -207,7 +207,7 @@
     const held = g.views[i] ? "in the memory of what it reads" : bytes(g.bytes[i]);
     about.push(make("p", {}, g.look[i] ? `${g.look[i]}, strides ${strings[g.strides[i]]}, ${held}` : "no tensor", `; node ${i} of the ${column.role}, ${bytes(g.live[i])} live`));
     if (g.calls[i]) about.push(make("p", { class: "call" }, `${g.short[i]}(${g.calls[i]})`));
-    if (column.gives[i]) about.push(make("p", {}, `Gives ${column.gives[i].join(", ")}.`));
+    if (column.gives[i]) about.push(make("p", {}, `Comes out as ${column.gives[i].join(", ")}.`));
     if (place >= 0) {
       const [file, number, name, text, module] = lines[place];
       if (file) about.push(make("p", { class: "line" }, make("button", { type: "button", on: () => choose("line", lineKey(place)) }, `${file}:${number}`), ` ${name ? `${name}: ` : ""}${text}`));
