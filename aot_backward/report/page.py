@@ -66,7 +66,7 @@ def _memory(seen: list[View]) -> Html:
     said = (
         "Bytes of the graph's own values in the order of its nodes, at the example's sizes: each from the node that makes it to its last use, inputs "
         "and results to the end; views have none of their own, weights are left out. This is the graph before fusion: what the compiler fuses it "
-        "does not store, so this is an upper bound on the values as long as it keeps their order. What an operator needs inside itself is not counted."
+        "does not store, so this is an upper bound on the values as long as it keeps their order. What operators need inside is not counted."
     )
     charts = [chart(view, n) for n, view in enumerate(seen)]
     more = element("details", element("summary", f"{len(charts) - _FEW} more"), charts[_FEW:]) if len(charts) > _FEW else None
