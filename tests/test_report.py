@@ -351,6 +351,13 @@ def test_no_string_of_a_package_gets_out_of_its_place(package: Path, tmp_path: P
     assert page.text["package"].count(shown) >= 5 and page.text["entries"].count(shown) >= 10 and shown in page.text["kernels"]
 
 
+def test_a_name_of_a_megabyte_is_not_repeated_for_every_node_that_reads_it(big: Path, tmp_path: Path) -> None:
+    def edit(form: dict[str, Any]) -> None:
+        form["names"] = ["n" * 100_000 if n % 100 == 0 else name for n, name in enumerate(form["names"])]
+
+    assert len(report(open_package(graphs_edited(big, tmp_path / "long.pt2", edit)))) < 2_000_000
+
+
 def node_7(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def edit(form: dict[str, Any]) -> None:
         form[key][7] = value

@@ -16,8 +16,10 @@ from aot_backward_runtime.expressions import evaluate
 from aot_backward_runtime.guards import dtype_of
 from aot_backward_runtime.manifest import Size
 
+from .markup import clean
+
 LARGEST = 1 << 53  # bytes, which is also as far as JavaScript counts
-_LONGEST_CALL = 240  # characters
+_LONGEST_CALL, _LONGEST_NAME = 240, 60  # characters; a name may stand in the calls of a hundred thousand nodes
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,6 @@ class Drawing:
     def placeholders(self) -> tuple[int, ...]:
         return tuple(i for i, n in enumerate(self.nodes) if n.operator == "placeholder")
 
-    @cached_property
-    def users(self) -> tuple[tuple[int, ...], ...]:
-        out: list[list[int]] = [[] for _ in self.nodes]
-        for i, node in enumerate(self.nodes):
-            for j in node.inputs:
-                out[j].append(i)
-        return tuple(map(tuple, out))
-
 
 def drawings(archive: Archive) -> dict[str, Drawing]:
     """Of every library with a portable graph. :class:`PackageError` names a graph that is damaged, and the node in it."""
@@ -104,7 +98,7 @@ def _drawing(name: str, archive: Archive, member: str) -> Drawing:
             raise _Odd("it has no output, or several, or one that is not the last node")
         results = tuple(r["node"] if isinstance(r, dict) and "node" in r else -1 for r in outputs[0][1])
     except (_Odd, RecursionError) as error:
-        raise PackageError(f"corrupt package {archive.path}: the portable graph {name} cannot be drawn: {error}") from error
+        raise PackageError(f"corrupt package {archive.path}: the portable graph {name} cannot be drawn: {clean(str(error))}") from error
     return Drawing(name, tuple(nodes), lines, results, sizes)
 
 
@@ -147,7 +141,7 @@ def _node(parts: Any, name: Any, looks: Any, place: Any, before: list[Node], lin
     several = isinstance(looks, list) and not (len(looks) == 3 and isinstance(looks[0], str))
     seen = tuple(_looks(v, sizes) for v in (looks if several else [looks]))
     shortened = call if len(call) <= _LONGEST_CALL else f"{call[: _LONGEST_CALL - 1]}…"
-    return Node(operator, name, tuple(inputs), shortened, seen, several, place, index)
+    return Node(operator, clean(name), tuple(inputs), shortened, seen, several, place, index)
 
 
 def _looks(form: Any, sizes: Mapping[str, int]) -> Looks | None:
@@ -202,7 +196,7 @@ def _worded(form: Any, before: list[Node]) -> str:
         return repr(form) if not isinstance(form, str) else f"'{form}'"
     ((kind, value),) = form.items()
     if kind == "node":
-        return before[value].name
+        return before[value].name[:_LONGEST_NAME]
     if kind == "map":
         return "{" + ", ".join(f"{k}: {_worded(v, before)}" for k, v in value.items()) + "}"
     if kind == "float" and isinstance(value, str):

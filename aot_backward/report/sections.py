@@ -28,7 +28,7 @@ from aot_backward_runtime.tree import describe, signature
 
 from .drawing import Drawing
 from .markup import Child, Html, element
-from .views import order_in_words, variant_title
+from .views import order_in_words, owner, variant_title
 from .words import Words, ambient_in_words, counted, size_in_words, verdict_in_words
 
 _SHOWN = 12  # of a long list, before the rest is folded away
@@ -209,7 +209,7 @@ def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) ->
         ("Only where", [_line(c) for c in (*words.conditions(), *_constants(v), *ambient_in_words(v.ambient))]),
         ("In the other mode", folded(list(map(code, v.set_apart)), "submodules") if v.set_apart else None),
         ("Gradients of", _gradients(v) if not entry.names else None),
-        ("Never reached", folded([code(_owner(u, v.inputs)) for u in v.unreached], "tensors") if v.unreached else None),
+        ("Never reached", folded([code(owner(u, v.inputs)) for u in v.unreached], "tensors") if v.unreached else None),
         ("Derivatives", ", ".join(order_in_words(i) for i in range(1, len(v.orders) + 1)) if len(v.orders) > 1 else None),
         ("Randomness", "draws random numbers" if v.random else None),
         ("Changes", _changes(v)),
@@ -248,15 +248,10 @@ def _fixed(tree: Tree, where: str) -> Iterator[str]:
         yield from _fixed(child, f"{where}[{key!r}]")
 
 
-def _owner(of: str, inputs: Sequence[TensorSpec]) -> str:
-    kind, _, rest = of.partition(":")
-    return inputs[int(rest)].name if kind == "input" and rest.isdigit() and int(rest) < len(inputs) else rest
-
-
 def _gradients(v: VariantSpec) -> Child:
     plan = v.backward or v.gradient
-    names = [_owner(g.of, v.inputs) for g in plan.gradients if g.source] if plan else []
-    none = [_owner(g.of, v.inputs) for g in plan.gradients if not g.source] if plan else []
+    names = [owner(g.of, v.inputs) for g in plan.gradients if g.source] if plan else []
+    none = [owner(g.of, v.inputs) for g in plan.gradients if not g.source] if plan else []
     said = [folded(list(map(code, names)), "tensors") if names else None]
     return [*said, _line("None, as in eager: ", folded(list(map(code, none)), "tensors"))] if none else said if names else None
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aot_backward_runtime.manifest import EntrySpec, Manifest, PassSpec, Plan, TensorSpec, VariantSpec
+from aot_backward_runtime.manifest import EntrySpec, Manifest, PassSpec, Plan, SymbolSpec, TensorSpec, VariantSpec
 
 from .drawing import Drawing
+from .markup import clean
 from .memory import Use, use
+
+_LONGEST_LABEL = 40  # characters of a symbol's name, which is repeated in every shape
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,9 @@ class Column:
 
     role: str  # "forward"
     drawing: Drawing
+    use: Use
     given: Mapping[int, str]
     gives: Mapping[int, tuple[str, ...]]
-    use: Use
     labels: Mapping[str, str]
 
 
@@ -30,52 +33,38 @@ class View:
     """``links``: saved tensors, as a node of the first column and a placeholder of the second."""
 
     title: str
-    entry: str
     columns: tuple[Column, ...]
     links: tuple[tuple[int, int], ...] = ()
-    saved: int = 0  # bytes of the saved tensors
 
     @property
     def in_words(self) -> str:
         return " and ".join(c.role for c in self.columns)
 
+    @property
+    def saved(self) -> int:
+        """Bytes of the saved tensors."""
+        return sum(looks.bytes for node in {b for _, b in self.links} for looks in self.columns[1].drawing.nodes[node].looks if looks)
 
-@dataclass(frozen=True)
-class _Maker:
-    drawings: Mapping[str, Drawing]
-    uses: dict[str, Use] = field(default_factory=dict)
 
-    def column(self, role: str, library: str, given: Sequence[str], gives: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> Column | None:
-        """``given``: what the library's inputs are, in its order; ``gives``: what its results are, by their number."""
-        drawing = self.drawings.get(library)
-        if drawing is None:
-            return None
-        results: dict[int, tuple[str, ...]] = {}
-        for number, what in gives:
-            if 0 <= number < len(drawing.results) and drawing.results[number] >= 0:
-                node = drawing.results[number]
-                results[node] = (*results.get(node, ()), what)
-        if library not in self.uses:
-            self.uses[library] = use(drawing)
-        return Column(role, drawing, dict(zip(drawing.placeholders, given, strict=False)), results, self.uses[library], labels)
+_Drawn = Mapping[str, tuple[Drawing, Use]]
 
 
 def views(manifest: Manifest, drawings: Mapping[str, Drawing]) -> list[View]:
     """Everything there is to draw, in the manifest's order."""
-    maker = _Maker(drawings)
-    return [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, maker) if view.columns]
+    drawn = {name: (drawing, use(drawing)) for name, drawing in drawings.items()}
+    return [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, drawn) if view.columns]
 
 
-def _of_entry(name: str, entry: EntrySpec, maker: _Maker) -> Iterator[View]:
+def _of_entry(name: str, entry: EntrySpec, drawn: _Drawn) -> Iterator[View]:
     for number, variant in enumerate(entry.variants):
         for order, program in enumerate(variant.orders, 1):
-            title = f"{name}, {variant_title(number, program)}"
-            yield from _of_variant(title if order == 1 else f"{title}, {order_in_words(order)}", name, program, maker)
+            title = f"{name}, {variant_title(number, variant)}"
+            yield from _of_variant(title if order == 1 else f"{title}, {order_in_words(order)}", program, drawn)
     if entry.step is not None and entry.step.update is not None:
-        yield View(f"{name}, update alone", name, _columns(_column(maker, "update", entry.step.update, (), (), {})))
+        yield View(f"{name}, update alone", _planned(drawn, ("update", entry.step.update)))
     for structure in entry.structures:
         for number, compiled in enumerate(structure.variants):
-            yield from _of_pass(f"{name}, structure {structure.fingerprint[:12]}, variant {number}", name, compiled, maker)
+            yield from _of_pass(f"{name}, structure {structure.fingerprint[:12]}, variant {number}", compiled, drawn)
 
 
 def variant_title(number: int, variant: VariantSpec) -> str:
@@ -86,85 +75,88 @@ def order_in_words(order: int) -> str:
     return {1: "gradients", 2: "second derivatives", 3: "third derivatives"}.get(order, f"derivatives of order {order}")
 
 
-def _of_variant(title: str, entry: str, v: VariantSpec, maker: _Maker) -> Iterator[View]:
-    labels = {s.name: s.label for s in v.symbols}
-    forward = _column(maker, "forward", v.forward, v.inputs, v.outputs, labels) if v.forward else None
-    backward = _column(maker, "backward", v.backward, v.inputs, v.outputs, labels, v.cotangents) if v.backward else None
-    links = tuple(_links(v, forward, backward)) if forward and backward else ()
-    placeholders = {b for _, b in links}
-    saved = sum(looks.bytes for b in placeholders if backward for looks in backward.drawing.nodes[b].looks if looks)
-    yield View(title, entry, _columns(forward, backward), links, saved)
-    for role, plan in (("inference", v.inference), ("gradient", v.gradient), ("step", v.step), ("accumulate", v.accumulate)):
-        if plan is not None:
-            yield View(title, entry, _columns(_column(maker, role, plan, v.inputs, v.outputs, labels)))
+def _of_variant(title: str, v: VariantSpec, drawn: _Drawn) -> Iterator[View]:
+    training = _planned(drawn, ("forward", v.forward), ("backward", v.backward), of=v)
+    yield View(title, training, tuple(_links(v.forward, v.backward, *training)) if v.forward and v.backward and len(training) == 2 else ())
+    for alone in (("inference", v.inference), ("gradient", v.gradient), ("step", v.step), ("accumulate", v.accumulate)):
+        yield View(title, _planned(drawn, alone, of=v))
 
 
-def _columns(*columns: Column | None) -> tuple[Column, ...]:
-    return tuple(c for c in columns if c is not None)
-
-
-def _column(
-    maker: _Maker,
-    role: str,
-    plan: Plan,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    labels: Mapping[str, str],
-    cotangents: Sequence[TensorSpec] = (),
-) -> Column | None:
-    if plan.call is None:
-        return None
-    given = [_operand(o, inputs, cotangents, labels) for o in plan.call.operands]
-    gives = [(_result(o), f"result {outputs[i].name}" if i < len(outputs) else f"result {i}") for i, o in enumerate(plan.outputs)]
-    gives += [(_result(o), f"saved {i}") for i, o in enumerate(plan.saved)]
-    gives += [(_result(g.source), f"gradient of {_owner(g.of, inputs)}") for g in plan.gradients]
-    return maker.column(role, plan.call.library, given, [(n, what) for n, what in gives if n >= 0], labels)
-
-
-def _of_pass(title: str, entry: str, spec: PassSpec, maker: _Maker) -> Iterator[View]:
-    labels = {s.name: s.label for s in spec.symbols}
+def _of_pass(title: str, spec: PassSpec, drawn: _Drawn) -> Iterator[View]:
     for segment in spec.segments:
-        if segment.library:
+        if segment.library in drawn:
+            labels = _labels(spec.symbols)
             given = [_operand(o, spec.inputs, (), labels) for o in segment.operands]
-            column = maker.column("backward", segment.library, given, [(i, f"value {n}") for i, n in enumerate(segment.results)], labels)
-            yield View(title, entry, _columns(column))
+            gives = [(i, f"value {n}") for i, n in enumerate(segment.results)]
+            yield View(title, (_column("backward", drawn[segment.library], given, gives, labels),))
+
+
+def _planned(drawn: _Drawn, *plans: tuple[str, Plan | None], of: VariantSpec | None = None) -> tuple[Column, ...]:
+    """A column for each plan that calls a graph which is in the package as data."""
+    inputs, outputs, cotangents = (of.inputs, of.outputs, of.cotangents) if of else ((), (), ())
+    labels = _labels(of.symbols) if of else {}
+    columns = []
+    for role, plan in plans:
+        if plan is not None and plan.call is not None and plan.call.library in drawn:
+            given = [_operand(o, inputs, cotangents, labels) for o in plan.call.operands]
+            gives = [(_result(o), f"result {outputs[i].name}" if i < len(outputs) else f"result {i}") for i, o in enumerate(plan.outputs)]
+            gives += [(_result(o), f"saved {i}") for i, o in enumerate(plan.saved)]
+            gives += [(_result(g.source), f"gradient of {owner(g.of, inputs)}") for g in plan.gradients]
+            columns.append(_column(role, drawn[plan.call.library], given, gives, labels))
+    return tuple(columns)
+
+
+def _column(role: str, drawn: tuple[Drawing, Use], given: Sequence[str], gives: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> Column:
+    """``given``: what the library's inputs are, in its order; ``gives``: what its results are, by their number."""
+    drawing, memory = drawn
+    results: dict[int, tuple[str, ...]] = {}
+    for number, what in gives:
+        node = drawing.results[number] if 0 <= number < len(drawing.results) else -1
+        if node >= 0:
+            results[node] = (*results.get(node, ()), what)
+    return Column(role, drawing, memory, dict(zip(drawing.placeholders, given, strict=False)), results, labels)
+
+
+def _links(first: Plan, second: Plan, forward: Column, backward: Column) -> Iterator[tuple[int, int]]:
+    assert first.call is not None and second.call is not None
+    inputs = dict(zip(first.call.operands, forward.drawing.placeholders, strict=False))
+    for operand, placeholder in zip(second.call.operands, backward.drawing.placeholders, strict=False):
+        kind, _, rest = operand.partition(":")
+        saved = first.saved[number_of(rest)] if kind == "saved" and 0 <= number_of(rest) < len(first.saved) else operand
+        result = _result(saved)
+        node = forward.drawing.results[result] if 0 <= result < len(forward.drawing.results) else inputs.get(saved, -1)
+        if node >= 0:
+            yield node, placeholder
 
 
 def _operand(operand: str, inputs: Sequence[TensorSpec], cotangents: Sequence[TensorSpec], labels: Mapping[str, str]) -> str:
+    """What a call is passed, in words."""
     kind, _, rest = operand.partition(":")
-    number = int(rest) if rest.isascii() and rest.isdigit() and len(rest) < 10 else -1
-    if kind == "input" and 0 <= number < len(inputs):
-        return inputs[number].name
-    if kind == "cotangent" and 0 <= number < len(cotangents):
-        return cotangents[number].name
-    return f"{kind} {spelled(rest, labels)}"
+    known = {"input": inputs, "cotangent": cotangents}.get(kind, ())
+    return known[number_of(rest)].name if 0 <= number_of(rest) < len(known) else f"{kind} {spelled(rest, labels)}"
+
+
+def owner(of: str, inputs: Sequence[TensorSpec]) -> str:
+    """The name behind ``parameter:NAME`` or ``input:I``."""
+    kind, _, rest = of.partition(":")
+    return inputs[number_of(rest)].name if kind == "input" and 0 <= number_of(rest) < len(inputs) else rest
+
+
+def _result(source: str) -> int:
+    """I of ``result:I``; else -1."""
+    kind, _, rest = source.partition(":")
+    return number_of(rest) if kind == "result" else -1
+
+
+def number_of(text: str) -> int:
+    """A number of a plan, or -1 where it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+
+
+def _labels(symbols: Sequence[SymbolSpec]) -> dict[str, str]:
+    return {s.name: clean(s.label)[:_LONGEST_LABEL] for s in symbols}
 
 
 def spelled(expression: str, labels: Mapping[str, str]) -> str:
     """An expression with the author's names for its symbols."""
     return re.sub(r"[A-Za-z_]\w*", lambda m: labels.get(m[0], m[0]), expression)
-
-
-def _owner(of: str, inputs: Sequence[TensorSpec]) -> str:
-    kind, _, rest = of.partition(":")
-    return inputs[int(rest)].name if kind == "input" and rest.isdigit() and int(rest) < len(inputs) else rest
-
-
-def _result(source: str) -> int:
-    kind, _, rest = source.partition(":")
-    return int(rest) if kind == "result" and rest.isascii() and rest.isdigit() and len(rest) < 10 else -1
-
-
-def _links(v: VariantSpec, forward: Column, backward: Column) -> Iterator[tuple[int, int]]:
-    if v.forward is None or v.backward is None or v.forward.call is None or v.backward.call is None:
-        return
-    sources = dict(zip(v.forward.call.operands, forward.drawing.placeholders, strict=False))
-    for operand, placeholder in zip(v.backward.call.operands, backward.drawing.placeholders, strict=False):
-        kind, _, rest = operand.partition(":")
-        if kind == "input" and operand in sources:
-            yield sources[operand], placeholder
-        if kind == "saved" and rest.isascii() and rest.isdigit() and int(rest) < len(v.forward.saved):
-            saved = v.forward.saved[int(rest)]
-            node = forward.drawing.results[_result(saved)] if 0 <= _result(saved) < len(forward.drawing.results) else sources.get(saved, -1)
-            if node >= 0:
-                yield node, placeholder

@@ -10,6 +10,8 @@ from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.expressions import evaluate, symbols_of
 from aot_backward_runtime.manifest import Ambient, Size, SymbolSpec, TensorSpec, Verdict
 
+from .markup import clean
+
 _COMPARED = {
     ast.Eq: "equals", ast.NotEq: "is not", ast.Lt: "is less than", ast.LtE: "is at most", ast.Gt: "is more than", ast.GtE: "is at least",
 }  # fmt: skip
@@ -34,7 +36,7 @@ class Words:
 
     def __init__(self, inputs: Sequence[TensorSpec], symbols: Sequence[SymbolSpec], guards: Sequence[str] = ()):
         self.inputs, self.symbols, self.guards = inputs, symbols, guards
-        self.labels = {s.name: s.label for s in symbols}
+        self.labels = {s.name: clean(s.label) for s in symbols}
         self._probes = [{s.name: 5 + 2 * (k + j) for j, s in enumerate(symbols)} for k in range(2)]
 
     def place(self, symbol: SymbolSpec) -> str:
