@@ -482,6 +482,16 @@ def test_nothing_but_the_archive_is_read(package: Path, tmp_path: Path, more: st
     assert last.startswith(found) and last.endswith("['sympy']" if more else "[]")
 
 
+def test_what_has_no_graph_says_why(package: Path, tmp_path: Path) -> None:
+    members = {n: data for n, data in taken_apart(package).items() if not n.startswith(GRAPHS)}
+    edit: dict[str, Any] = {f"libraries/{name}/graph": "" for name in json.loads(members[MANIFEST])["libraries"]}
+    put_together(tmp_path / "bare.pt2", members, edit | {"notes": {"no portable graph of net.0.forward": "it holds a List"}})
+    page = page_of(tmp_path / "bare.pt2")
+    assert "Note: no portable graph of net.0.forward" in page.text["package"] and "it holds a List" in page.text["package"]
+    assert "0 of 3 are in the package as data" in page.text["package"] and "a note above says why" in page.text["graph"]
+    assert not any(tag == "select" for tag, _ in page.tags)
+
+
 @pytest.fixture(scope="module")
 def big(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """3,000 nodes forward, 3,000 backward."""

@@ -75,7 +75,7 @@ def _memory(seen: list[View]) -> Html:
 
 def _graph(seen: list[View]) -> Html:
     if not seen:
-        said = "The package holds no graph as data: it was exported with --no-portable, or by an older version."
+        said = "The package holds no graph as data: it was exported with --no-portable, by an older version, or a note above says why."
         return sections.section("graph", "Graph", element("p", said, class_="quiet"))
     options = [element("option", f"{v.title}: {v.in_words}", value=n) for n, v in enumerate(seen)]
     bar = element(

@@ -93,7 +93,7 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
                 ("Weights", f"{counted(len(manifest.weights), 'tensor')}, {weights:,} elements{stored}" if manifest.weights else "none"),
                 ("Graphs", graphs),
                 ("Features it asks for", ", ".join(manifest.required_features)),
-                *((key.capitalize(), text) for key, text in manifest.notes.items()),
+                *((f"Note: {key}", text) for key, text in manifest.notes.items()),
                 ("Signature", f"{signature.name} lies beside it, and was not looked at" if signature else None),
                 ("Manifest", ["SHA-256 ", element("code", archive.manifest_digest, class_="digest")]),
             ]
@@ -410,7 +410,10 @@ def _called(archive: Archive) -> Html:
     versions = ", ".join(f"{family} {version}" for family, version in (("GLIBC", glibc), ("GLIBCXX", glibcxx)) if version)
     return facts(
         [
-            ("Called by name", [through or "none, that is: none goes through the proxy executor.", _line(element("span", note, class_="quiet"))]),
+            (
+                "Called, not compiled",
+                [through or "none, that is: none goes through the proxy executor.", _line(element("span", note, class_="quiet"))],
+            ),
             ("Shared libraries", folded(list(map(code, needed)), "libraries") if needed else "none"),
             ("Symbol versions", versions),
         ]
