@@ -29,7 +29,7 @@ from aot_backward.report import report
 from aot_backward.report.drawing import Drawing, Looks, Node, drawings
 from aot_backward.report.markup import data, element, raw
 from aot_backward.report.memory import use
-from aot_backward.report.sections import bytes_of
+from aot_backward.report.storage import bytes_of
 from aot_backward.report.views import views
 from aot_backward.report.words import Words, size_in_words
 from aot_backward_runtime.archive import open_package

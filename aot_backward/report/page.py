@@ -9,11 +9,15 @@ from typing import Any
 
 from aot_backward_runtime.archive import Archive
 
-from . import sections
+from .blocks import section
 from .chart import chart
 from .drawing import Drawing, Looks, drawings
+from .kernels import kernels
 from .markup import Html, clean, data, element, raw
 from .memory import shares
+from .offers import entries
+from .overview import package
+from .storage import bytes_section
 from .views import Column, View, spelled, views
 
 _DTYPES = {
@@ -42,10 +46,10 @@ def page(archive: Archive) -> str:
         element("header", element("h1", archive.path.name), element("nav", [element("a", t, href=f"#{n}") for n, t in named])),
         element(
             "main",
-            sections.package(archive, drawn),
-            sections.entries(archive),
-            sections.bytes_section(archive),
-            sections.kernels(archive, drawn),
+            package(archive, drawn),
+            entries(archive),
+            bytes_section(archive),
+            kernels(archive, drawn),
             _memory(seen),
             _graph(seen),
         ),
@@ -62,7 +66,7 @@ def _hash(text: str) -> str:
 
 def _memory(seen: list[View]) -> Html:
     if not seen:
-        return sections.section("memory", "Memory", element("p", "Known only where the package holds its graphs as data.", class_="quiet"))
+        return section("memory", "Memory", element("p", "Known only where the package holds its graphs as data.", class_="quiet"))
     said = (
         "Bytes of the graph's own values in the order of its nodes, at the example's sizes: each from the node that makes it to its last use, inputs "
         "and results to the end; views have none of their own, weights are left out. This is the graph before fusion: what the compiler fuses it "
@@ -70,13 +74,13 @@ def _memory(seen: list[View]) -> Html:
     )
     charts = [chart(view, n) for n, view in enumerate(seen)]
     more = element("details", element("summary", f"{len(charts) - _FEW} more"), charts[_FEW:]) if len(charts) > _FEW else None
-    return sections.section("memory", "Memory", element("p", said, class_="quiet"), charts[:_FEW], more)
+    return section("memory", "Memory", element("p", said, class_="quiet"), charts[:_FEW], more)
 
 
 def _graph(seen: list[View]) -> Html:
     if not seen:
         said = "The package holds no graph as data: it was exported with --no-portable, by an older version, or a note above says why."
-        return sections.section("graph", "Graph", element("p", said, class_="quiet"))
+        return section("graph", "Graph", element("p", said, class_="quiet"))
     options = [element("option", f"{v.title}: {v.in_words}", value=n) for n, v in enumerate(seen)]
     bar = element(
         "div",
@@ -119,7 +123,7 @@ def _graph(seen: list[View]) -> Html:
     )
     hint = "Choose a line or a submodule to see what it became, forward and backward; choose a node to see what it reads, who reads it, and its line."
     absent = element("noscript", element("p", "The graph is drawn by a script, which this browser does not run."))
-    return sections.section("graph", "Graph", element("p", hint, class_="quiet", id="hint"), absent, bar, board)
+    return section("graph", "Graph", element("p", hint, class_="quiet", id="hint"), absent, bar, board)
 
 
 def _data(seen: list[View], drawn: dict[str, Drawing]) -> list[Html]:

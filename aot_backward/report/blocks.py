@@ -1,0 +1,55 @@
+"""What sections are made of: facts under each other, tables, lists that fold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .markup import Child, Html, element
+from .words import size_in_words
+
+SHOWN = 12  # of a long list, before the rest is folded away
+
+
+def section(name: str, title: str, *children: Child) -> Html:
+    return element("section", element("h2", title), children, id=name)
+
+
+def facts(rows: Iterable[tuple[str, Child]]) -> Html:
+    """A list of terms and what they are; rows without content are left out."""
+    return element("dl", [(element("dt", term), element("dd", what)) for term, what in rows if what], class_="facts")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Child]], numbers: Sequence[int] = (), total: Sequence[Child] = ()) -> Html:
+    """``numbers``: the columns that are right-aligned."""
+
+    def row(cells: Sequence[Child], tag: str = "td") -> Html:
+        return element("tr", [element(tag, cell, class_="n" if i in numbers else None) for i, cell in enumerate(cells)])
+
+    foot = element("tfoot", row(total)) if total else None
+    return element("div", element("table", element("thead", row(header, "th")), element("tbody", map(row, rows)), foot), class_="wide")
+
+
+def folded(items: Sequence[Child], what: str) -> Child:
+    """The items, of many the first ones and the rest behind a click."""
+
+    def listed(some: Sequence[Child]) -> list[Child]:
+        return [x for i, item in enumerate(some) for x in ((", ", item) if i else (item,))]
+
+    if len(items) <= SHOWN + 3:
+        return listed(items)
+    rest = element("details", element("summary", f"and {len(items) - SHOWN:,} more {what}"), listed(items[SHOWN:]))
+    return [*listed(items[:SHOWN]), " ", rest]
+
+
+def code(text: str) -> Html:
+    return element("code", text)
+
+
+def bytes_shown(size: int) -> Html:
+    """For people, and exactly where the pointer rests."""
+    return element("span", size_in_words(size), title=f"{size:,} bytes")
+
+
+def line(*children: Child) -> Html:
+    """One of several under each other."""
+    return element("p", children)

@@ -1,0 +1,74 @@
+"""Where the kernels are: operators by count, those that are called rather than compiled, and what native code is linked with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from aot_backward_runtime.archive import Archive
+
+from .blocks import SHOWN, code, facts, folded, line, section, table
+from .drawing import Drawing
+from .markup import Child, Html, element
+
+
+def kernels(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
+    return section("kernels", "Where the kernels are", _operators(drawings), _called(archive))
+
+
+def _role(library: str) -> str:
+    """What a graph is for, as its name says: ``net.0.forward`` is a forward."""
+    last = library.rpartition(".")[2]
+    return last if last in ("forward", "backward", "inference", "gradient", "step", "accumulate", "update") else "recorded"
+
+
+def _operators(drawings: Mapping[str, Drawing]) -> Html:
+    if not drawings:
+        return element("p", "The package holds no graphs as data, so its operators are not known without opening native code.", class_="quiet")
+    roles = list(dict.fromkeys(map(_role, drawings)))
+    counts: dict[str, Counter[str]] = {}
+    for name, drawing in drawings.items():
+        for node in drawing.nodes:
+            if node.computes:
+                counts.setdefault(node.operator, Counter())[_role(name)] += 1
+    ordered = sorted(counts.items(), key=lambda c: (-c[1].total(), c[0]))
+    most = max((c.total() for _, c in ordered), default=1)
+
+    def row(operator: str, count: Counter[str]) -> Sequence[Child]:
+        drawn = element("svg", element("rect", width=f"{100 * count.total() / most:.1f}", height=8, rx=1), class_="mini", viewBox="0 0 100 8")
+        return [code(operator), *(f"{count[r]:,}" if count[r] else "·" for r in roles), f"{count.total():,}", drawn]
+
+    header, numbers = ("Operator", *roles, "All", ""), range(1, len(roles) + 2)
+    shown = table(header, [row(*c) for c in ordered[:SHOWN]], numbers)
+    if len(ordered) <= SHOWN:
+        return shown
+    rest = table(header, [row(*c) for c in ordered[SHOWN:]], numbers)
+    return Html(shown + element("details", element("summary", f"{len(ordered) - SHOWN} more operators"), rest))
+
+
+def _called(archive: Archive) -> Html:
+    manifest = archive.manifest
+    called: dict[str, list[str]] = {}
+    for name, spec in manifest.libraries.items():
+        for operator in dict.fromkeys(o for build in spec.every_build for o in build.operators):
+            called.setdefault(operator, []).append(name)
+    builds = [b for spec in manifest.libraries.values() for b in spec.every_build]
+    needed = sorted({n for b in builds for n in b.needed})
+    glibc, glibcxx = (max((getattr(b, f) for b in builds), key=_numeric, default="") for f in ("glibc", "glibcxx"))
+    through = [line(code(o), f" in {', '.join(graphs)}") for o, graphs in called.items()]
+    note = "Matrix products, convolutions and other kernels that the compiler does not write itself are calls into libtorch, and not listed."
+    versions = ", ".join(f"{family} {version}" for family, version in (("GLIBC", glibc), ("GLIBCXX", glibcxx)) if version)
+    return facts(
+        [
+            (
+                "Called, not compiled",
+                [through or "none, that is: none goes through the proxy executor.", line(element("span", note, class_="quiet"))],
+            ),
+            ("Shared libraries", folded(list(map(code, needed)), "libraries") if needed else "none"),
+            ("Symbol versions", versions),
+        ]
+    )
+
+
+def _numeric(version: str) -> tuple[int, ...]:
+    return tuple(int(p) for p in version.split(".") if p)

@@ -1,0 +1,172 @@
+"""What a package offers: its entries, and of each variant what it takes, gives, and asks for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from aot_backward_runtime.archive import Archive
+from aot_backward_runtime.manifest import EntrySpec, PassSpec, StateSpec, StructureSpec, TensorSpec, Tree, VariantSpec, Verdict
+from aot_backward_runtime.parameter_groups import options_of
+from aot_backward_runtime.targets import targets_of
+from aot_backward_runtime.tree import describe, signature
+
+from .blocks import SHOWN, code, facts, folded, line, section
+from .markup import Child, Html, element
+from .views import order_in_words, owner, variant_title
+from .words import Words, ambient_in_words, counted, verdict_in_words
+
+
+def entries(archive: Archive) -> Html:
+    return section("entries", "Entries", [_entry(name, entry, archive) for name, entry in archive.manifest.entries.items()])
+
+
+def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
+    own = _of_the_program(entry)
+    parameters, frozen = [s for s in own if s.parameter], [s.name for s in own if s.parameter and not s.requires_grad]
+    elements = sum(math.prod(archive.manifest.weights[key].shape) for key in {s.weight for s in parameters})
+    ties = len(own) - len({s.weight for s in own})
+    state = f"{counted(len(parameters), 'parameter')} with {elements:,} elements, {counted(len(own) - len(parameters), 'buffer')}" if own else ""
+    rows: list[tuple[str, Child]] = [
+        ("State", f"{state}{f', {ties} tied to others' if ties else ''}" if state else None),
+        ("Frozen", folded(list(map(code, frozen)), "parameters") if frozen else None),
+        ("Gradients of", folded(list(map(code, entry.names)), "gradients") if entry.names else None),
+        *_step(entry),
+    ]
+    parts = [_variant(number, v, entry, archive) for number, v in enumerate(entry.variants)]
+    parts += [_structure(s, archive) for s in entry.structures]
+    title = element("h3", name, " ", element("span", entry.kind, class_="kind"))
+    return element("article", title, facts(rows), parts, class_="entry")
+
+
+def _of_the_program(entry: EntrySpec) -> list[StateSpec]:
+    """Without what a training step adds to them."""
+    step = entry.step
+    added = {"numbers", *(s.state for s in step.state), *(g.state for g in step.gradients)} if step else set()
+    return [s for s in entry.state if s.name not in added]
+
+
+def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
+    step = entry.step
+    if step is None:
+        return
+    made = "before its first step" if step.fresh else "after steps made before the export"
+    yield "Optimizer", [code(step.optimizer), f", {made}; {counted(len(step.state), 'tensor')} of state"]
+    for number, group in enumerate(step.groups):
+        moved = [(n.key if n.position < 0 else f"{n.key}[{n.position}]", n.value) for n in step.numbers if n.group == number]
+        fixed = {k: v for k, v in options_of(group).items() if k not in {n.partition("[")[0] for n, _ in moved}}
+        numbers = ", ".join(f"{k} = {v:g}" for k, v in moved) or "nothing"
+        still = f"fixed: {', '.join(f'{k} = {v}' for k, v in fixed.items())}"
+        said = f"{counted(len(group.parameters), 'parameter')}; a schedule may move {numbers}"
+        yield f"Group {number}", [said, element("p", still, class_="quiet") if fixed else None]
+    clips = [f"{n.key} = {n.value:g}" for n in step.numbers if n.group == -1]
+    yield "Clipping", ", ".join(clips)
+    yield "Gradients", "can wait: accumulated over calls" if step.update else "every call is an update"
+    yield "Not finite", "an update whose gradients have Inf or NaN is skipped" if step.finite else None
+
+
+def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) -> Html:
+    words = Words(v.inputs, v.symbols, v.guards)
+    single = len(entry.variants) == 1 and not v.mode
+    call = [code(f"{signature(v.in_tree, v.argument_names)} → {describe(v.out_tree)}")]
+    rows: list[tuple[str, Child]] = [
+        ("Call", call),
+        ("Arguments", _tensors(v.inputs, words, entry.kind == "module")),
+        ("Results", _tensors(v.outputs, words)),
+        ("Sizes", [line(element("b", label), f": {said}", f" ({where})" if where else "") for label, said, where in words.ranges()]),
+        ("Only where", [line(c) for c in (*words.conditions(), *_constants(v), *ambient_in_words(v.ambient))]),
+        ("In the other mode", folded(list(map(code, v.set_apart)), "submodules") if v.set_apart else None),
+        ("Gradients of", _gradients(v) if not entry.names else None),
+        ("Never reached", folded([code(owner(u, v.inputs)) for u in v.unreached], "tensors") if v.unreached else None),
+        ("Derivatives", ", ".join(order_in_words(i) for i in range(1, len(v.orders) + 1)) if len(v.orders) > 1 else None),
+        ("Randomness", "draws random numbers" if v.random else None),
+        ("Changes", _changes(v)),
+        *_compared(v.verdict, v.verdicts, archive),
+        *(row for again in v.orders[1:] for row in _compared(again.verdict, again.verdicts, archive, "Derivatives compared")),
+    ]
+    title = None if single else element("h4", variant_title(number, v).capitalize())
+    return element("div", title, facts(rows), class_="variant")
+
+
+def _tensors(specs: Sequence[TensorSpec], words: Words, gradients: bool = False) -> Child:
+    """``gradients``: whether to say which may get one."""
+    rows = [line(element("b", s.name), f": {words.tensor(s)}{', gets a gradient' if gradients and s.requires_grad else ''}") for s in specs]
+    if len(rows) <= SHOWN + 3:
+        return rows
+    return [*rows[:SHOWN], element("details", element("summary", f"and {len(rows) - SHOWN:,} more"), rows[SHOWN:])]
+
+
+def _constants(v: VariantSpec) -> Iterator[str]:
+    """Arguments that are no tensors, which must be what they were."""
+    positional, keywords = v.in_tree.children if len(v.in_tree.children) == 2 else (v.in_tree, v.in_tree)
+    labels = [*v.argument_names, *(f"args[{i}]" for i in range(len(v.argument_names), len(positional.children)))]
+    for label, child in [*zip(labels, positional.children, strict=False), *zip(map(str, keywords.keys), keywords.children, strict=False)]:
+        yield from _fixed(child, label)
+
+
+def _fixed(tree: Tree, where: str) -> Iterator[str]:
+    if tree.kind == "constant":
+        yield f"{where} is {tree.value!r}"
+    keys = tree.keys or range(len(tree.children))
+    for key, child in zip(keys, tree.children, strict=False):
+        yield from _fixed(child, f"{where}[{key!r}]")
+
+
+def _gradients(v: VariantSpec) -> Child:
+    plan = v.backward or v.gradient
+    names = [owner(g.of, v.inputs) for g in plan.gradients if g.source] if plan else []
+    none = [owner(g.of, v.inputs) for g in plan.gradients if not g.source] if plan else []
+    said = [folded(list(map(code, names)), "tensors") if names else None]
+    return [*said, line("None, as in eager: ", folded(list(map(code, none)), "tensors"))] if none else said if names else None
+
+
+def _changes(v: VariantSpec) -> Child:
+    plans = (v.forward, v.inference, v.gradient, v.step)
+    names = list(dict.fromkeys(n for plan in plans if plan for n in plan.writes))
+    return folded(list(map(code, names)), "tensors") if names else None
+
+
+def _compared(first: Verdict, rest: Sequence[Verdict], archive: Archive, term: str = "Compared") -> Iterator[tuple[str, Child]]:
+    targets = targets_of(archive.manifest)
+    lines = []
+    for target, verdict in zip(targets, (first, *rest), strict=False):
+        good = verdict.status == "verified"
+        lines.append(line(f"{target.label}: " if rest else "", element("span", verdict_in_words(verdict), class_="good" if good else "open")))
+    yield term, lines
+
+
+def _structure(s: StructureSpec, archive: Archive) -> Html:
+    counts = Counter(n.rpartition("::")[2] for n in s.nodes)
+    nodes = [[code(n), f" × {k}" if k > 1 else ""] for n, k in counts.items()]
+    rows: list[tuple[str, Child]] = [
+        ("Recorded pass", f"{counted(len(s.nodes), 'autograd node')}, {counted(s.operations, 'operation')}"),
+        ("Nodes", folded(nodes, "kinds")),
+        ("Uncompiled", f"{s.seconds * 1e6:,.0f} µs when it was recorded" if s.seconds else None),
+    ]
+    variants = [_pass(number, v, archive) for number, v in enumerate(s.variants)]
+    return element("div", element("h4", "Structure ", code(s.fingerprint[:12])), facts(rows), variants, class_="variant")
+
+
+def _pass(number: int, v: PassSpec, archive: Archive) -> Html:
+    words = Words(v.inputs, v.symbols, v.guards)
+    rows: list[tuple[str, Child]] = [
+        (f"Variant {number}", ", ".join(_steps(v)) or "nothing to run"),
+        ("Tensors", _tensors(v.inputs, words)),
+        ("Sizes", [line(element("b", label), f": {said}", f" ({where})" if where else "") for label, said, where in words.ranges()]),
+        ("Only where", [line(c) for c in (*words.conditions(), *ambient_in_words(v.ambient))]),
+        ("Numbers", ", ".join(f"{n:g}" for n in v.scalars)),
+        *_compared(v.verdict, v.verdicts, archive),
+    ]
+    return facts(rows)
+
+
+def _steps(v: PassSpec) -> Iterator[str]:
+    for segment in (s for s in v.segments if s.library):
+        yield f"{counted(len(segment.ops), 'operation')} in the graph {segment.library}"
+    leaves = sum(not s.library and bool(s.operands) for s in v.segments)
+    single = sum(not s.library and not s.operands for s in v.segments)
+    if leaves:
+        yield f"{counted(leaves, 'gradient')} handed to the leaves"
+    if single:
+        yield f"{counted(single, 'operation')} as recorded"

@@ -1,0 +1,87 @@
+"""What a package is: who built it, for what, and how it compared with eager."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from aot_backward_runtime.archive import Archive
+from aot_backward_runtime.manifest import Target, Verdict
+from aot_backward_runtime.signatures import signature_beside
+from aot_backward_runtime.targets import targets_of
+
+from .blocks import bytes_shown, facts, section, table
+from .drawing import Drawing
+from .markup import Child, Html, element
+from .views import variant_title
+from .words import counted, size_in_words
+
+
+def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
+    manifest, size = archive.manifest, archive.path.stat().st_size
+    version = ".".join(map(str, manifest.format_version))
+    kinds = ", ".join(f"{name} ({e.kind})" for name, e in manifest.entries.items())
+    graphs = f"{len(drawings)} of {len(manifest.libraries)} are in the package as data" if len(drawings) < len(manifest.libraries) else ""
+    weights = sum(math.prod(w.shape) for w in manifest.weights.values())
+    signature = signature_beside(archive.path)
+    stored = "" if manifest.has_weights else ", not in the package: load(path, weights={…})"
+    return section(
+        "package",
+        "Package",
+        _verdicts(archive),
+        facts(
+            [
+                ("Offers", kinds),
+                ("Built by", f"{manifest.producer}, {manifest.created or 'no date'}; format {version}"),
+                ("Runs on", f"torch {manifest.torch}"),
+                ("Size", element("span", size_in_words(size), title=f"{size:,} bytes")),
+                ("Weights", f"{counted(len(manifest.weights), 'tensor')}, {weights:,} elements{stored}" if manifest.weights else "none"),
+                ("Graphs", graphs),
+                ("Features it asks for", ", ".join(manifest.required_features)),
+                *((f"Note: {key}", text) for key, text in manifest.notes.items()),
+                ("Signature", f"{signature.name} lies beside it, and was not looked at" if signature else None),
+                ("Manifest", ["SHA-256 ", element("code", archive.manifest_digest, class_="digest")]),
+            ]
+        ),
+        _targets(archive),
+    )
+
+
+def _judged(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
+    """Every verdict of the package: of what, and for which target."""
+    targets = targets_of(archive.manifest)
+    for name, entry in archive.manifest.entries.items():
+        for number, variant in enumerate(entry.variants):
+            for program in variant.orders:
+                for target, verdict in zip(targets, (program.verdict, *program.verdicts), strict=False):
+                    yield f"{name}, {variant_title(number, program)}", target, verdict
+        for structure in entry.structures:
+            for number, compiled in enumerate(structure.variants):
+                for target, verdict in zip(targets, (compiled.verdict, *compiled.verdicts), strict=False):
+                    yield f"{name}, structure {structure.fingerprint[:12]}, variant {number}", target, verdict
+
+
+def _verdicts(archive: Archive) -> Html:
+    judged = list(_judged(archive))
+    missing = [(what, target, v) for what, target, v in judged if v.status != "verified"]
+    if not judged:
+        return element("p", "Nothing in it was compared with eager.", class_="verdict open")
+    if missing:
+        what, target, verdict = missing[0]
+        open_ = f"{len(missing)} of {counted(len(judged), 'comparison')} with eager missing: {what} for {target.label}: {verdict.status}"
+        return element("p", open_, class_="verdict open")
+    _, _, worst = max(judged, key=lambda j: j[2].error)
+    said = element("strong", "Verified against eager PyTorch")
+    tail = f"; the worst tensor, {worst.worst}, is at {worst.error:.1%} of what is allowed" if worst.worst else ""
+    return element("p", said, f": {counted(len(judged), 'comparison')}{tail}.", class_="verdict good")
+
+
+def _targets(archive: Archive) -> Html:
+    manifest, members = archive.manifest, archive.members()
+    rows: list[list[Child]] = []
+    for number, target in enumerate(targets_of(manifest)):
+        size = sum(members[spec.every_build[number].member].size for spec in manifest.libraries.values())
+        where = " ".join(filter(None, (target.device, target.machine, target.march, target.cuda_arch, target.cuda and f"CUDA {target.cuda}")))
+        flags = " ".join(target.cpu_flags) or "none beyond that"
+        rows.append([element("span", target.label, class_="whole"), element("span", where, class_="whole"), flags, bytes_shown(size)])
+    return table(("Target", "Machine", "Processor flags it needs", "Native code"), rows, numbers=(3,))
