@@ -167,7 +167,7 @@ class _Rebuilt:
 
     def _graph(self, name: str, form: Mapping[str, Any], spec: LibrarySpec, world: Stated) -> Graph:
         with world.oblivious():
-            return portable.graph_of(name, form, spec, [world.fake(s) for s in spec.inputs], world.mode, self.weights)
+            return portable.graph_of(name, form, spec, [world.fake(s) for s in spec.inputs], world.mode, self.weights, world.carried)
 
     def manifest(self) -> Manifest:
         old = self.archive.manifest

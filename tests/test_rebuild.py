@@ -264,6 +264,20 @@ def test_recorded_passes_are_rebuilt(tmp_path: Path) -> None:
         backward_passes((2, 2))
 
 
+def test_control_flow_with_a_dynamic_size(tmp_path: Path) -> None:
+    path = tmp_path / "cond.pt2"
+
+    def bend(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos() * 2, (x,)).sum()
+
+    ab.export(path, {"e": ab.Grad(bend, [ab.Variant((torch.randn(4, 3),), dynamic_shapes=(ROWS,))])})
+    ab.rebuild(path, path, target="cpu:sse4")
+    grad = load(path).grad()
+    for x in (torch.ones(7, 3), -torch.ones(2, 3)):
+        x.requires_grad_()
+        torch.testing.assert_close(grad(x)[1]["x"], torch.autograd.grad(bend(x), x)[0])
+
+
 def test_without_weights(several: Path, tmp_path: Path) -> None:
     """Code needs no weights; that it was not compared is said, and by the first who loads it."""
     path = tmp_path / "bare.pt2"
@@ -287,6 +301,8 @@ def test_lines_of_the_model_are_in_the_graphs_and_no_path_is(several: Path) -> N
         assert lines["tests/test_rebuild.py", "norm"].startswith("h = torch.nn.functional.gelu(self.norm(")
         placed = [p for p, node in zip(form["places"], form["nodes"], strict=True) if node[0] not in ("placeholder", "weight", "constant", "output")]
         assert sum(p >= 0 for p in placed) > 0.8 * len(placed)
+        writes = [p for p, node in zip(form["places"], form["nodes"], strict=True) if node[0] == "aten.copy_.default"]
+        assert set(writes) <= {-1} and bool(writes) == (role == "forward")  # BatchNorm's buffers, at the end of the forward
         assert str(Path(__file__).parent.parent) not in text and str(Path.home()) not in text
 
 

@@ -56,7 +56,7 @@ def spread(graph: GraphModule) -> None:
         if "seq_nr" in node.meta and META in node.meta and not node.meta.get("autograd_backward"):
             known.setdefault(node.meta["seq_nr"], node.meta[META])
     for node in graph.graph.nodes:
-        if node.op == "call_function" and META not in node.meta and node.meta.get("seq_nr") in known:
+        if node.meta.get("autograd_backward") and META not in node.meta and node.meta.get("seq_nr") in known:
             node.meta[META] = known[node.meta["seq_nr"]]
 
 

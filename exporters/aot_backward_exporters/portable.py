@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from aot_backward import torch_api
 from aot_backward.program import Graph, Line
 from aot_backward_runtime.errors import ExportError, PackageError
+from aot_backward_runtime.expressions import evaluate
 from aot_backward_runtime.manifest import LibrarySpec
 
 from . import backends
@@ -75,14 +76,21 @@ def form_of(data: bytes, name: str) -> dict[str, Any]:
 
 
 def graph_of(
-    name: str, form: Mapping[str, Any], spec: LibrarySpec, inputs: Sequence[torch.Tensor], fake_mode: Any, weights: Mapping[str, torch.Tensor]
+    name: str,
+    form: Mapping[str, Any],
+    spec: LibrarySpec,
+    inputs: Sequence[torch.Tensor],
+    fake_mode: Any,
+    weights: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, Any],
 ) -> Graph:
     """The graph that library ``name`` was compiled from.
 
-    ``form``: of :func:`form_of`. ``inputs``: fake tensors as ``spec.inputs`` describes them. :class:`PackageError` where the form is no graph, or one
+    ``form``: of :func:`form_of`. ``inputs``: fake tensors as ``spec.inputs`` describes them. ``sizes``: the symbols of the package as sizes of
+    them. :class:`PackageError` where the form is no graph, or one
     with other inputs, outputs or constants than the library has."""
     try:
-        module = graph_from_json(form, inputs, fake_mode, weights)
+        module = graph_from_json(form, inputs, fake_mode, weights, sizes)
     except PackageError as error:
         raise PackageError(f"the portable graph {name} cannot be read: {error}") from error
     names = {str(n.target): form["nodes"][i][1] for i, n in enumerate(module.graph.nodes) if n.op == "get_attr" and form["nodes"][i][0] == "weight"}
@@ -149,20 +157,26 @@ def graph_to_json(module: GraphModule, weights: Mapping[str, str] | None = None,
 
 
 def graph_from_json(
-    form: Mapping[str, Any], inputs: Sequence[torch.Tensor], fake_mode: Any, weights: Mapping[str, torch.Tensor] | None = None
+    form: Mapping[str, Any],
+    inputs: Sequence[torch.Tensor],
+    fake_mode: Any,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    sizes: Mapping[str, Any] | None = None,
 ) -> GraphModule:
     """The graph, its shapes from running it on ``inputs`` (fake, one for each placeholder). :class:`PackageError` where it is no graph."""
     try:
         # without the Python dispatcher, operators that C++ makes of others (a Fourier transform's) would fix a dynamic size, and say nothing
         with fake_mode, torch.no_grad(), backends.undecided(), torch_api.enable_python_dispatcher():
-            return _graph(form, inputs, fake_mode, weights or {})
+            return _graph(form, inputs, fake_mode, weights or {}, sizes or {})
     except PackageError:
         raise
     except Exception as error:  # whatever an operator raises that is given what does not fit it
         raise PackageError(f"this is no graph: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 
-def _graph(form: Mapping[str, Any], inputs: Sequence[torch.Tensor], fake_mode: Any, weights: Mapping[str, torch.Tensor]) -> GraphModule:
+def _graph(
+    form: Mapping[str, Any], inputs: Sequence[torch.Tensor], fake_mode: Any, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any]
+) -> GraphModule:
     root = torch.nn.Module()
     graph = FxGraph()
     made: list[Node] = []
@@ -187,7 +201,7 @@ def _graph(form: Mapping[str, Any], inputs: Sequence[torch.Tensor], fake_mode: A
             node = graph.get_attr(f"{kind}{n}")
             node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True)
         elif kind == "graph":
-            child = _graph(parts[0], [_fake(looks, inputs) for looks in parts[0]["inputs"]], fake_mode, weights)
+            child = _graph(parts[0], [_fake(looks, inputs, sizes) for looks in parts[0]["inputs"]], fake_mode, weights, sizes)
             root.add_module(f"graph{n}", child)
             node = graph.get_attr(f"graph{n}")
             node.meta["val"] = child
@@ -218,7 +232,7 @@ def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], const
     value = operator.attrgetter(target)(module)
     if isinstance(value, GraphModule):
         form = graph_to_json(value, None, spell)
-        form["inputs"] = [_looks(p.meta.get("val"), str, fixed=True) for p in value.graph.find_nodes(op="placeholder")]
+        form["inputs"] = [_looks(p.meta.get("val"), spell, body=True) for p in value.graph.find_nodes(op="placeholder")]
         return ["graph", form]
     if not isinstance(value, torch.Tensor) or value.numel() > 1024:
         raise ExportError(f"the graph holds {target}, a {type(value).__name__} that cannot be written")
@@ -226,23 +240,24 @@ def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], const
     return ["constant"]
 
 
-def _looks(value: Any, spell: Spell | None, *, fixed: bool = False) -> Any:
-    """dtype, sizes and strides of a tensor; of several a list; of what is none, null."""
-    if isinstance(value, (list, tuple)):
+def _looks(value: Any, spell: Spell | None, *, body: bool = False) -> Any:
+    """dtype, sizes and strides of a tensor; of several a list; of what is none, null. ``body``: they are what the body of a control-flow operator
+    takes, and will be made again."""
+    if isinstance(value, (list, tuple)) and not body:
         return [_looks(v, spell) for v in value]
-    if not isinstance(value, torch.Tensor) or spell is None:
-        if fixed:
-            raise ExportError("the body of a control-flow operator takes something that is no tensor, which cannot be written")
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else ()
+    fixed = all(isinstance(s, int) for s in sizes)
+    if not isinstance(value, torch.Tensor) or (spell is None and not (body and fixed)):
+        if body:
+            raise ExportError("the body of a control-flow operator takes something that is no tensor, or of a dynamic size, and cannot be written")
         return None
-    sizes = (*value.shape, *value.stride())
-    if fixed and not all(isinstance(s, int) for s in sizes):
-        raise ExportError("the body of a control-flow operator has a dynamic size, which cannot be written")
-    words = [s if isinstance(s, int) else spell(s) for s in sizes]
+    words = [s if isinstance(s, int) or spell is None else spell(s) for s in sizes]
     return [str(value.dtype).removeprefix("torch."), words[: value.dim()], words[value.dim() :]]
 
 
-def _fake(looks: Sequence[Any], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    dtype, shape, stride = looks
+def _fake(looks: Sequence[Any], inputs: Sequence[torch.Tensor], sizes: Mapping[str, Any]) -> torch.Tensor:
+    dtype, *places = looks
+    shape, stride = ([evaluate(s, sizes) for s in place] for place in places)
     device = inputs[0].device if inputs else torch.device("cpu")
     return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
 
