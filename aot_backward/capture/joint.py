@@ -12,6 +12,7 @@ import dis
 import inspect
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -409,12 +410,14 @@ def tracing() -> Iterator[None]:
     torch_api._set_mkldnn_enabled(False)  # with both off, no convolution asks for the batch size (NNPACK's choice would guard on batch < 16)
     try:
         with (
+            warnings.catch_warnings(),
             torch_api._compiling_state_context(),
             _checks_as_plain_operators(),
             layers.dropout_between_layers(),
             layers.masks_as_they_are(),
             undisturbed.checkpoints_run_plainly(),
         ):
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond
             yield
     finally:
         torch_api._set_mkldnn_enabled(mkldnn)
