@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow bench coverage models rebuild-matrix lint venv clean
+.PHONY: demo test test-slow bench coverage models rebuild-matrix cross lint venv clean
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -46,6 +46,15 @@ rebuild-matrix: $(STAMP)
 	@grep -vE '^(torch|sympy)==' constraints.txt > build-constraints.txt; trap 'rm -f build-constraints.txt' EXIT; \
 	  $(OTHER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c build-constraints.txt torch==$(OTHER_TORCH) -e ./runtime -e . numpy
 	@$(BIN)/python -m tests.rebuild_matrix --other $(OTHER_VENV)/bin/python --docs docs/benchmarks/$$(date +%F)-rebuild
+
+# Code for GPUs where there is none: torch's build for CUDA, several gigabytes, in an environment of its own, and 15 minutes.
+CUDA_TORCH ?= 2.11.0
+CUDA_VENV ?= .venv-$(CUDA_TORCH)
+cross: $(STAMP)
+	@test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	@grep -vE '^(torch|sympy)==' constraints.txt > build-constraints.txt; trap 'rm -f build-constraints.txt' EXIT; \
+	  $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c build-constraints.txt torch==$(CUDA_TORCH) -e ./runtime -e . numpy
+	@$(CUDA_VENV)/bin/python -m tests.cross --docs docs/benchmarks/$$(date +%F)-cross
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -33,9 +33,10 @@ def export(
     """Compiles ``entries`` ahead of time, compares each with eager, and writes one package to ``path``.
 
     ``target``: "cpu" (any x86-64-v3 processor, the same as "cpu:avx2"), "cpu:sse4" (older ones), "cpu:avx512", several with commas between them, of
-    which ``load`` takes the best that its processor can, or "cuda" (this machine's GPU). ``weights=False`` leaves the weights out; they are bound
-    when the package is loaded. ``portable=False`` leaves out the graphs as data, without which the package can neither be rebuilt for another torch
-    or target nor converted. Nothing is written where a gradient is wrong or cannot be had: :class:`ExportError` says which and why.
+    which ``load`` takes the best that its processor can, "cuda" (this machine's GPU), or "cuda:sm_90" and others (GPUs that need not be here:
+    ``docs/rebuild.md``). ``weights=False`` leaves the weights out; they are bound when the package is loaded. ``portable=False`` leaves out the
+    graphs as data, without which the package can neither be rebuilt for another torch or target nor converted. Nothing is written where a gradient
+    is wrong or cannot be had: :class:`ExportError` says which and why.
     The modules are left as they were: parameters, buffers, ``.grad``, modes and the random state.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
@@ -45,6 +46,8 @@ def export(
         raise ExportError("nothing to export: entries is empty")
     _check_entries(entries)
     check_destination(path)
+    if target.startswith("cuda:"):
+        return _for_absent_gpus(path, entries, target, weights=weights, progress=progress)
     say = progress or (lambda *_: None)
     with _undisturbed(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         built = Build(target, Path(folder), say, portable=portable)
@@ -57,6 +60,16 @@ def export(
         write_package(path, manifest, built.artifacts, built.weights, examples, built.portables)
         say("write", 1, 1)
     return path
+
+
+def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, progress: Progress | None) -> Path:
+    """Compiled for the CPU and compared with eager there; then the same graphs for the GPUs, which compares nothing where there is none."""
+    from .rebuild import check_target, rebuild
+
+    check_target(target)  # before minutes of compiling
+    with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
+        checked = export(Path(folder) / "cpu.pt2", entries, weights=weights, progress=progress)
+        return rebuild(checked, path, target=target, progress=progress)
 
 
 def export_module(

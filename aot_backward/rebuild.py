@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import aoti, portable, targets
+from aot_backward_exporters import aoti, cuda_cross, portable, targets
 from aot_backward_runtime.archive import Archive, open_package
 from aot_backward_runtime.errors import ExportError, IncompatibleError, PackageError
 from aot_backward_runtime.host import choose
@@ -29,6 +29,7 @@ from aot_backward_runtime.manifest import (
     PassSpec,
     SymbolSpec,
     Target,
+    TensorSpec,
     VariantSpec,
     Verdict,
 )
@@ -65,6 +66,8 @@ def rebuild(
     path, say = Path(path), progress or (lambda *_: None)
     check_destination(path)
     names = targets.parsed(target) if target else ()
+    if target:
+        check_target(target)
     archive = open_package(source, admit=admission(signature, key))
     archive.verify_digests()
     names = names or targets.parsed(",".join(_named(t) for t in targets_of(archive.manifest)))
@@ -80,6 +83,15 @@ def rebuild(
         write_package(path, manifest, made.artifacts, made.stored_weights(), load_examples(archive), graphs)
         say("write", 1, 1)
     return path
+
+
+def check_target(target: str) -> None:
+    """:class:`ExportError` where this process cannot compile for ``target``."""
+    for name in targets.parsed(target):
+        if name == "cuda":
+            raise ExportError(f"target cuda is for modules that are on this machine's GPU; here name its architecture, such as {targets.KNOWN[-2]}")
+        if name.startswith("cuda:"):
+            cuda_cross.check(name)
 
 
 def _named(target: Target) -> str:
@@ -167,7 +179,9 @@ class _Rebuilt:
 
     def _graph(self, name: str, form: Mapping[str, Any], spec: LibrarySpec, world: Stated) -> Graph:
         with world.oblivious():
-            return portable.graph_of(name, form, spec, [world.fake(s) for s in spec.inputs], world.mode, self.weights, world.carried)
+            # on the CPU, where it was captured: the exporter takes it elsewhere
+            inputs = [world.fake(on_device(s, "cpu")) for s in spec.inputs]
+            return portable.graph_of(name, form, spec, inputs, world.mode, self.weights, world.carried)
 
     def manifest(self) -> Manifest:
         old = self.archive.manifest
@@ -187,8 +201,8 @@ class _Rebuilt:
             torch=torch.__version__,
             target=self.specs[0],
             targets=self.specs[1:],
-            entries=self.entries,
-            libraries=libraries,
+            entries={name: on_device(entry, self.specs[0].device) for name, entry in self.entries.items()},
+            libraries={name: on_device(library, self.specs[0].device) for name, library in libraries.items()},
             members={},
             created=datetime.datetime.now(datetime.UTC).date().isoformat(),
             notes=notes,
@@ -238,6 +252,17 @@ class _Rebuilt:
                 for i, variant in enumerate(structure.variants):
                     verdict = Verdict(f"not run: {reason}") if reason else graphcheck.check_pass(alone, variant, paths, self.weights, self.graphs)
                     yield (name, structure.fingerprint, i), verdict
+
+
+def on_device(value: Any, device: str) -> Any:
+    """``value``, of the manifest's dataclasses, with every tensor that it describes on ``device``."""
+    if isinstance(value, TensorSpec):
+        return dataclasses.replace(value, device=device)
+    if isinstance(value, tuple):
+        return tuple(on_device(v, device) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{f.name: on_device(getattr(value, f.name), device) for f in dataclasses.fields(value)})
+    return value
 
 
 def _unjudged(entry: EntrySpec, verdicts: tuple[Verdict, ...]) -> EntrySpec:

@@ -78,6 +78,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "compile_fx_inner": ("torch._inductor.compile_fx", _ALL),
     "get_cpp_wrapper_config": ("torch._inductor.compile_fx", _ALL),
     "V": ("torch._inductor.virtualized", _ALL),
+    "fresh_cache": ("torch._inductor.utils", _ALL),
     "TracingContext": ("torch._guards", _ALL),
     "in_tracing_context": ("torch._guards", _ALL),
     "CppBuilder": ("torch._inductor.cpp_builder", _ALL),

@@ -48,7 +48,14 @@ ALLOWED = {
         *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepping", "aot_backward.selfcheck"),
         *("aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
     ),
-    "aot_backward.export": (*LIBRARY, "aot_backward.build", "aot_backward.entries", "aot_backward.capture", "aot_backward.package"),
+    "aot_backward.export": (
+        *LIBRARY,
+        "aot_backward.build",
+        "aot_backward.rebuild",
+        "aot_backward.entries",
+        "aot_backward.capture",
+        "aot_backward.package",
+    ),
     "aot_backward.rebuild": (
         *(*LIBRARY, "aot_backward.capture", "aot_backward.graphcheck", "aot_backward.package", "aot_backward.selfcheck"),
         "aot_backward_exporters",
@@ -73,6 +80,7 @@ OUTSIDE = {
     # what may be imported that is neither the standard library's nor torch
     "aot_backward_runtime": set(),
     "aot_backward_exporters": {"sympy"},
+    "aot_backward_exporters.cuda_cross": {"triton"},  # where it is asked for
     "aot_backward": {"click", "rich", "safetensors", "sympy"},
     "aot_backward_runtime.signing_library": {"cryptography", "model_signing"},  # behind the extra "sign"
 }
@@ -146,7 +154,7 @@ def test_imports_run_one_way(name: str, path: Path) -> None:
 @pytest.mark.parametrize(("name", "path"), modules(), ids=[n for n, _ in modules()])
 def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> None:
     found = {n for n in private(path.read_text()) if not within(n, tuple(PRIVATE_ALLOWED))}
-    assert name.endswith(".torch_api") or found == set()
+    assert name.endswith((".torch_api", ".cuda_cross")) or found == set()  # DESIGN, section 8: the one exception
 
 
 def test_these_checks_can_fail() -> None:

@@ -430,7 +430,7 @@ def test_a_build_or_graph_that_is_missing(several: Path, tmp_path: Path) -> None
         ("cpu,cpu:avx2", "target cpu:avx2 is asked for twice (cpu is cpu:avx2)"),
         ("cpu:avx2,", "unknown target ''; known: "),
         ("cpu,cuda", "targets 'cpu,cuda' are of several devices; a package is for one"),
-        ("cuda:sm_90", "target 'cuda:sm_90': code for a GPU that is not in this machine cannot be made yet"),
+        ("cuda:sm_42", "unknown target 'cuda:sm_42'; known: cpu, cpu:sse4, cpu:avx2, cpu:avx512, cuda, cuda:sm_80"),
     ],
 )
 def test_unknown_targets(several: Path, tmp_path: Path, target: str, message: str) -> None:
@@ -439,6 +439,15 @@ def test_unknown_targets(several: Path, tmp_path: Path, target: str, message: st
     with pytest.raises(ab.ExportError, match=re.escape(message)):
         ab.export(tmp_path / "o.pt2", {"e": ab.Grad(energy, [ab.Variant((torch.randn(4, 3),))])}, target=target)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
+def test_a_gpu_needs_a_build_of_torch_for_it(several: Path, tmp_path: Path) -> None:
+    message = r"target cuda:sm_\d0 needs a build of torch for CUDA, and this is .*: pip install torch==2\.11\.0 triton==3\.6\.0"
+    with pytest.raises(ab.ExportError, match=message):
+        ab.rebuild(several, tmp_path / "o.pt2", target="cuda:sm_90")
+    with pytest.raises(ab.ExportError, match=message):
+        ab.export(tmp_path / "o.pt2", {"e": ab.Grad(energy, [ab.Variant((torch.randn(4, 3),))])}, target="cuda:sm_80,cuda:sm_90")
 
 
 def test_without_portable_graphs(tmp_path: Path) -> None:

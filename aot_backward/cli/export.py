@@ -40,7 +40,8 @@ class Program(click.ParamType):
     default="cpu",
     show_default=True,
     metavar="TARGETS",
-    help="cpu:avx2 (the same as cpu), cpu:sse4, cpu:avx512, or several with commas between them; or cuda for this machine's GPU.",
+    help="cpu:avx2 (the same as cpu), cpu:sse4, cpu:avx512, or several with commas between them; cuda for this machine's GPU, "
+    "cuda:sm_90 (80, 89, 100) for GPUs that are not here.",
 )
 @click.option("--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")

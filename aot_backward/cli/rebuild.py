@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     "--target",
     default="",
     metavar="TARGETS",
-    help="cpu:sse4, cpu:avx2 (the same as cpu), cpu:avx512, or several with commas between them; without it, those of IN.pt2.",
+    help="cpu:sse4, cpu:avx2 (the same as cpu), cpu:avx512, cuda:sm_90 (80, 89, 100), or several with commas between them; "
+    "without it, those of IN.pt2.",
 )
 @signature_options
 @debug_option

@@ -39,7 +39,7 @@ from aot_backward.program import Artifact, Graph, Options
 from aot_backward_runtime.elf import clear_executable_stack, read_elf
 from aot_backward_runtime.errors import ExportError
 
-from . import backends, native_build
+from . import backends, cuda_cross, native_build
 from .compile_cache import Entry, digest, fetch, store
 from .graph_key import Canonical, canonical_graph
 from .native_paths import erase_paths
@@ -73,6 +73,7 @@ KERNELS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_po
 """Operators that eager's kernels do faster on a CPU than what Inductor generates: a step of two convolutions with pooling, 256 rows, takes 1.75 ms
 with them and 2.7 to 3.7 with generated code."""
 
+_Report = Callable[[str, int, int], None]
 _CONSTANT = re.compile(r'constants_info_\[\d+\]\.(name|original_fqn) = "(.*)";')
 
 
@@ -90,20 +91,27 @@ def compile_graphs(
     :data:`.targets.KNOWN`. ``progress(stage, done, total)`` is called with the stages "lower" and "compile". Raises :class:`ExportError`.
     """
     report = progress or (lambda stage, done, total: None)
+    if target.startswith("cuda:"):
+        with cuda_cross.crossing(cuda_cross.check(target)):
+            retargeted = [cuda_cross.retargeted(graph, fake_mode) for graph in graphs]
+            return _compiled(retargeted, folder, fake_mode, target, report)
+    return _compiled(graphs, folder, fake_mode, target, report)
+
+
+def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str, report: _Report) -> dict[str, Artifact]:
     forms = {graph.name: canonical_graph(graph, fake_mode.shape_env) for graph in graphs}
     keys = {graph.name: _key(forms[graph.name], target, graph.round_as_eager, graph.donated) for graph in graphs}
     entries = {key: entry for key in keys.values() if (entry := fetch(key)) is not None}
     missing = {keys[graph.name]: (graph, forms[graph.name]) for graph in graphs if keys[graph.name] not in entries}
     if missing:
         with tempfile.TemporaryDirectory(prefix="aot-backward-") as work:
-            compile_all = _compile_on_cuda if target == "cuda" else _compile_on_cpu
+            compile_all = _compile_on_cuda if target.startswith("cuda") else _compile_on_cpu
             entries |= compile_all(missing, Path(work), fake_mode, processor(target), report)
     for name, form in forms.items():
         _assume(entries[keys[name]].guards, form, fake_mode.shape_env)
     return {graph.name: _artifact(graph, keys[graph.name], entries[keys[graph.name]], folder) for graph in graphs}
 
 
-_Report = Callable[[str, int, int], None]
 _Missing = dict[str, tuple[Graph, Canonical]]
 
 
@@ -344,7 +352,8 @@ def _key(form: Canonical, target: str, round_as_eager: bool = False, donated: Se
 @functools.cache
 def _exporter() -> str:
     """A digest of the code that makes a library."""
-    sources = [Path(__file__), *sorted(Path(__file__).parent.glob("native_*"))]
+    folder = Path(__file__).parent
+    sources = [Path(__file__), folder / "cuda_cross.py", *sorted(folder.glob("native_*"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 

@@ -31,15 +31,15 @@ PROCESSORS = {
 """The levels of the x86-64 psABI ("Micro-Architecture Levels"), with the flags beyond v1 as /proc/cpuinfo writes them (``abm`` is lzcnt)."""
 PLAIN = "avx2"
 """What ``cpu`` alone means."""
-KNOWN = ("cpu", *(f"cpu:{level}" for level in PROCESSORS), "cuda")
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")
+"""GPUs that code can be made for where there is none (:mod:`.cuda_cross`)."""
+KNOWN = ("cpu", *(f"cpu:{level}" for level in PROCESSORS), "cuda", *(f"cuda:{arch}" for arch in ARCHITECTURES))
 
 
 def parsed(targets: str) -> tuple[str, ...]:
     """``targets``: names with commas between them, "cpu:avx2,cpu:avx512"; "cpu" is "cpu:avx2". :class:`ExportError` where one is unknown."""
     names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else []
     for name in names or [str(targets)]:
-        if name.startswith("cuda:"):
-            raise ExportError(f"target {name!r}: code for a GPU that is not in this machine cannot be made yet; known: {', '.join(KNOWN)}")
         if name not in KNOWN:
             raise ExportError(f"unknown target {name!r}; known: {', '.join(KNOWN)}")
     full = tuple(f"cpu:{PLAIN}" if name == "cpu" else name for name in names)
@@ -56,9 +56,9 @@ def processor(target: str) -> Processor:
 
 
 def target_spec(target: str) -> Target:
-    """``target``: one of :data:`KNOWN`; "cuda" is this machine's GPU."""
+    """``target``: one of :data:`KNOWN`; "cuda" is this machine's GPU, "cuda:sm_90" one that need not be here."""
     known = processor(target)
     if target.startswith("cpu"):
         return Target("cpu", march=known.march, cpu_flags=known.flags, name=target if ":" in target else f"cpu:{PLAIN}")
-    major, minor = torch.cuda.get_device_capability()
-    return Target("cuda", march=known.march, cpu_flags=known.flags, cuda_arch=f"sm_{major}{minor}", cuda=torch.version.cuda or "", name="cuda")
+    arch = target.partition(":")[2] or "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return Target("cuda", march=known.march, cpu_flags=known.flags, cuda_arch=arch, cuda=torch.version.cuda or "", name=target)

@@ -135,6 +135,8 @@ def load(
             check_weight(key, tensor, manifest.weights[key])
         tensors.update(weights)
     tensors = filled(archive) | tensors
+    if manifest.target.device == "cuda":
+        tensors = {name: tensor.to(f"cuda:{torch.cuda.current_device()}") for name, tensor in tensors.items()}
     missing = sorted(manifest.weights.keys() - tensors.keys())
     if missing:
         raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")

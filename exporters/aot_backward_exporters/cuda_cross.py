@@ -1,0 +1,366 @@
+"""Compiles graphs for a GPU where there is none: what torch, Inductor and Triton ask a device is answered from a table, and nothing is launched.
+
+A graph comes from fake CPU tensors and is retargeted: device arguments are rewritten, and every value computed anew on fake CUDA tensors. It needs a
+CUDA build of torch, triton, and a CUDA toolkit's headers; no driver. Proved with torch 2.11.0 and triton 3.6.0; others are refused by name.
+
+Everything private of torch that is replaced is put back by :func:`crossing`. The module is the one exception to the rule that private names live in
+``torch_api.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aot_backward import torch_api
+from aot_backward.program import Graph
+from aot_backward_runtime.errors import ExportError
+
+PROVED = {"2.11": "3.6", "2.12": "3.7"}
+"""torch minor -> triton minor."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What Inductor and Triton ask of a GPU (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+
+    name: str
+    major: int
+    minor: int
+    multiprocessors: int
+    shared: int  # bytes of shared memory that a block may opt in to
+    shared_of_all: int  # bytes of it in a multiprocessor
+    threads: int  # resident in a multiprocessor
+    cache: int  # bytes of L2
+    memory: int
+
+
+DEVICES = {
+    "sm_80": Device("NVIDIA A100", 8, 0, 108, 166912, 167936, 2048, 40 << 20, 80 << 30),
+    "sm_89": Device("NVIDIA L40S", 8, 9, 142, 101376, 102400, 1536, 96 << 20, 48 << 30),
+    "sm_90": Device("NVIDIA H100", 9, 0, 132, 232448, 233472, 2048, 50 << 20, 80 << 30),
+    "sm_100": Device("NVIDIA B200", 10, 0, 148, 232448, 233472, 2048, 126 << 20, 180 << 30),
+}
+
+
+_CPU_ONLY = ("aten._scaled_dot_product_flash_attention_for_cpu", "mkldnn.", "mkl.", "aten.mkldnn_")
+_ADVICE = ": export attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+
+
+def check(target: str) -> Device:
+    """The device of ``target`` ("cuda:sm_90"). :class:`ExportError` where this process cannot compile for it, naming what to install."""
+    arch = target.partition(":")[2]
+    if arch not in DEVICES:
+        raise ExportError(f"unknown target {target!r}; GPUs that code can be made for without one: {', '.join(f'cuda:{a}' for a in DEVICES)}")
+    install = "pip install torch==2.11.0 triton==3.6.0, the build for CUDA from PyPI"
+    if torch.version.cuda is None:
+        raise ExportError(f"target {target} needs a build of torch for CUDA, and this is {torch.__version__}: {install}")
+    try:
+        import triton
+    except ImportError as error:
+        raise ExportError(f"target {target} needs triton, which is not installed: {install}") from error
+    if PROVED.get(torch_api.minor()) != ".".join(triton.__version__.split(".")[:2]):
+        proved = ", ".join(f"torch {t} with triton {v}" for t, v in PROVED.items())
+        raise ExportError(f"target {target} was proved with {proved}; this is torch {torch.__version__} with triton {triton.__version__}: {install}")
+    cuda_home()
+    return DEVICES[arch]
+
+
+@functools.cache
+def cuda_home() -> Path:
+    """The CUDA toolkit's folder, whose headers the host code includes."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc")
+    places = [Path(named)] if named else []
+    if nvcc:
+        said = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+        found = re.search(r"TOP=(\S+)", said)
+        places += [Path(found[1])] if found else []
+    places.append(Path("/usr/local/cuda"))
+    for place in places:
+        if (place / "include" / "cuda.h").is_file():
+            return place.resolve()
+    raise ExportError("target cuda needs the headers of the CUDA toolkit (cuda.h), and none was found: install it, or set CUDA_HOME")
+
+
+@contextlib.contextmanager
+def crossing(device: Device) -> Iterator[None]:
+    """Within, there seems to be one GPU, ``device``; code for it can be generated, and nothing launched."""
+    with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, contextlib.ExitStack() as stack:
+        _driver_stub(Path(folder))
+        paths = [folder, *filter(None, [os.environ.get("LIBRARY_PATH")])]
+        stack.enter_context(_environment(CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths), TENSORIFY_PYTHON_SCALARS="0"))
+        _forget()
+        stack.callback(_forget)
+        stack.enter_context(torch_api.fresh_cache())  # else a kernel of another architecture is taken, by its name
+        from torch.utils import cpp_extension
+
+        _replace(stack, cpp_extension, CUDA_HOME=str(cuda_home()))  # found when it is imported, and not looked for again
+        for patch in (_torch_cuda, _fake_tensors, _triton, _autotuning, _constants, _folding):
+            patch(device, stack)
+        stack.enter_context(torch_api.inductor_config.patch(_SETTINGS))
+        yield
+
+
+_SETTINGS = {
+    "triton.autotune_at_compile_time": True,
+    "aot_inductor.embed_kernel_binary": True,
+    "aot_inductor.emit_multi_arch_kernel": False,
+    "compile_threads": 1,
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+}
+
+
+def _forget() -> None:
+    """Empties the caches of what torch has found out about devices."""
+    from torch._inductor import utils
+    from torch._inductor.runtime import hints
+    from torch.utils import _triton as found
+
+    hints.DeviceProperties.create.cache_clear()  # type: ignore[attr-defined]
+    for module in (utils, hints, found):
+        for value in vars(module).values():
+            if callable(clear := getattr(value, "cache_clear", None)):
+                clear()
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _replace(stack: contextlib.ExitStack, owner: Any, **values: Any) -> None:
+    """Sets attributes until ``stack`` is closed."""
+    for name, value in values.items():
+        own = name in vars(owner)
+        before = vars(owner).get(name)  # a staticmethod as it is, not what it wraps
+        setattr(owner, name, value)
+        stack.callback(functools.partial(setattr, owner, name, before) if own else functools.partial(delattr, owner, name))
+
+
+def _driver_stub(folder: Path) -> None:
+    """A library to link with in the place of the driver's: it exports the names in ``cuda.h``, so that the linker keeps the dependency on it."""
+    header = (cuda_home() / "include" / "cuda.h").read_text(errors="replace")
+    names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", header)) | set(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", header)))
+    source = folder / "stub.c"
+    source.write_text("".join(f"void {name}(void){{}}\n" for name in names))
+    from .native_build import compiler
+
+    argv = [*compiler(), "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(folder / "libcuda.so")]
+    subprocess.run(argv, check=True, capture_output=True)
+
+
+def _torch_cuda(device: Device, stack: contextlib.ExitStack) -> None:
+    from torch._dynamo import device_interface
+
+    properties = types.SimpleNamespace(
+        name=device.name, major=device.major, minor=device.minor, multi_processor_count=device.multiprocessors, total_memory=device.memory,
+        warp_size=32, regs_per_multiprocessor=65536, max_threads_per_multi_processor=device.threads, max_threads_per_block=1024,
+        shared_memory_per_block=49152, shared_memory_per_block_optin=device.shared, shared_memory_per_multiprocessor=device.shared_of_all,
+        L2_cache_size=device.cache, is_integrated=False, is_multi_gpu_board=False, gcnArchName="", uuid="0", pci_bus_id=0,
+    )  # fmt: skip
+    state = torch.zeros(16, dtype=torch.uint8)
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "set_device": lambda device: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_rng_state": lambda device="cuda": state.clone(),
+        "set_rng_state": lambda new_state, device="cuda": None,
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+    }
+    _replace(stack, torch.cuda, **answers)
+    interface = device_interface.CudaInterface
+    same = {n: staticmethod(answers[n]) for n in ("current_device", "device_count", "set_device", "get_device_properties", "is_bf16_supported")}
+    _replace(
+        stack,
+        interface,
+        **same,
+        exchange_device=staticmethod(answers["_exchange_device"]),
+        maybe_exchange_device=staticmethod(answers["_maybe_exchange_device"]),
+        get_compute_capability=staticmethod(lambda device=None: device_number(properties)),
+        is_available=staticmethod(answers["is_available"]),
+    )
+    known = device_interface.caching_worker_device_properties
+    before = dict(known)
+    known["cuda"] = [properties]
+    stack.callback(lambda: (known.clear(), known.update(before)))
+
+
+def device_number(properties: Any) -> int:
+    return int(properties.major * 10 + properties.minor)
+
+
+def _fake_tensors(device: Device, stack: contextlib.ExitStack) -> None:
+    from torch._subclasses import fake_tensor
+
+    _replace(stack, fake_tensor, init_gpu_context=lambda device: None)
+    _replace(stack, fake_tensor.FakeTensorMode, avoid_device_init=property(lambda self: True))
+
+
+def _triton(device: Device, stack: contextlib.ExitStack) -> None:
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver as drivers
+
+    objdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+
+    class Utils:
+        def get_device_properties(self, number: int) -> dict[str, int]:
+            return {
+                "max_shared_mem": device.shared, "max_num_regs": 65536, "multiprocessor_count": device.multiprocessors, "warpSize": 32,
+                "sm_clock_rate": 1980000, "mem_clock_rate": 3201000, "mem_bus_width": 6144,
+            }  # fmt: skip
+
+        def load_binary(self, name: str, kernel: bytes, shared: int, number: int) -> tuple[int, int, int, int, int]:
+            """Registers and spills as the machine code states them."""
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(kernel)
+                file.flush()
+                said = subprocess.run([objdump, "-res-usage", file.name], capture_output=True, text=True).stdout
+            found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+            registers, spills = (int(found[1]), int(found[2]) // 4) if found else (32, 0)
+            return 0, 0, registers, spills, 1024
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(f"{name} needs a GPU, and this one is a table")
+
+    class Driver(nvidia.CudaDriver):
+        def __init__(self) -> None:
+            self.utils = Utils()
+            self.launcher_cls = lambda source, metadata: None
+            self.get_device_capability = lambda number=0: (device.major, device.minor)
+            self.get_current_device = lambda: 0
+            self.set_current_device = lambda number: None
+            self.get_current_stream = lambda number=0: 0
+
+    _replace(stack, nvidia.CudaDriver, is_active=staticmethod(lambda: True))
+    before = drivers._active
+    drivers.set_active(Driver())
+    stack.callback(lambda: setattr(drivers, "_active", before))
+
+
+def _autotuning(device: Device, stack: contextlib.ExitStack) -> None:
+    """Of each kernel the launcher with the fewest spills is kept, Inductor's favourite first; nothing is timed."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    def generate(self: Any) -> None:
+        self.kernel_autotune_defs.splice("\nasync_compile.wait(globals())\ndel async_compile\n")
+        scope: dict[str, Any] = {}
+        exec(self.kernel_autotune_defs.getvalue(), scope)  # noqa: S102  Inductor's own text
+        for kernel in list(scope.values()):
+            if isinstance(kernel, CachingAutotuner):
+                if not kernel.launchers:
+                    kernel.precompile()
+                best = min(range(len(kernel.launchers)), key=lambda i: (kernel.launchers[i].n_spills or 0, i))
+                kernel.launchers = [kernel.launchers[best]]
+                kernel.save_gpu_kernel("stream", kernel.launchers[0])
+
+    _replace(stack, PythonWrapperCodegen, generate_and_run_autotune_block=generate)
+
+
+def _constants(device: Device, stack: contextlib.ExitStack) -> None:
+    """Constants are told apart by what they are: fake tensors have no addresses."""
+    from torch._inductor import graph
+
+    _replace(stack, graph, is_same_tensor=lambda data, value: data is value)
+
+
+def _folding(device: Device, stack: contextlib.ExitStack) -> None:
+    """Constant folding computes single elements on the node's device: here on the CPU."""
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
+
+    class OnCpu(torch_api.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def moved(value: Any) -> Any:
+                return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
+
+            return function(*map(moved, args), **{k: moved(v) for k, v in (kwargs or {}).items()})
+
+    def wrapped(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with OnCpu():
+                return original(self, *args, **kwargs)
+
+        return method
+
+    _replace(stack, Folder, run=wrapped(Folder.run), __init__=wrapped(Folder.__init__))
+
+
+def retargeted(graph: Graph, fake_mode: Any) -> Graph:
+    """``graph``, captured on the CPU, as one of CUDA tensors. Within :func:`crossing`."""
+    module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+    cuda = torch.device("cuda:0")
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        with fake_mode, torch.no_grad():
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=cuda)
+
+    values: dict[Node, Any] = {}
+    constants = {}
+    with fake_mode, torch.no_grad(), torch_api.enable_python_dispatcher():
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                node.meta["val"] = moved(node.meta["val"])
+            elif node.op == "get_attr":
+                key, tensor = graph.constants[str(node.target)]
+                node.meta["val"] = moved(tensor)
+                constants[str(node.target)] = (key, node.meta["val"])
+            elif node.op == "call_function":
+                if node.kwargs.get("device") is not None:
+                    node.kwargs = {**node.kwargs, "device": cuda}
+                if node.target is torch.ops.prims.device_put.default:
+                    node.args = (node.args[0], cuda, *node.args[2:])
+                if str(node.target).startswith(_CPU_ONLY):
+                    raise ExportError(f"{graph.name}: {node.target} is an operator of the CPU alone, and has no counterpart on a GPU yet{_ADVICE}")
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                node.meta["val"] = node.target(*args, **kwargs)
+            values[node] = node.meta.get("val")
+    for before, after in zip(_results(graph.module), _results(module), strict=True):
+        if isinstance(after, Node) and after.meta["val"].stride() != before.meta["val"].stride():
+            raise ExportError(
+                f"{graph.name}: {after.target} lays its result out otherwise on a GPU ({list(after.meta['val'].stride())}, and "
+                f"{list(before.meta['val'].stride())} on the CPU): make it contiguous in the program"
+            )
+    for name, (_, tensor) in constants.items():
+        delattr(module, name)
+        module.register_buffer(name, tensor)
+    module.recompile()
+    return dataclasses.replace(graph, module=module, constants=constants)
+
+
+def _results(module: GraphModule) -> list[Any]:
+    return list(next(iter(module.graph.find_nodes(op="output"))).args[0])

@@ -1,0 +1,1 @@
+"""What can be proved of code for GPUs where there is none: ``make cross``."""

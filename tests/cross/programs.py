@@ -1,0 +1,70 @@
+"""The programs that are compiled for GPUs: of each kind one, static and with a dynamic batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import aot_backward as ab
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.GELU()
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+class Attentive(nn.Module):
+    """A transformer's block with attention and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.block(x)
+
+
+NAMES = ("mlp", "convolutions", "attention", "step", "recorded")
+
+
+def write(path: Path, name: str, dynamic: bool, target: str) -> None:
+    """Exports the program of that name for ``target``."""
+    torch.manual_seed(0)
+    rows: Any = ({0: Dim("batch", min=2, max=64)},) if dynamic else None
+    if name == "recorded":
+        _record(path, dynamic)
+        ab.rebuild(path, path, target=target)
+    elif name == "step":
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3))
+        variant = ab.Variant((torch.randn(6, 4), torch.randint(0, 3, (6,))), dynamic_shapes=rows and (rows[0], rows[0]))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        ab.export(path, {name: ab.Step(net, [variant], optimizer, loss_fn=nn.functional.cross_entropy)}, target=target)
+    else:
+        modules: dict[str, tuple[nn.Module, torch.Tensor]] = {
+            "mlp": (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(5, 8, requires_grad=True)),
+            "convolutions": (Convolutional(), torch.randn(5, 3, 8, 8)),
+            "attention": (Attentive(), torch.randn(5, 6, 16)),
+        }
+        module, x = modules[name]
+        ab.export(path, {name: ab.Module(module, [ab.Variant((x,), dynamic_shapes=rows)])}, target=target)
+
+
+def _record(path: Path, dynamic: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    with ab.record(path) as recording:
+        for rows in (3, 5, 6) if dynamic else (4, 4):
+            net(torch.randn(rows, 4)).square().mean().backward()
+    assert not recording.skipped, recording.skipped
