@@ -133,7 +133,7 @@ def _forget() -> None:
     from torch._inductor.runtime import hints
     from torch.utils import _triton as found
 
-    hints.DeviceProperties.create.cache_clear()  # type: ignore[attr-defined]
+    hints.DeviceProperties.create.cache_clear()
     for module in (utils, hints, found):
         for value in vars(module).values():
             if callable(clear := getattr(value, "cache_clear", None)):
@@ -213,9 +213,9 @@ def _torch_cuda(device: Device, stack: contextlib.ExitStack) -> None:
         is_available=staticmethod(answers["is_available"]),
     )
     known = device_interface.caching_worker_device_properties
-    before = dict(known)
+    before = known.get("cuda")
     known["cuda"] = [properties]
-    stack.callback(lambda: (known.clear(), known.update(before)))
+    stack.callback(lambda: known.pop("cuda") if before is None else known.update(cuda=before))
 
 
 def device_number(properties: Any) -> int:

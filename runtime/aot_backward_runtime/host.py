@@ -43,7 +43,7 @@ def choose(manifest: Manifest, target: str | None = None, device: torch.device |
         raise IncompatibleError(f"the package cannot run here: {_worded({there[n].label: problems[n] for n in wanted})}. {_advice(manifest, path)}")
     allowed = _allowed_flags()
     kept = [n for n in fitting if allowed.issuperset(there[n].cpu_flags)] or [min(fitting, key=lambda n: len(there[n].cpu_flags))]
-    return max(kept, key=lambda n: len(there[n].cpu_flags))
+    return max(kept, key=lambda n: (len(there[n].cpu_flags), _number(there[n].cuda_arch)))
 
 
 def check_target(manifest: Manifest, device: torch.device | None = None) -> None:
@@ -120,6 +120,10 @@ def _runs(arch: str, major: int, minor: int) -> bool:
     if not number.isdecimal():
         return number[:-1] == f"{major}{minor}"
     return divmod(int(number), 10)[0] == major and int(number) % 10 <= minor
+
+
+def _number(arch: str) -> int:
+    return int("".join(c for c in arch if c.isdecimal()) or 0)
 
 
 def _minor(version: str) -> str:
