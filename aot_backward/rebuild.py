@@ -80,7 +80,7 @@ def rebuild(
         manifest = made.checked()
         say("write", 0, 1)
         graphs = {name: archive.read_member(spec.graph) for name, spec in archive.manifest.libraries.items()}
-        write_package(path, manifest, made.artifacts, made.stored_weights(), load_examples(archive), graphs)
+        write_package(path, manifest, made.artifacts, made.stored_weights(), made.examples(), graphs)
         say("write", 1, 1)
     return path
 
@@ -126,6 +126,18 @@ class _Rebuilt:
 
     def stored_weights(self) -> dict[str, torch.Tensor]:
         return {key: self.weights[key] for key in self.archive.manifest.weights}
+
+    def examples(self) -> dict[str, torch.Tensor]:
+        """What the package stores of examples; on another device than they were made on, without those that hang on random numbers."""
+        stored, manifest = load_examples(self.archive), self.archive.manifest
+        if manifest.target.device == self.specs[0].device:
+            return stored
+        for name, entry in manifest.entries.items():
+            for i, variant in enumerate(entry.variants):
+                plans = [getattr(variant, role) for role in ROLES]
+                if any(_draws(self.graphs[p.call.library]) for p in plans if p is not None and p.call is not None):
+                    stored = {key: tensor for key, tensor in stored.items() if not key.startswith(f"{name}/{i}/")}
+        return stored
 
     def compile(self) -> None:
         for name, entry in self.archive.manifest.entries.items():
@@ -211,7 +223,7 @@ class _Rebuilt:
     def checked(self) -> Manifest:
         """The manifest with a verdict of every variant for every target."""
         manifest = self.manifest()
-        examples = load_examples(self.archive)
+        examples = self.examples()
         verdicts = [dict(self._verdicts(manifest, number, examples)) for number in range(len(self.specs))]
         entries = {}
         for name, entry in manifest.entries.items():
@@ -252,6 +264,11 @@ class _Rebuilt:
                 for i, variant in enumerate(structure.variants):
                     verdict = Verdict(f"not run: {reason}") if reason else graphcheck.check_pass(alone, variant, paths, self.weights, self.graphs)
                     yield (name, structure.fingerprint, i), verdict
+
+
+def _draws(graph: Graph) -> bool:
+    """Whether it draws random numbers."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.module.graph.nodes)
 
 
 def on_device(value: Any, device: str) -> Any:

@@ -129,7 +129,8 @@ def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
 
 def example_of(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> selfcheck.Example:
     """The stored arguments of a variant."""
-    inputs = [_as(s.dtype, examples[f"{entry}/{number}/input/{i}"]).requires_grad_(s.requires_grad) for i, s in enumerate(spec.inputs)]
+    stored = [_as(s.dtype, examples[f"{entry}/{number}/input/{i}"]) for i, s in enumerate(spec.inputs)]
+    inputs = [t.to(s.device).requires_grad_(s.requires_grad) for s, t in zip(spec.inputs, stored, strict=True)]
     args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
     return selfcheck.Example(args, kwargs, spec.mode, None)
 
@@ -138,7 +139,7 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
     """Runs variant ``number`` of ``entry`` on its stored inputs and compares with what is stored."""
     spec = package.manifest.entries[entry].variants[number]
     kept = {name.removeprefix(f"{entry}/{number}/"): t for name, t in examples.items() if name.startswith(f"{entry}/{number}/")}
-    cotangents = [_as(s.dtype, kept[f"cotangent/{i}"]) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in kept]
+    cotangents = [_as(s.dtype, kept[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in kept]
     example = example_of(spec, entry, number, examples)
     args, kwargs = example.args, example.kwargs
     with _under(spec.ambient, spec), torch.random.fork_rng():
@@ -168,7 +169,7 @@ def _compared(entry: str, number: int, actual: Named, kept: Mapping[str, torch.T
         if name not in expected:
             wrong.append(f"{name} was None when the package was built")
             continue
-        e = _as(str(a.dtype).removeprefix("torch."), expected[name])
+        a, e = a.detach().cpu(), _as(str(a.dtype).removeprefix("torch."), expected[name])
         if a.shape != e.shape or a.dtype != e.dtype:
             wrong.append(f"{name} is {a.dtype} {tuple(a.shape)}, stored was {e.dtype} {tuple(e.shape)}")
             continue
