@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow bench coverage models rebuild-matrix cross lint venv clean
+.PHONY: demo test test-slow bench coverage models rebuild-matrix cross gpu lint venv clean
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -55,6 +55,11 @@ cross: $(STAMP)
 	@grep -vE '^(torch|sympy)==' constraints.txt > build-constraints.txt; trap 'rm -f build-constraints.txt' EXIT; \
 	  $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c build-constraints.txt torch==$(CUDA_TORCH) -e ./runtime -e . numpy
 	@$(CUDA_VENV)/bin/python -m tests.cross --docs docs/benchmarks/$$(date +%F)-cross
+
+# On a machine with a GPU, with its own Python: torch 2.11 for CUDA, click and rich must be there; nothing is installed. Each part takes minutes.
+GPU_PYTHON ?= python3
+gpu:
+	@PYTHONPATH=.:runtime:exporters $(GPU_PYTHON) -m tests.gpu --docs docs/benchmarks/$$(date +%F)-gpu
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +38,36 @@ class Attentive(nn.Module):
             return self.block(x)
 
 
+ROWS: Any = ({0: Dim("batch", min=2, max=64)},)
 NAMES = ("mlp", "convolutions", "attention", "step", "recorded")
+
+
+def module(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """The module of that name, from the same seed each time, and an example."""
+    torch.manual_seed(0)
+    made: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+        "mlp": lambda: (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(5, 8, requires_grad=True)),
+        "convolutions": lambda: (Convolutional(), torch.randn(5, 3, 8, 8, requires_grad=True)),
+        "attention": lambda: (Attentive(), torch.randn(5, 6, 16, requires_grad=True)),
+    }
+    return made[name]()
 
 
 def write(path: Path, name: str, dynamic: bool, target: str) -> None:
     """Exports the program of that name for ``target``."""
     torch.manual_seed(0)
-    rows: Any = ({0: Dim("batch", min=2, max=64)},) if dynamic else None
+    rows = ROWS if dynamic else None
     if name == "recorded":
         _record(path, dynamic)
         ab.rebuild(path, path, target=target)
     elif name == "step":
-        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3))
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
         variant = ab.Variant((torch.randn(6, 4), torch.randint(0, 3, (6,))), dynamic_shapes=rows and (rows[0], rows[0]))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         ab.export(path, {name: ab.Step(net, [variant], optimizer, loss_fn=nn.functional.cross_entropy)}, target=target)
     else:
-        modules: dict[str, tuple[nn.Module, torch.Tensor]] = {
-            "mlp": (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(5, 8, requires_grad=True)),
-            "convolutions": (Convolutional(), torch.randn(5, 3, 8, 8)),
-            "attention": (Attentive(), torch.randn(5, 6, 16)),
-        }
-        module, x = modules[name]
-        ab.export(path, {name: ab.Module(module, [ab.Variant((x,), dynamic_shapes=rows)])}, target=target)
+        program, x = module(name)
+        ab.export(path, {name: ab.Module(program, [ab.Variant((x,), dynamic_shapes=rows)])}, target=target)
 
 
 def _record(path: Path, dynamic: bool) -> None:
