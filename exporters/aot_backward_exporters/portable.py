@@ -8,6 +8,7 @@ those written beside the nodes are for people. ``docs/format.md``, section 6, st
 from __future__ import annotations
 
 import json
+import keyword
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ _FUNCTIONS = {
     "torch": {n: getattr(torch, n) for n in dir(torch) if n.startswith(("sym_", "_sym_")) and callable(getattr(torch, n))},
 }
 _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_NEVER = {"aten.from_file.default"}  # touches files, even on fake tensors
+_NEVER = {"aten::from_file", "debugprims::load_tensor"}
 
 Spell = Callable[[Any], int | str]
 """A size as the package states it: a number, or an expression in its symbols."""
@@ -95,7 +96,7 @@ def graph_of(
         raise PackageError(f"the portable graph {name} cannot be read: {error}") from error
     names = {str(n.target): form["nodes"][i][1] for i, n in enumerate(module.graph.nodes) if n.op == "get_attr" and form["nodes"][i][0] == "weight"}
     given = len(list(module.graph.find_nodes(op="placeholder")))
-    results = next(iter(module.graph.find_nodes(op="output"))).args[0]
+    results = next((n.args[0] for n in module.graph.find_nodes(op="output")), None)
     if not isinstance(results, tuple):
         raise PackageError(f"the portable graph {name} has no list of outputs")
     if given != len(spec.inputs) or len(results) != len(spec.outputs):
@@ -109,6 +110,9 @@ def graph_of(
         value = result.meta["val"] if isinstance(result, Node) else None
         if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != (f"torch.{looks.dtype}", len(looks.shape)):
             raise PackageError(f"the portable graph {name} gives another {looks.name} than its library")
+    donated = form.get("donated", [])
+    if not isinstance(donated, list) or not all(type(i) is int and 0 <= i < given for i in donated):
+        raise PackageError(f"the portable graph {name} gives away inputs that it does not have")
     return Graph(
         name=name,
         module=module,
@@ -117,7 +121,7 @@ def graph_of(
         constants={target: (key, weights[key]) for target, key in names.items()},
         nodes=spec.nodes,
         round_as_eager=bool(form.get("round_as_eager")),
-        donated=tuple(form.get("donated", ())),
+        donated=tuple(donated),
     )
 
 
@@ -184,7 +188,7 @@ def _graph(
     names, places = form.get("names"), form.get("places")
     lines = [Line(*line) for line in form.get("lines", ())]
     for n, (kind, *parts) in enumerate(form["nodes"]):
-        name = names[n] if names else f"v{n}"
+        name = _identifier(names[n]) if names else f"v{n}"
         if kind == "placeholder":
             node = graph.placeholder(name)
             node.meta["val"] = next(rest)
@@ -209,7 +213,7 @@ def _graph(
             results = _read(parts[0], made)
             node = graph.output(tuple(results) if isinstance(results, list) else results)  # a body may give a single value
         else:
-            target, args, kwargs = _target(kind), tuple(_read(parts[0], made)), _read(parts[1], made)
+            target, args, kwargs = _target(kind), tuple(_read(parts[0], made)), {_identifier(k): v for k, v in _read(parts[1], made).items()}
             node = graph.create_node("call_function", target, args, kwargs, name=name)
             values = torch.fx.map_arg((args, kwargs), lambda m: m.meta["val"])
             node.meta["val"] = target(*values[0], **values[1])
@@ -274,7 +278,16 @@ def _name(target: Any) -> str:
     raise ExportError(f"the graph calls {target}, which cannot be written")
 
 
-def _target(name: str) -> Any:
+def _identifier(name: Any) -> str:
+    """``name``, which torch.fx writes into the Python code that it makes of a graph, and compiles."""
+    if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise PackageError(f"{name!r} is no name for a node or an argument")
+    return name
+
+
+def _target(name: Any) -> Any:
+    if not isinstance(name, str):
+        raise PackageError(f"it calls {name!r}, which is no name")
     module, colon, function = name.partition(":")
     if colon:
         if function not in _FUNCTIONS.get(module, ()):
@@ -282,13 +295,22 @@ def _target(name: str) -> Any:
         return _FUNCTIONS[module][function]
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
-    if name in _NEVER:
-        raise PackageError(f"it calls {name}, which is not allowed")
     try:
         found = getattr(getattr(torch.ops, namespace), packet)
-        return getattr(found, overload) if overload else found
+        found = getattr(found, overload) if overload else found
     except AttributeError as error:
-        raise PackageError(f"it calls {name}, which this process does not know; import the library that registers it") from error
+        raise PackageError(f"it calls {name!r}, which this process does not know; import the library that registers it") from error
+    # torch.ops has functions of its own beside the operators (load_library, import_module), and each has attributes that lead on
+    if not isinstance(found, (torch_api.OpOverload, torch_api.HigherOrderOperator)) or _name(found) != name or _acts(found):
+        raise PackageError(f"it calls {name!r}, which is not allowed")
+    return found
+
+
+def _acts(target: Any) -> bool:
+    """Whether the operator touches files, even on fake tensors, or is one of TorchScript's interpreter alone (``aten.save``, ``prim.Print``)."""
+    if isinstance(target, torch_api.HigherOrderOperator):
+        return False
+    return target._schema.name in _NEVER or not torch_api._dispatch_has_kernel(target.name())
 
 
 def _write(value: Any, numbers: Mapping[Node, int]) -> Any:
