@@ -24,7 +24,6 @@ from aot_backward_runtime.host import choose
 from aot_backward_runtime.manifest import (
     FORMAT_VERSION,
     EntrySpec,
-    LibrarySpec,
     Manifest,
     PassSpec,
     SymbolSpec,
@@ -38,7 +37,7 @@ from aot_backward_runtime.signatures import Key, Policy, admission
 from aot_backward_runtime.targets import seen_as, targets_of
 from aot_backward_runtime.weights import filled, load_examples, load_weights
 
-from . import graphcheck, selfcheck
+from . import graphcheck, selfcheck, torch_api
 from .capture.shapes import Sizes, expression_of
 from .capture.stated import Stated, stated
 from .package import check_destination, library_spec, stem_of, write_package
@@ -162,6 +161,8 @@ class _Rebuilt:
         """Compiles the libraries of one variant. What the compiler assumed of its sizes beyond what is stated."""
         manifest = self.archive.manifest
         names = [name for name in dict.fromkeys(names) if name not in self.graphs]
+        if not names:  # a program that only hands on what it is given
+            return {"symbols": variant.symbols, "guards": variant.guards}
         forms = {name: portable.form_of(self.archive.read_member(manifest.libraries[name].graph), name) for name in names}
         hints: dict[str, int] = {}
         for name, form in forms.items():
@@ -170,9 +171,13 @@ class _Rebuilt:
                 raise PackageError(f"the portable graph {name} does not say the example's sizes")
             if odd := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
                 raise PackageError(f"the portable graph {name} was made at another size {odd[0]} than those it belongs to")
-        world = stated(variant.symbols, variant.guards, hints)
+        try:
+            world, graphs = self._read(variant, forms, hints, oblivious=True)
+        except PackageError:  # where that failed at export too, sizes were asked for
+            if any(s.minimum < 2 for s in variant.symbols):
+                raise
+            world, graphs = self._read(variant, forms, hints, oblivious=False)
         settled = {symbol: expression_of(size) for symbol, size in world.carried.items()}
-        graphs = [self._graph(name, form, manifest.libraries[name], world) for name, form in forms.items()]
         for number, (name, spec) in enumerate(zip(self.names, self.specs, strict=True)):
             folder = self.folder / f"{len(self.artifacts)}.{number}"
             folder.mkdir()
@@ -189,11 +194,19 @@ class _Rebuilt:
             self.narrowed.append(f"{names[0]}: only where {' and '.join(further)}")
         return assumed
 
-    def _graph(self, name: str, form: Mapping[str, Any], spec: LibrarySpec, world: Stated) -> Graph:
-        with world.oblivious():
-            # on the CPU, where it was captured: the exporter takes it elsewhere
-            inputs = [world.fake(on_device(s, "cpu")) for s in spec.inputs]
-            return portable.graph_of(name, form, spec, inputs, world.mode, self.weights, world.carried)
+    def _read(
+        self, variant: VariantSpec | PassSpec, forms: Mapping[str, Mapping[str, Any]], hints: Mapping[str, int], *, oblivious: bool
+    ) -> tuple[Stated, list[Graph]]:
+        """The graphs of one variant, in a shape environment of their own, on the CPU, where they were captured: the exporter takes them elsewhere.
+        ``oblivious``: no size is asked whether it is 0 or 1, as none was at export."""
+        world = stated(variant.symbols, variant.guards, hints)
+        graphs = []
+        with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
+            for name, form in forms.items():
+                spec = self.archive.manifest.libraries[name]
+                inputs = [world.fake(on_device(s, "cpu")) for s in spec.inputs]
+                graphs.append(portable.graph_of(name, form, spec, inputs, world.mode, self.weights, world.carried))
+        return world, graphs
 
     def manifest(self) -> Manifest:
         old = self.archive.manifest

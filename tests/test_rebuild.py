@@ -306,6 +306,29 @@ def test_lines_of_the_model_are_in_the_graphs_and_no_path_is(several: Path) -> N
         assert str(Path(__file__).parent.parent) not in text and str(Path.home()) not in text
 
 
+def test_a_program_of_no_graph_is_rebuilt(tmp_path: Path) -> None:
+    path = tmp_path / "nothing.pt2"
+    ab.export_module(nn.Identity(), (torch.randn(3, 4),), dynamic_shapes=(ROWS,), path=path)
+    ab.rebuild(path, path)
+    x = torch.randn(7, 4)
+    assert torch.equal(load(path).module()(x), x)
+
+
+def gathered(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return x[i].square().sum()
+
+
+def test_an_index_out_of_range_at_another_size_is_no_fault(tmp_path: Path) -> None:
+    """The check tries sizes that the program's own values do not go with, and operators raise other errors than RuntimeError."""
+    path = tmp_path / "gathered.pt2"
+    two = ({0: Dim("rows", min=2)}, {0: Dim("indices", min=2)})
+    ab.export_grad(gathered, (torch.randn(6, 4), torch.arange(5, -1, -1)), wrt=("x",), dynamic_shapes=two, path=path)
+    ab.rebuild(path, path)
+    assert open_package(path).manifest.entries
+    x, i = torch.randn(3, 4), torch.tensor([2, 0])
+    torch.testing.assert_close(load(path).grad()(x, i)[0], gathered(x, i))
+
+
 def edited(source: Path, path: Path, name: str, edit: Callable[[dict[str, Any]], Any]) -> Path:
     """A package whose portable graph was changed by someone who also made the digests fit."""
     members = taken_apart(source)
@@ -345,6 +368,14 @@ def python(form: dict[str, Any]) -> None:
     form["nodes"][node(form, "aten.tanh.default")] = ["operator:attrgetter", ["__class__"], {}]
 
 
+def call(form: dict[str, Any], name: str, *args: Any) -> None:
+    form["nodes"][node(form, "aten.tanh.default")] = [name, list(args), {"map": {}}]
+
+
+def named(form: dict[str, Any], name: str) -> None:
+    form["names"][node(form, "placeholder")] = name
+
+
 def later(form: dict[str, Any]) -> None:
     form["nodes"][node(form, "aten.tanh.default")][1] = [{"node": len(form["nodes"]) - 1}]
 
@@ -361,12 +392,21 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other operator": (other_operator, "does not give what is stored|gives another"),
     "other number": (other_number, "does not give what is stored|gives another"),
     "other size": (other_size, "was made at another size s0 than those it belongs to"),
-    "unknown operator": (unknown_operator, "calls nonsuch.tanh.default, which this process does not know; import the library"),
-    "reads files": (forbidden, "calls aten.from_file.default, which is not allowed"),
+    "unknown operator": (unknown_operator, "calls 'nonsuch.tanh.default', which this process does not know; import the library"),
+    "reads files": (forbidden, "calls 'aten.from_file.default', which is not allowed"),
     "Python": (python, "calls operator:attrgetter, which is not allowed"),
+    "reads files, another overload": (lambda form: call(form, "aten.from_file.out", "/etc/passwd", True, 10), "calls 'aten.from_file.out', which is not"),
+    "reads files, no overload": (lambda form: call(form, "aten.from_file", "/etc/passwd", True, 10), "calls 'aten.from_file', which is not allowed"),
+    "writes files": (lambda form: call(form, "aten.save.default", [1], "saved"), "calls 'aten.save.default', which is not allowed"),
+    "imports": (lambda form: call(form, "import_module.__call__", "this"), "calls 'import_module.__call__', which is not allowed"),
+    "opens a library": (lambda form: call(form, "load_library.__call__", "x.so"), "calls 'load_library.__call__', which is not allowed"),
+    "Python's own": (lambda form: call(form, "load_library.__globals__.get", "__builtins__"), "__globals__.get', which is not allowed"),
+    "code in a name": (lambda form: named(form, "a=__import__('os').abort()"), "abort.* is no name for a node"),
     "later node": (later, "which comes later"),
     "missing weight": (missing_weight, "reads the weight 'nonsuch', which the package does not have"),
     "fewer outputs": (fewer_outputs, "inputs and 1 outputs, its library|outputs, its library"),
+    "no output": (lambda form: [form[k].pop() for k in ("nodes", "names", "looks", "places")] and None, "has no list of outputs"),
+    "donated": (lambda form: form.update(donated=[99]), "gives away inputs that it does not have"),
     "no JSON": (lambda form: b"{", "the portable graph net.0.forward is no JSON"),
     "no graph": (lambda form: b"[]", "the portable graph net.0.forward lacks one of nodes"),
     "a version to come": (lambda form: form.update(version=99), "has version 99; this reader knows 1"),

@@ -24,11 +24,6 @@ class Stated:
     carried: dict[str, Any]
     names: dict[sympy.Symbol, str]
 
-    def oblivious(self) -> Any:
-        """A context in which a size that may be 0 or 1 is not asked whether it is."""
-        env = self.mode.shape_env
-        return torch_api.symbolic_shapes_config.patch(backed_size_oblivious=any(env.var_to_range[s].lower < 2 for s in self.names))
-
     def fake(self, spec: TensorSpec) -> torch.Tensor:
         """A fake tensor that looks as ``spec`` says."""
         shape, stride = ([evaluate(s, self.carried) for s in sizes] for sizes in (spec.shape, spec.stride))
