@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import os
 import re
@@ -276,6 +278,47 @@ def test_control_flow_with_a_dynamic_size(tmp_path: Path) -> None:
     for x in (torch.ones(7, 3), -torch.ones(2, 3)):
         x.requires_grad_()
         torch.testing.assert_close(grad(x)[1]["x"], torch.autograd.grad(bend(x), x)[0])
+
+
+def embedded(rows: tuple[int, ...]) -> list[torch.Tensor]:
+    """Backward passes that read indices, and a factor of which all rows are one."""
+    table, out = torch.ones(10, 4, requires_grad=True), []
+    for n in rows:
+        table.grad = None
+        (table[torch.arange(n) % 10] * torch.arange(4.0).expand(n, 4)).square().sum().backward()
+        assert table.grad is not None
+        out.append(table.grad)
+    return out
+
+
+def test_the_check_of_recorded_passes_sees_code_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aot_backward_exporters import aoti
+
+    path = tmp_path / "passes.pt2"
+    with ab.record(path):
+        embedded((3, 5, 6))
+    ab.rebuild(path, path)
+    verdict = next(iter(open_package(path).manifest.entries.values())).structures[0].variants[0].verdict
+    assert verdict.status == "verified" and len(verdict.sizes) == 2
+    compile_graphs = aoti.compile_graphs
+
+    def wrong(graphs: Any, **kwargs: Any) -> Any:
+        changed = []
+        for graph in graphs:
+            module = torch.fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+            for put in [n for n in module.graph.nodes if "index_put" in str(n.target)]:
+                indices = next(a for a in put.args if isinstance(a, (list, tuple)))
+                with module.graph.inserting_before(put):
+                    zero = module.graph.call_function(torch.ops.aten.mul.Scalar, (indices[0], 0))
+                zero.meta = dict(indices[0].meta)
+                put.args = tuple([zero] if a is indices else a for a in put.args)
+            changed.append(dataclasses.replace(graph, module=module))
+        return compile_graphs(changed, **kwargs)
+
+    monkeypatch.setattr(aoti, "compile_graphs", wrong)
+    with pytest.raises(ab.ExportError, match="gives another .* than PyTorch's own operators do for the same graph"):
+        ab.rebuild(path, tmp_path / "wrong.pt2")
+    assert not (tmp_path / "wrong.pt2").exists()
 
 
 def test_without_weights(several: Path, tmp_path: Path) -> None:
