@@ -51,7 +51,9 @@ def check_variant(package: Package, entry: str, number: int, examples: Mapping[s
         try:
             report = verify_variant(package, entry, number, examples)
         except _Refused as error:
-            raise ExportError(f"{entry} variant {number}: PyTorch's own operators fail on the stored example: {error}; nothing was written") from error
+            raise ExportError(
+                f"{entry} variant {number}: PyTorch's own operators fail on the stored example: {error}; nothing was written"
+            ) from error
         if report.wrong:
             raise ExportError(
                 f"{entry} variant {number}: what torch {torch.__version__} compiled does not give what is stored in the package: "
@@ -88,7 +90,9 @@ def check_pass(
                     break
                 except _Refused as error:
                     if most == 0 and not sizes:
-                        raise ExportError(f"a recorded pass: PyTorch's own operators fail on made-up numbers: {error}; nothing was written") from error
+                        raise ExportError(
+                            f"a recorded pass: PyTorch's own operators fail on made-up numbers: {error}; nothing was written"
+                        ) from error
             sizes.append(", ".join(f"{s.label}={values[s.name]}" for s in variant.symbols if s.name in values))
     return Verdict("verified", findings.worst, round(findings.ratio, 6), tuple(dict.fromkeys(s for s in sizes if s)))
 
@@ -235,7 +239,8 @@ def _ratio(a: torch.Tensor, e: torch.Tensor, largest: float, coarsest: float) ->
     if a.shape != e.shape or a.dtype != e.dtype:
         return float("inf")
     if not (e.is_floating_point() or e.is_complex()):
-        return 0.0 if torch.equal(a, e) else 2.0
+        differing = int((a != e).sum())  # a mask, or where the largest is: what lies at the limit falls to either side by rounding
+        return differing / (max(coarsest, 1e-6) * e.numel()) if differing else 0.0
     if not torch.equal(torch.isfinite(a), torch.isfinite(e)):
         return float("inf")
     relative = max(selfcheck.RELATIVE[e.dtype], coarsest)

@@ -60,5 +60,9 @@ def target_spec(target: str) -> Target:
     known = processor(target)
     if target.startswith("cpu"):
         return Target("cpu", march=known.march, cpu_flags=known.flags, name=target if ":" in target else f"cpu:{PLAIN}")
-    arch = target.partition(":")[2] or "sm_{}{}".format(*torch.cuda.get_device_capability())
+    arch = target.partition(":")[2]
+    if not arch:
+        if not torch.cuda.is_available():
+            raise ExportError(f"target {target!r}: this machine has no GPU that torch {torch.__version__} can use")
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     return Target("cuda", march=known.march, cpu_flags=known.flags, cuda_arch=arch, cuda=torch.version.cuda or "", name=target)
