@@ -316,7 +316,7 @@ def test_the_check_of_recorded_passes_sees_code_that_is_wrong(tmp_path: Path, mo
         return compile_graphs(changed, **kwargs)
 
     monkeypatch.setattr(aoti, "compile_graphs", wrong)
-    with pytest.raises(ab.ExportError, match="gives another .* than PyTorch's own operators do for the same graph"):
+    with pytest.raises(ab.ExportError, match=r"gives another .* than PyTorch's own operators do for the same graph"):
         ab.rebuild(path, tmp_path / "wrong.pt2")
     assert not (tmp_path / "wrong.pt2").exists()
 
