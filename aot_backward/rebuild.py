@@ -44,6 +44,8 @@ from .package import check_destination, library_spec, stem_of, write_package
 from .program import VERSION, Artifact, Graph
 
 Progress = Callable[[str, int, int], None]
+NARROWED = "narrowed by rebuilding"
+"""The key of the manifest's note on sizes that this compiler does not serve, and the package's did."""
 
 
 def rebuild(
@@ -212,7 +214,7 @@ class _Rebuilt:
         old = self.archive.manifest
         notes = {**old.notes, "rebuilt": f"from a package of {old.created or 'unknown date'}, built with torch {old.torch}"}
         if self.narrowed:
-            notes["narrowed by rebuilding"] = "; ".join(self.narrowed)
+            notes[NARROWED] = "; ".join(self.narrowed)
         libraries = {}
         for name in old.libraries:
             if name not in self.graphs:
@@ -305,12 +307,11 @@ def _unjudged(entry: EntrySpec, verdicts: tuple[Verdict, ...]) -> EntrySpec:
 def _assumed(variant: VariantSpec | PassSpec, world: Stated) -> dict[str, Any]:
     """The variant's symbols and guards, with what compiling added."""
     env = world.mode.shape_env
-    sizes = Sizes(env, dict(world.names))
     symbols = []
     for spec, symbol in zip(variant.symbols, world.names, strict=True):
         bounds = env.var_to_range[symbol]
         upper = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 1 << 62 else None
         most = upper if spec.maximum is None else min(spec.maximum, upper if upper is not None else spec.maximum)
         symbols.append(dataclasses.replace(spec, minimum=max(spec.minimum, int(bounds.lower)), maximum=most))
-    guards = tuple(dict.fromkeys((*variant.guards, *sizes.guards())))
-    return {"symbols": tuple[SymbolSpec, ...](symbols), "guards": guards}
+    sizes = Sizes(env, dict(world.names), tuple[SymbolSpec, ...](symbols))
+    return {"symbols": sizes.symbols, "guards": tuple(dict.fromkeys((*variant.guards, *sizes.guards())))}

@@ -61,6 +61,8 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     # recorded passes
     "FakeTensorMode": ("torch._subclasses.fake_tensor", _ALL),
     "ShapeEnv": ("torch.fx.experimental.symbolic_shapes", _ALL),
+    "bound_sympy": ("torch.utils._sympy.value_ranges", _ALL),
+    "ValueRanges": ("torch.utils._sympy.value_ranges", _ALL),
     "int_oo": ("torch.utils._sympy.numbers", _ALL),
     "DimDynamic": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "ConstantSource": ("torch._dynamo.source", _ALL),
@@ -84,12 +86,23 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "in_tracing_context": ("torch._guards", _ALL),
     "CppBuilder": ("torch._inductor.cpp_builder", _ALL),
     "cpu_vec_isa": ("torch._inductor.cpu_vec_isa", _ALL),  # the module itself
+    "decomposition": ("torch._inductor.decomposition", _ALL),  # the module itself
+    "statically_known_true": ("torch.fx.experimental.symbolic_shapes", _ALL),
     "CppKernel": ("torch._inductor.codegen.cpp", _ALL),
     "get_cpp_compiler": ("torch._inductor.cpp_builder", _ALL),
     "InvalidCxxCompiler": ("torch._inductor.exc", _ALL),
     "InductorError": ("torch._inductor.exc", _ALL),
 }
-_MODULES = {"decompositions", "transformer", "sympy_functions", "symbolic_shapes_config", "inductor_config", "functorch_config", "cpu_vec_isa"}
+_MODULES = {
+    "decompositions",
+    "decomposition",
+    "transformer",
+    "sympy_functions",
+    "symbolic_shapes_config",
+    "inductor_config",
+    "functorch_config",
+    "cpu_vec_isa",
+}
 
 _RENAMED = {
     "is_non_overlapping_and_dense": "is_non_overlapping_and_dense_or_false",

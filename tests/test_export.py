@@ -16,7 +16,8 @@ from torch.export import Dim
 import aot_backward as ab
 from aot_backward import selfcheck
 from aot_backward.capture import split
-from aot_backward_runtime import ExportError, load
+from aot_backward_runtime import ExportError, InputError, load
+from aot_backward_runtime.archive import open_package
 
 from .oracle import assert_same, run
 
@@ -39,6 +40,21 @@ def _tree_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
     torch.manual_seed(0)
     x, y, a = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
     return (Point(x, y), [{"a": a}, torch.tensor([1, 2])]), {"flag": True, "scale": torch.tensor(2.0)}
+
+
+def test_what_the_compiler_assumes_of_a_size_is_a_guard_also_from_its_cache(tmp_path: Path) -> None:
+    """Compiled, and then taken from the cache: every second row, of which there must be two."""
+    found = []
+    for i in range(2):
+        path = ab.export_grad(
+            lambda x: x[::2].square().sum(), (torch.randn(5, 3),), dynamic_shapes=({0: Dim("rows", min=2)},), path=tmp_path / f"{i}.pt2"
+        )
+        found.append(open_package(path).manifest.entries["grad"].variants[0].guards)
+        grad, x = load(path).grad(), torch.randn(8, 3, requires_grad=True)
+        torch.testing.assert_close(grad(x)[1]["x"], torch.autograd.grad(x[::2].square().sum(), x)[0])
+        with pytest.raises(InputError, match=r"\(1 \+ rows\) // 2"):
+            grad(torch.randn(2, 3))
+    assert found == [("(((1 + s0) // 2) >= 2)",)] * 2
 
 
 def test_any_tree_of_inputs_and_outputs(tmp_path: Path) -> None:

@@ -184,6 +184,10 @@ def test_none_fits(several: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"aot-backward rebuild {several} -o OUT.pt2" in message and "\n" not in message
 
 
+def test_cpu_is_short_for_the_usual_target(several: Path) -> None:
+    assert load(several, target="cpu").manifest.target.name == "cpu:avx2"
+
+
 def test_a_target_that_is_not_there(several: Path) -> None:
     with pytest.raises(IncompatibleError, match="has no target 'cpu:avx512'; it has: cpu:avx2, cpu:sse4"):
         load(several, target="cpu:avx512")

@@ -16,6 +16,8 @@ import torch
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Size, SymbolSpec, TensorSpec
 
+from .. import torch_api
+
 _COMPARISONS = {"Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "LessThan": "<=", "StrictGreaterThan": ">", "GreaterThan": ">="}
 _BINARY = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}
 
@@ -152,8 +154,14 @@ class Sizes:
         return tuple(out)
 
     def _in_range(self, expression: Any) -> bool:
-        """Whether the ranges alone make a guard true: a comparison of one symbol with a number."""
+        """Whether the ranges that are stated make a guard true: a comparison of one symbol with a number. Those of the shape environment would
+        not do: a guard that came later has narrowed them, and would make itself true."""
         if type(expression).__name__ not in _COMPARISONS or len(expression.free_symbols) != 1:
             return False
-        known = self.shape_env._maybe_evaluate_static(expression)
-        return known is sympy.true or known == True  # noqa: E712
+        (symbol,) = expression.free_symbols
+        stated = next((s for s in self.symbols if s.name == self.names.get(symbol)), None)
+        if stated is None:
+            return False
+        most = 1 << 62 if stated.maximum is None else stated.maximum  # no tensor is larger
+        known = torch_api.bound_sympy(expression, {symbol: torch_api.ValueRanges(stated.minimum, most)})
+        return bool(known.is_singleton() and known.lower == True)  # noqa: E712

@@ -32,8 +32,13 @@ def rebuild(package: Path, output: Path, target: str, signature: Policy | None, 
 
     Each is compared with PyTorch's own operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
     """
+    from aot_backward_runtime.archive import open_package
+
+    from ..rebuild import NARROWED
     from ..rebuild import rebuild as rebuild_package
 
     with shown() as progress:
         rebuild_package(package, output, target=target, progress=progress, signature=signature, key=key)
+    if narrowed := open_package(output).manifest.notes.get(NARROWED):
+        click.echo(f"{NARROWED}: {narrowed}", err=True)
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)")

@@ -212,7 +212,7 @@ def _lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: i
     lowered = _Lowered(
         wrapper=wrapper,
         files=files,
-        guards=[str(guard.xreplace(form.symbols)) for guard in new],
+        guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new],  # as text, torch's // would come back as a fraction
         # A guard that ties this graph's sizes to another's can be told only by that other graph.
         cacheable=all(guard.free_symbols <= form.symbols.keys() for guard in new),
     )
@@ -235,10 +235,11 @@ def _open_sizes() -> Iterator[None]:
     """Within, Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
 
     How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
-    convolution would run on (:mod:`.backends`).
+    convolution would run on (:mod:`.backends`). Whether a product of at most 16 rows is better written out.
     """
     kernel, V = torch_api.CppKernel, torch_api.V
-    original = kernel.need_use_acc_helper
+    original, decomposition = kernel.need_use_acc_helper, torch_api.decomposition
+    asked = decomposition.guard_or_false
 
     def need_use_acc_helper(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
         if reduction_type == "sum" and dtype == torch.float:
@@ -246,11 +247,13 @@ def _open_sizes() -> Iterator[None]:
         return bool(original(self, reduction_type, dtype, use_scalar))
 
     kernel.need_use_acc_helper = need_use_acc_helper
+    decomposition.guard_or_false = torch_api.statically_known_true
     try:
         with backends.undecided():
             yield
     finally:
         kernel.need_use_acc_helper = original
+        decomposition.guard_or_false = asked
 
 
 @contextlib.contextmanager
@@ -281,7 +284,8 @@ def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
     """Adds to ``shape_env`` what the compiler assumed, so that the cache leaves the same guards as compiling."""
     known = {str(new): symbol for symbol, new in form.symbols.items()}
     for guard in guards:
-        expression = sympy.sympify(guard, locals={**vars(torch_api.sympy_functions), **known})
+        written = sympy.sympify(guard, locals=vars(torch_api.sympy_functions))
+        expression = written.xreplace({symbol: known[str(symbol)] for symbol in written.free_symbols})
         if not shape_env.evaluate_expr(expression):  # asking is what adds it
             raise ExportError(f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug")
 

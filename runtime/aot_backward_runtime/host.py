@@ -32,6 +32,8 @@ def choose(manifest: Manifest, target: str | None = None, device: torch.device |
     package is for. Where PyTorch itself is kept to less than the processor can (``ATEN_CPU_CAPABILITY``), so is the choice, if it leaves any. Raises
     :class:`IncompatibleError`, which lists what there is and what is missing."""
     there = targets_of(manifest)
+    if target == "cpu" and "cpu:avx2" in (t.label for t in there):
+        target = "cpu:avx2"  # as where it is exported
     if target is not None and target not in (names := [t.label for t in there]):
         raise IncompatibleError(f"the package has no target {target!r}; it has: {', '.join(names)}")
     wanted = [n for n, t in enumerate(there) if target in (None, t.label)]
