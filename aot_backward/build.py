@@ -117,7 +117,7 @@ class Build:
                 apart = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
                 unreached = () if joint.differentiable or not is_module else required(state, args, kwargs)
                 variants.append(dataclasses.replace(variant_spec(mode, joint, pieces), double=double, unreached=unreached, set_apart=apart))
-                examples.append(selfcheck.Example(args, kwargs, mode, None if is_module else asked))
+                examples.append(selfcheck.Example(args, kwargs, mode, None if is_module else asked, any(map(_coarse, graphs))))
             self.say(f"capture {name}", i + 1, len(entry.variants))
 
         def check(package: Any, i: int, stored: Any) -> Verdict:
@@ -257,6 +257,11 @@ def _asked(wanted: Sequence[tuple[str, str]], joint: joints.Joint, weights: Mapp
         first.setdefault(key, name)
     for kind, name in wanted:
         yield (kind, first[weights[name][0]]) if kind == "parameter" else (kind, joint.input_names.index(name))
+
+
+def _coarse(graph: Graph) -> bool:
+    values = (node.meta.get("val") for node in graph.module.graph.nodes)
+    return any(isinstance(v, torch.Tensor) and v.dtype in (torch.float16, torch.bfloat16) for v in values)
 
 
 def _settled(joint: joints.Joint) -> dict[Any, Any]:

@@ -57,6 +57,25 @@ def test_what_the_compiler_assumes_of_a_size_is_a_guard_also_from_its_cache(tmp_
     assert found == [("(((1 + s0) // 2) >= 2)",)] * 2
 
 
+class Within(nn.Module):
+    """Computes in bfloat16 inside, and gives float32: eager is further from float64 than float32 would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.n, self.b = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.b(self.n(self.a(x)).relu()).float()
+
+
+def test_16_bits_inside_are_measured_as_such(tmp_path: Path) -> None:
+    path = ab.export_module(Within(), (torch.randn(64, 16),), path=tmp_path / "within.pt2")
+    x = torch.randn(64, 16)
+    assert_same(run(load(path).module(), (x,), 1), run(Within(), (x,), 1), 2e-2)
+
+
 def test_any_tree_of_inputs_and_outputs(tmp_path: Path) -> None:
     args, kwargs = _tree_arguments()
     module = Tree()
