@@ -44,12 +44,12 @@ def export(
     path = Path(path)
     if not entries:
         raise ExportError("nothing to export: entries is empty")
-    _check_entries(entries)
+    check_entries(entries)
     check_destination(path)
     if target.startswith("cuda:"):
         return _for_absent_gpus(path, entries, target, weights=weights, progress=progress)
     say = progress or (lambda *_: None)
-    with _undisturbed(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
+    with everything_kept(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         built = Build(target, Path(folder), say, portable=portable)
         for name, entry in entries.items():
             built.add(name, entry)
@@ -140,7 +140,7 @@ def export_step(
     return export(path, {"step": step}, target=target, progress=progress)
 
 
-def _check_entries(entries: Any) -> None:
+def check_entries(entries: Any) -> None:
     if not isinstance(entries, Mapping):
         raise ExportError(f"entries is a {type(entries).__name__}; expected a dict, {{'module': Module(net, [Variant((x,))])}}")
     for name, entry in entries.items():
@@ -153,7 +153,7 @@ def _check_entries(entries: Any) -> None:
 
 
 @contextlib.contextmanager
-def _undisturbed(entries: Entries) -> Iterator[None]:
+def everything_kept(entries: Entries) -> Iterator[None]:
     """Buffers and random state are put back: tracing and checking run the program."""
     fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
     fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]

@@ -92,6 +92,12 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "get_cpp_compiler": ("torch._inductor.cpp_builder", _ALL),
     "InvalidCxxCompiler": ("torch._inductor.exc", _ALL),
     "InductorError": ("torch._inductor.exc", _ALL),
+    # ONNX (aot_backward_exporters)
+    "decomposition_table": ("torch._decomp", _ALL),
+    "InsertTypePromotion": ("torch.onnx._internal.fx.passes", ("2.13",)),
+    "ONNXRegistry": ("torch.onnx._internal.exporter._registration", ("2.13",)),
+    "_translate_fx_graph": ("torch.onnx._internal.exporter._core", ("2.13",)),
+    "add_opset_imports": ("torch.onnx._internal.exporter._ir_passes", ("2.13",)),
 }
 _MODULES = {
     "decompositions",

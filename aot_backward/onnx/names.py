@@ -1,0 +1,170 @@
+"""What the inputs and outputs of an entry's ONNX graphs are called: as the program calls its arguments, parameters and results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from aot_backward_exporters.onnx import Names, Number, labelled
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import EntrySpec, NumberSpec, Plan, StepSpec, Tree, VariantSpec
+
+_MODULE, _NUMBERS = "module.", "numbers"
+ROLES = ("forward", "backward", "inference", "gradient", "step", "accumulate")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One ONNX graph of an entry: what becomes of one plan. ``file``: what its file is called by besides the entry: "backward", or nothing."""
+
+    entry: str
+    variant: int
+    role: str
+    plan: Plan
+    names: Names
+    about: dict[str, str]
+    library: str
+
+    @property
+    def file(self) -> str:
+        return self.role if self.role not in ("gradient", "step") else ""
+
+
+def parts(name: str, entry: EntrySpec, number: int) -> list[Part]:
+    """The graphs of variant ``number`` of the entry; of a step whose gradients can wait also the optimizer alone."""
+    variant = entry.variants[number]
+    plans = [(role, plan) for role in ROLES if (plan := getattr(variant, role)) is not None]
+    if entry.step is not None and entry.step.update is not None:
+        plans.append(("update", entry.step.update))
+    out = []
+    for role, plan in plans:
+        if plan.call is None:
+            if role == "forward" or role == "gradient":
+                raise ExportError(f"{name}: {role} computes nothing that is not an input of it: there is no graph to write")
+            continue
+        out.append(Part(name, number, role, plan, _names(entry, variant, role, plan), _about(name, entry, number, role), plan.call.library))
+    return out
+
+
+def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Names:
+    constants: dict[str, str] = {}
+    for state in entry.state:
+        if state.name != _NUMBERS or entry.step is None:
+            constants.setdefault(state.weight, state.name.removeprefix(_MODULE) if entry.step is not None else state.name)
+    vector = next((s.weight for s in entry.state if s.name == _NUMBERS), "") if entry.step is not None else ""
+    numbers = _numbers(entry.step) if entry.step is not None else ()
+    taken = {*constants.values(), *(n.name for n in numbers)}
+    symbols = {s.name: s.label for s in variant.symbols}
+    arguments = [_free(spec.name, "input", taken) for spec in variant.inputs]
+    results = _results(variant, entry.kind)
+    named = [_free(name, "output", taken | set(arguments)) for name in results]
+    assert plan.call is not None
+    kept = _kept(variant, arguments)
+    inputs = []
+    for operand in plan.call.operands:
+        kind, _, where = operand.partition(":")
+        if kind == "input":
+            inputs.append(arguments[int(where)])
+        elif kind == "saved":
+            inputs.append(kept[int(where)])
+        elif kind == "cotangent":
+            inputs.append(f"grad.{named[variant.differentiable[int(where)]]}")
+        else:
+            inputs.append(f"size.{labelled(where, symbols)}".replace(" ", ""))
+    by_name = {s.name: s.weight for s in entry.state}
+    outputs: list[tuple[str, str]] = []
+    if plan.outputs:
+        found = [(n, _source(source, plan, by_name)) for n, source in zip(named, plan.outputs, strict=True)]
+        outputs += [(n, source) for n, source in found if source]
+    if role == "forward":
+        outputs += [(f"saved.{i}", s) for i, s in enumerate(plan.saved) if s.startswith("result:")]
+    for gradient in plan.gradients:
+        if gradient.source:
+            kind, _, where = gradient.of.partition(":")
+            outputs.append((f"grad.{where if kind == 'parameter' else arguments[int(where)]}", gradient.source))
+    if entry.step is not None and role in ("step", "update"):
+        last = max((int(s.partition(":")[2]) for s in plan.outputs if s.startswith("result:")), default=-1)
+        for wanted, output in ((entry.step.norm, "grad_norm"), (entry.step.finite, "finite")):
+            if wanted:
+                last += 1
+                outputs.append((output, f"result:{last}"))
+        outputs.append((f"updated.{numbers[1].name}", "first:finite" if entry.step.finite else "first:"))
+    if len(set(inputs)) != len(inputs) or len({n for n, _ in outputs}) != len(outputs):
+        raise ExportError(f"two inputs or two outputs would have one name: {sorted([*inputs, *(n for n, _ in outputs)])}; rename an argument or a result")
+    return Names(tuple(inputs), constants, tuple(outputs), vector, numbers, symbols)
+
+
+def _source(source: str, plan: Plan, weights: Mapping[str, str]) -> str:
+    """As :class:`Names` has it: inputs by their place among the graph's own; "" where it is none of them."""
+    kind, _, where = source.partition(":")
+    if kind == "parameter":
+        return f"constant:{weights[where]}"
+    if kind == "input":
+        assert plan.call is not None
+        if source not in plan.call.operands:
+            return ""  # what the graph does not see itself, the caller has
+        return f"input:{plan.call.operands.index(source)}"
+    return source
+
+
+def _kept(variant: VariantSpec, arguments: list[str]) -> list[str]:
+    """What a backward's saved tensors are called: the argument's name where it is one, so that nobody passes it twice."""
+    saved = variant.forward.saved if variant.forward is not None else ()
+    return [arguments[int(s.partition(":")[2])] if s.startswith("input:") else f"saved.{i}" for i, s in enumerate(saved)]
+
+
+def _free(name: str, prefix: str, taken: set[str]) -> str:
+    return f"{prefix}.{name}" if name in taken else name
+
+
+def _results(variant: VariantSpec, kind: str) -> list[str]:
+    """The flat output tensors by name: ``output``, ``output.0``, the keys of a dict; a loss is ``loss``."""
+    found = dict(_leaves(variant.out_tree, ""))
+    names = [found[i] or "output" for i in range(len(variant.outputs))]
+    names = [f"output.{n}" if n[0].isdigit() else n for n in names]
+    if kind in ("grad", "step") and names[0] in ("output", "output.0"):
+        names[0] = "loss"
+    return names
+
+
+def _leaves(tree: Tree, path: str) -> Iterator[tuple[int, str]]:
+    if tree.kind == "tensor":
+        yield tree.index, path
+    keys = tree.keys or range(len(tree.children))
+    for key, child in zip(keys, tree.children, strict=True):
+        yield from _leaves(child, f"{path}.{key}" if path else str(key))
+
+
+def _numbers(step: StepSpec) -> tuple[Number, ...]:
+    return (Number("optimizer.accumulate", 0.0), Number("optimizer.first", float(step.fresh)), *(Number(number_name(n), n.value) for n in step.numbers))
+
+
+def number_name(number: NumberSpec) -> str:
+    """``optimizer.0.lr``, ``optimizer.0.betas.1``; the entry's own ``optimizer.clip_norm``."""
+    parts = ["optimizer", *([str(number.group)] if number.group >= 0 else []), number.key, *([str(number.position)] if number.position >= 0 else [])]
+    return ".".join(parts)
+
+
+def _about(name: str, entry: EntrySpec, number: int, role: str) -> dict[str, str]:
+    """``metadata_props``: what the graph is, and for which sizes and numbers it holds."""
+    variant = entry.variants[number]
+    out = {"entry": name, "kind": entry.kind, "variant": str(number), "graph": role}
+    if variant.mode:
+        out["mode"] = variant.mode
+    if variant.symbols:
+        out["dimensions"] = json.dumps({s.label: {"minimum": s.minimum, "maximum": s.maximum} for s in variant.symbols})
+    labels = {s.name: s.label for s in variant.symbols}
+    if variant.guards:
+        out["guards"] = json.dumps([labelled(g, labels) for g in variant.guards])
+    if variant.ambient.autocast:
+        out["autocast"] = variant.ambient.autocast
+    if entry.step is not None:
+        out["optimizer"] = entry.step.optimizer
+        limits = {number_name(n): [asdict(i) for i in n.allowed] for n in entry.step.numbers if n.allowed}
+        if limits:
+            out["allowed"] = json.dumps(limits)
+    missing = [g.of for plan in (variant.backward, variant.gradient) if plan is not None for g in plan.gradients if not g.source]
+    if missing:
+        out["no gradient"] = json.dumps(missing)
+    return out

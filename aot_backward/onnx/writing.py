@@ -1,0 +1,85 @@
+"""Writes ONNX models: each file whole or not at all, weights in a file beside them where they are large."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx
+import torch
+
+from aot_backward_exporters.onnx import Translated, element_type, numpy_of
+from aot_backward_runtime.atomic_file import replacing
+from aot_backward_runtime.errors import ExportError
+
+LARGE = 64 << 20
+"""Bytes of weights from which on they lie outside the models."""
+_ALIGNMENT = 4096  # of each tensor in the file of weights, so that it can be mapped
+
+
+def write(models: Mapping[Path, Translated], data: Path, external: bool | None) -> Path | None:
+    """``models`` by path. ``external``: whether weights go to ``data``, which all models share; None: where they are large.
+
+    Returns the file of weights, where there is one. Weights are written first: whoever finds a new model finds what it refers to.
+    """
+    tensors = {_key(t, name): tensor for t in models.values() for name, tensor in _values(t).items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    outside = external if external is not None else size > LARGE
+    try:
+        places: dict[str, tuple[int, int]] = {}
+        if outside:
+            with replacing(data) as file:
+                places = _write_data(file, tensors)
+        for path, translated in models.items():
+            model = _with_values(translated, places, data.name)
+            with replacing(path) as file:
+                file.write(model.SerializeToString())
+    except OSError as error:
+        raise ExportError(f"{error.filename or data.parent} could not be written: {error.strerror or error}") from error
+    return data if outside else None
+
+
+def check_destination(paths: Sequence[Path]) -> None:
+    """:class:`ExportError` before any work where a file could not be written."""
+    for path in paths:
+        if path.suffix != ".onnx":
+            raise ExportError(f"{path} does not end in .onnx: name the ONNX file to write, such as model.onnx")
+        if not path.parent.is_dir():
+            raise ExportError(f"the folder {path.parent} does not exist: make it first")
+        if path.is_dir():
+            raise ExportError(f"{path} is a folder; name the file to write")
+
+
+def _values(translated: Translated) -> dict[str, torch.Tensor]:
+    return translated.defaults | translated.fixed
+
+
+def _key(translated: Translated, name: str) -> str:
+    """Equal for one weight in several models."""
+    return translated.keys.get(name, f"number {name}")
+
+
+def _write_data(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    places = {}
+    for key, tensor in tensors.items():
+        file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+        places[key] = file.tell(), tensor.nbytes
+        file.write(numpy_of(tensor).tobytes())
+    return places
+
+
+def _with_values(translated: Translated, places: Mapping[str, tuple[int, int]], file: str) -> onnx.ModelProto:
+    """The model with a value for each of its weights, or where it lies in ``file``."""
+    out = onnx.ModelProto()
+    out.CopyFrom(translated.model)
+    for name, tensor in _values(translated).items():
+        made = out.graph.initializer.add(name=name, dims=list(tensor.shape), data_type=element_type(tensor.dtype))
+        key = _key(translated, name)
+        if key not in places:
+            made.raw_data = numpy_of(tensor).tobytes()
+            continue
+        made.data_location = onnx.TensorProto.EXTERNAL
+        for entry, value in zip(("location", "offset", "length"), (file, *places[key]), strict=True):
+            made.external_data.add(key=entry, value=str(value))
+    return out

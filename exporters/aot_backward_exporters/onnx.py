@@ -1,0 +1,288 @@
+"""One captured graph as an ONNX model: named inputs and outputs, weights that are defaults of inputs, dynamic dimensions by their names.
+
+PyTorch's own translations (torchlib) write the nodes, for opset 18: the oldest for which it has them. What it lacks is decomposed or translated
+by the ``onnx_*`` modules beside this one, or refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+import numpy
+import onnx
+import onnx.numpy_helper
+import onnx_ir as ir
+import onnxscript.optimizer
+import torch
+
+from aot_backward import torch_api
+from aot_backward.program import VERSION, Graph
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Size, TensorSpec
+
+from . import onnx_translations
+from .onnx_lowering import Lowered, lower
+
+OPSET = 18
+IR_VERSION = 8
+"""The oldest that goes with that opset."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """An element of an optimizer's vector of numbers as an input of its own."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the graph's ends are called.
+
+    ``inputs``: one for each of the graph's. ``constants``: weight key -> name; what is not among them is no input. ``outputs``: name and
+    source: ``result:I``, ``input:I`` or ``constant:KEY``. ``vector``: the weight key of an optimizer's vector of numbers, with ``numbers`` its
+    elements. ``symbols``: "s0" -> "batch".
+    """
+
+    inputs: tuple[str, ...]
+    constants: Mapping[str, str]
+    outputs: tuple[tuple[str, str], ...]
+    vector: str = ""
+    numbers: tuple[Number, ...] = ()
+    symbols: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A model without the values of its weights. ``defaults``: of its inputs; ``fixed``: of tensors that no caller may set, by name.
+
+    ``updated``: weight key -> name of the output that has its new value. ``keys``: name of a default or a fixed tensor -> weight key.
+    """
+
+    model: onnx.ModelProto
+    defaults: dict[str, torch.Tensor]
+    fixed: dict[str, torch.Tensor]
+    updated: dict[str, str]
+    keys: dict[str, str]
+
+    @functools.cached_property
+    def inputs(self) -> frozenset[str]:
+        return frozenset(i.name for i in self.model.graph.input)
+
+    def with_fixed(self) -> onnx.ModelProto:
+        """The model with what no caller gives: it can be run where everything else is passed."""
+        out = onnx.ModelProto()
+        out.CopyFrom(self.model)
+        out.graph.initializer.extend(onnx.numpy_helper.from_array(numpy_of(t), name) for name, t in self.fixed.items())
+        return out
+
+
+def translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translated:
+    """``about``: what ``metadata_props`` say besides. :class:`ExportError` names what has no translation."""
+    registry = _registry()
+    vector = next((a for a, (key, _) in graph.constants.items() if names.vector and key == names.vector), "")
+    lowered = lower(graph, registry.is_registered, vector)
+    model = _nodes(graph, lowered, registry)
+    weights = [graph.constants[a] for a in lowered.constants]
+    fixed = {key: f"constant.{i}" for i, key in enumerate(key for key, _ in weights if key not in names.constants)}
+    constants = [names.constants.get(key) or fixed[key] for key, _ in weights]
+    updated = {graph.constants[a][0]: f"updated.{names.constants[graph.constants[a][0]]}" for a in lowered.updated}
+    numbers = [names.numbers[i] for i in lowered.numbers]
+    values = {name: tensor.detach() for name, (_, tensor) in zip(constants, weights, strict=True)}
+    values |= {n.name: torch.tensor(n.value, dtype=torch.float64) for n in numbers}
+    inputs = {n: s for n, s in zip(names.inputs, graph.inputs, strict=True)} | {n: _spec(t) for n, t in values.items()}
+    outputs = [o for o in names.outputs if not o[1].startswith("first:") or o[0].removeprefix("updated.") in inputs]
+    outputs += [(name, f"result:{len(graph.outputs) + i}") for i, name in enumerate(updated.values())]
+    _name_ends(model, list(inputs), outputs, names)
+    results = [*graph.outputs, *(_spec(values[names.constants[key]]) for key in updated)]
+    _describe(model, inputs, outputs, results, names)
+    kept = [v for v in model.graph.inputs if v.name not in fixed.values()]
+    left_out = [v for v in model.graph.inputs if v.name in fixed.values()]
+    model.graph.inputs.clear()
+    model.graph.inputs.extend(kept)
+    proto = ir.to_proto(model)
+    proto.graph.value_info.extend(ir.to_proto(value) for value in left_out)
+    proto.ir_version, proto.producer_name, proto.producer_version = IR_VERSION, "aot-backward", VERSION
+    proto.doc_string = f"{graph.name}, captured by aot-backward {VERSION} from PyTorch {torch.__version__}"
+    for key, text in {**about, "torch": torch.__version__, "opset": f"{OPSET}: the oldest that PyTorch's translations are written for"}.items():
+        proto.metadata_props.add(key=key, value=text)
+    keys = {name: key for name, (key, _) in zip(constants, weights, strict=True)}
+    return Translated(
+        proto,
+        {n: t for n, t in values.items() if n not in fixed.values()},
+        {n: t for n, t in values.items() if n in fixed.values()},
+        updated,
+        keys,
+    )
+
+
+def numpy_of(tensor: torch.Tensor) -> Any:
+    """Row-major, as ONNX has no strides; bfloat16 as ``ml_dtypes`` has it."""
+    plain = tensor.detach().cpu().contiguous()
+    if plain.dtype is torch.bfloat16:
+        import ml_dtypes
+
+        return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return plain.numpy()
+
+
+def tensor_of(array: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The array as a tensor, which must have this dtype."""
+    shape, array = array.shape, numpy.ascontiguousarray(array)  # which makes a row of a scalar
+    found = torch.from_numpy(array.view(numpy.int16)).view(torch.bfloat16) if array.dtype.name == "bfloat16" else torch.from_numpy(array)
+    if found.dtype is not dtype:
+        raise ExportError(f"the ONNX graph gives {found.dtype} where {dtype} is expected: report this as a bug")
+    return found.reshape(shape)
+
+
+@functools.cache
+def _registry() -> Any:
+    log = logging.getLogger("torch.onnx")
+    before = log.level
+    log.setLevel(logging.ERROR)  # it says of each operator of torchvision's that torchvision is not there
+    try:
+        return onnx_translations.registry()
+    finally:
+        log.setLevel(before)
+
+
+def _nodes(graph: Graph, lowered: Lowered, registry: Any) -> Any:
+    model = ir.Model(ir.Graph([], [], nodes=[], name=graph.name, opset_imports={"": OPSET}), ir_version=IR_VERSION)
+    log = logging.getLogger("torch.onnx")
+    before = log.level
+    log.setLevel(logging.ERROR)  # it warns of every node that has no module to name
+    try:
+        torch_api._translate_fx_graph(lowered.module.graph, model, graph_like=model.graph, owned_graphs={}, lower="at_conversion", registry=registry)
+    except Exception as error:  # torchlib raises whatever its functions raise
+        raise _refused(lowered, error) from error
+    finally:
+        log.setLevel(before)
+    torch_api.add_opset_imports(model)
+    onnxscript.optimizer.optimize(model, output_size_limit=1024)
+    _document(model)
+    return model
+
+
+def _refused(lowered: Lowered, error: Exception) -> ExportError:
+    said = str(error)
+    node = next((n for n in lowered.module.graph.nodes if n.op == "call_function" and f"%{n.name} " in said), None)
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    first = (str(cause).splitlines() or [type(cause).__name__])[0]
+    target = node.target if node is not None else "the graph"
+    return ExportError.of(target, f"{target} as it is called here has no ONNX translation ({type(cause).__name__}: {first}): leave this part to eager")
+
+
+def _name_ends(model: Any, inputs: Sequence[str], outputs: Sequence[tuple[str, str]], names: Names) -> None:
+    taken = {*inputs, *(n for n, _ in outputs)}
+    for value in _values(model):
+        while value.name in taken:
+            value.name = f"{value.name}_"
+    for value, name in zip(model.graph.inputs, inputs, strict=True):
+        value.name = name
+    results, by_name = list(model.graph.outputs), {v.name: v for v in model.graph.inputs}
+    model.graph.outputs.clear()
+    used: set[int] = set()
+    for name, source in outputs:
+        kind, _, where = source.partition(":")
+        if kind == "first":
+            finite = next((v for v in model.graph.outputs if v.name == where), None)
+            model.graph.outputs.append(_not_first(model, name, by_name[name.removeprefix("updated.")], finite))
+            continue
+        value = results[int(where)] if kind == "result" else by_name[names.inputs[int(where)] if kind == "input" else names.constants[where]]
+        if value.is_graph_input() or value.is_initializer() or id(value) in used:
+            node = ir.node("Identity", [value], name=f"node_{name}")
+            model.graph.append(node)
+            value = node.outputs[0]
+        used.add(id(value))
+        value.name = name
+        model.graph.outputs.append(value)
+
+
+def _not_first(model: Any, name: str, first: Any, finite: Any) -> Any:
+    """0 after an update; where the gradients were not finite there was none, and it stays."""
+    zero = ir.node("Constant", [], {"value": ir.tensor(numpy.zeros((), numpy.float64))}, name=f"node_{name}.zero")
+    model.graph.append(zero)
+    value = zero.outputs[0]
+    if finite is not None:
+        value.name = f"{name}.zero"
+        chosen = ir.node("Where", [finite, value, first], name=f"node_{name}")
+        model.graph.append(chosen)
+        value = chosen.outputs[0]
+    value.name = name
+    return value
+
+
+def _describe(
+    model: Any, inputs: Mapping[str, TensorSpec], outputs: Sequence[tuple[str, str]], results: Sequence[TensorSpec], names: Names
+) -> None:
+    """Types and shapes of the ends as the capture knows them; those in between are for shape inference to find."""
+    for value in _values(model):
+        value.shape = None
+        value.metadata_props.clear()
+        value.type = None
+    for value in model.graph.inputs:
+        _type(value, inputs[value.name], names)
+    for value, (_, source) in zip(model.graph.outputs, outputs, strict=True):
+        kind, _, where = source.partition(":")
+        if kind == "first":
+            _type(value, TensorSpec("", "float64", "cpu", (), ()), names)
+            continue
+        spec = results[int(where)] if kind == "result" else inputs[names.inputs[int(where)] if kind == "input" else names.constants[where]]
+        _type(value, spec, names)
+
+
+def _type(value: Any, spec: TensorSpec, names: Names) -> None:
+    value.type = ir.TensorType(ir.DataType[_TYPES.get(spec.dtype, spec.dtype.upper())])
+    value.shape = ir.Shape([labelled(size, names.symbols) for size in spec.shape])
+
+
+_TYPES = {"float32": "FLOAT", "float64": "DOUBLE"}
+
+
+def labelled(size: Size, symbols: Mapping[str, str]) -> Size:
+    """``(2 * s0)`` -> ``2 * batch``."""
+    if isinstance(size, int):
+        return size
+    text = re.sub(r"\b[a-z]\w*\b", lambda m: symbols.get(m[0], m[0]), size)
+    return text[1:-1] if text.startswith("(") and text.endswith(")") and text.count("(") == 1 else text
+
+
+def _spec(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec("", str(tensor.dtype).removeprefix("torch."), "cpu", tuple(tensor.shape), tensor.stride())
+
+
+def _document(model: Any) -> None:
+    """Of each node: the operator that the program called, and whether in its forward or backward; where it is known, on which line."""
+    for node in model.graph:
+        source = node.meta.get("node")
+        node.metadata_props.clear()
+        if source is None:
+            continue
+        said = [f"{source.meta['original_aten']}{' (backward)' if source.meta.get('autograd_backward') else ''}"] if source.meta.get("original_aten") else []
+        stack = [name for name, _ in (source.meta.get("nn_module_stack") or {}).values() if name]
+        line = re.findall(r'File "([^"]+)", line (\d+)', source.meta.get("stack_trace") or "")
+        said += [f"in {stack[-1]}"] if stack else []
+        said += [f"{PurePath(line[-1][0]).name}:{line[-1][1]}"] if line else []
+        node.doc_string = ", ".join(said)
+
+
+def _values(model: Any) -> Iterator[Any]:
+    yield from model.graph.inputs
+    yield from list(model.graph.initializers.values())
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        yield from node.outputs
+
+
+def element_type(dtype: torch.dtype) -> int:
+    """ONNX's number for it."""
+    name = str(dtype).removeprefix("torch.")
+    return int(ir.DataType[_TYPES.get(name, name.upper())])

@@ -1,0 +1,156 @@
+"""Writes and additions at positions, gradients of embeddings among them.
+
+Whatever is added up goes through ``scatter_add``, ONNX's ScatterElements: onnxruntime runs its ScatterND on several threads at once, also where
+they add to one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from aot_backward_runtime.errors import ExportError
+
+aten = torch.ops.aten
+
+
+def _index_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if masks:
+        return _masked_put(x, indices, values, accumulate)
+    places = [d for d, i in enumerate(indices) if i is not None]
+    given = torch.broadcast_tensors(*(i for i in indices if i is not None))
+    others = [d for d in range(x.dim()) if d not in places]
+    shape, rest = list(given[0].shape), [x.shape[d] for d in others]
+    first = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    wanted = [*rest[:first], *shape, *rest[first:]]
+    values = values.to(x.dtype).expand(wanted)
+    values = values.permute([*range(first, first + len(shape)), *range(first), *range(first + len(shape), len(wanted))])
+    rows, width, sizes = math.prod(shape), math.prod(rest), [x.shape[d] for d in places]
+    flat = x.permute([*places, *others])
+    behind = flat.shape
+    flat = flat.reshape([math.prod(sizes), width])
+    linear: Any = 0
+    for index, size in zip(given, sizes, strict=True):
+        index = index.to(torch.int64)
+        linear = linear * size + torch.where(index < 0, index + size, index)
+    linear = linear.reshape([rows, 1]).expand([rows, width])
+    values = values.reshape([rows, width])
+    flat = flat.scatter_add(0, linear, values) if accumulate else flat.scatter(0, linear, values)
+    back = [*places, *others]
+    return flat.reshape(behind).permute([back.index(d) for d in range(x.dim())])
+
+
+def _masked_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool) -> torch.Tensor:
+    """One mask, from some dimension on, and one value: what else a mask selects has a size that depends on data."""
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if len(given) > 1 or values.numel() != 1:
+        raise ExportError.of(
+            aten.index_put.default,
+            "aten.index_put.default with a mask and more than one value has no ONNX translation: use torch.where(mask, values, x)",
+        )
+    ((place, mask),) = given
+    mask = mask.to(torch.bool).reshape([*mask.shape, *([1] * (x.dim() - place - mask.dim()))])
+    value = values.to(x.dtype).reshape([])
+    return torch.where(mask, x + value if accumulate else value, x)
+
+
+def _masked_add(x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> torch.Tensor:
+    inside = [None if i is None else i.clamp(-size, size - 1) for i, size in zip(indices, x.shape, strict=False)]
+    masked = torch.where(mask, values, 0)
+    return aten.index_put.default(x, inside, masked, True)
+
+
+def _as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> torch.Tensor:
+    if not x.is_contiguous():
+        raise ExportError.of(aten.as_strided.default, "aten.as_strided.default of a tensor that is not row-major has no ONNX translation: call .contiguous() first")
+    places: Any = storage_offset or 0
+    for d, (n, step) in enumerate(zip(size, stride, strict=True)):
+        shape = [1] * len(size)
+        shape[d] = n
+        places = places + (torch.arange(n) * step).reshape(shape)
+    if not isinstance(places, torch.Tensor):
+        places = torch.full([], places, dtype=torch.int64)
+    return x.reshape([-1]).index_select(0, places.expand(size).reshape([-1])).reshape(size)
+
+
+def _bags(offsets: torch.Tensor, count: Any, include_last_offset: bool) -> torch.Tensor:
+    """The bag of each of ``count`` indices."""
+    starts = offsets[:-1] if include_last_offset else offsets
+    return (starts.unsqueeze(0) <= torch.arange(count).unsqueeze(1)).sum(1) - 1
+
+
+def _embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _refuse_bag(aten._embedding_bag.default, mode, scale_grad_by_freq)
+    count = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
+    bags = _bags(offsets, indices.shape[0], include_last_offset)
+    rows = weight.index_select(0, indices)
+    counted = torch.ones_like(bags)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    if padding_idx >= 0:
+        kept = indices != padding_idx
+        rows, counted = torch.where(kept.unsqueeze(1), rows, 0), kept.to(torch.int64)
+    out = torch.zeros([count, weight.shape[1]], dtype=weight.dtype).scatter_add(0, bags.unsqueeze(1).expand(rows.shape), rows)
+    sizes = torch.zeros([count], dtype=torch.int64).scatter_add(0, bags, counted)
+    if mode == 1:
+        out = out / sizes.clamp(min=1).unsqueeze(1).to(out.dtype)
+    return out, bags, sizes, sizes
+
+
+def _embedding_bag_backward(
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    offset2bag: torch.Tensor,
+    bag_size: torch.Tensor,
+    maximum_indices: torch.Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: torch.Tensor | None,
+    padding_idx: int = -1,
+) -> torch.Tensor:
+    _refuse_bag(aten._embedding_bag_backward.default, mode, scale_grad_by_freq)
+    bags = _bags(offsets, indices.shape[0], False)  # where the last offset is included, no index belongs to it
+    rows = grad.index_select(0, bags)
+    if mode == 1:
+        rows = rows / bag_size.index_select(0, bags).clamp(min=1).unsqueeze(1).to(rows.dtype)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    if padding_idx >= 0:
+        rows = torch.where((indices != padding_idx).unsqueeze(1), rows, 0)
+    zeros = torch.zeros([num_weights, grad.shape[1]], dtype=grad.dtype)
+    return zeros.scatter_add(0, indices.unsqueeze(1).expand(rows.shape), rows)
+
+
+def _refuse_bag(operator: Any, mode: int, scale_grad_by_freq: bool) -> None:
+    if mode == 2:
+        raise ExportError.of(operator, f"{operator} with mode='max' has no ONNX translation: use 'sum' or 'mean'")
+    if scale_grad_by_freq:
+        raise ExportError.of(operator, f"{operator} with scale_grad_by_freq has no ONNX translation: leave that out")
+
+
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
+    "aten.index_put.default": _index_put,
+    "aten._unsafe_index_put.default": _index_put,
+    "aten._unsafe_masked_index_put_accumulate.default": _masked_add,
+    "aten.as_strided.default": _as_strided,
+    "aten._embedding_bag.default": _embedding_bag,
+    "aten._embedding_bag_forward_only.default": _embedding_bag,
+    "aten._embedding_bag_backward.default": _embedding_bag_backward,
+}

@@ -1,0 +1,239 @@
+"""A captured graph as one that PyTorch's ONNX translations know: functional, of operators that have a translation, with explicit casts.
+
+Parameters, buffers and the numbers of an optimizer become placeholders behind the graph's own, and what is written into them in place becomes
+results behind the graph's own. Operators without a translation are decomposed, by the tables of the ``onnx_*`` modules beside this one first, then
+by PyTorch's own. What is left without is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from aot_backward import torch_api
+from aot_backward.program import Graph
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.expressions import evaluate, symbols_of
+from aot_backward_runtime.manifest import TensorSpec
+
+from . import onnx_attention, onnx_convolution, onnx_indexing, onnx_pooling, onnx_simple
+
+aten = torch.ops.aten
+_OURS: Mapping[str, Callable[..., Any]] = {
+    **onnx_simple.DECOMPOSITIONS,
+    **onnx_convolution.DECOMPOSITIONS,
+    **onnx_pooling.DECOMPOSITIONS,
+    **onnx_indexing.DECOMPOSITIONS,
+    **onnx_attention.DECOMPOSITIONS,
+}
+_NO_TYPE = (torch.complex32, torch.complex64, torch.complex128)
+_CHECKS = {
+    aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default, aten._assert_tensor_metadata.default,
+    aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default, aten._linalg_check_errors.default,
+}  # fmt: skip
+"""Operators that only raise, which an ONNX graph cannot."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """``module``: placeholders are the graph's inputs, then ``constants``, then one float64 scalar for each element of ``vector`` that is read.
+
+    Its results are the graph's, then the new values of ``updated``. ``constants`` and ``updated`` are attributes, as in ``Graph.constants``.
+    ``numbers``: the places in the vector of those scalars.
+    """
+
+    module: GraphModule
+    constants: tuple[str, ...]
+    updated: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lowered:
+    """``known``: whether an operator has a translation. ``vector``: the attribute that is an optimizer's vector of numbers, where there is one.
+
+    :class:`ExportError` names the operator that cannot be translated.
+    """
+    _refuse(graph)
+    constants = tuple(a for a in graph.constants if a != vector)
+    length = graph.constants[vector][1].shape[0] if vector else 0
+    fake_mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False, shape_env=torch_api.ShapeEnv())
+    symbols = _symbols(graph.inputs, fake_mode.shape_env)
+    with fake_mode:
+        inputs = [_fake(spec, symbols) for spec in graph.inputs]
+        held = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for _, t in (graph.constants[a] for a in constants)]
+        scalars = [torch.empty((), dtype=torch.float64) for _ in range(length)]
+    again = _Again(graph.module, constants, vector)
+    table = _decompositions(known)
+    with (
+        fake_mode,
+        torch.no_grad(),
+        torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
+        torch.fx.traceback.preserve_node_meta(),
+    ):
+        flat = make_fx(lambda *given: again.traced(*given), decomposition_table=table, tracing_mode="symbolic")(inputs, held, scalars)  # noqa: PLW0108 (a method's self would count)
+    if fixed := [name for name, size in symbols.items() if not size.node.expr.is_Symbol]:
+        raise ExportError(f"{graph.name}: the ONNX translation would hold for one value of {', '.join(fixed)} only; make that dimension static")
+    flat.graph.set_codegen(torch.fx.CodeGen())
+    _drop_checks(flat)
+    flat.graph.eliminate_dead_code()
+    flat.recompile()
+    _refuse_unknown(flat, known)
+    _numbers_as_tensors(flat)
+    torch_api.InsertTypePromotion(flat).run()
+    used = _without_unused(flat, len(inputs) + len(constants), length)
+    return Lowered(flat, constants, tuple(again.updated), used)
+
+
+def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.SymInt]:
+    """The sizes anew, with example values that no constant of a program equals by chance: a decomposition may compare the two, and would take a
+    batch of 3 for the 3 channels of an image. They can be divided by whatever a program is likely to divide by."""
+    names = sorted({name for spec in inputs for size in (*spec.shape, *spec.stride) for name in symbols_of(size)})
+    out = {}
+    for i, name in enumerate(names):
+        hint, source = 27720 * (101 + 2 * i), torch_api.ConstantSource(name)
+        symbol = shape_env.create_symbol(hint, source, dynamic_dim=torch_api.DimDynamic.DYNAMIC)
+        out[name] = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    return out
+
+
+def _fake(spec: TensorSpec, symbols: Mapping[str, torch.SymInt]) -> torch.Tensor:
+    shape, stride = ([evaluate(size, symbols) for size in sizes] for sizes in (spec.shape, spec.stride))  # type: ignore[arg-type]
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype))
+
+
+class _Again(torch.fx.Interpreter):
+    """Runs a graph for :func:`make_fx`, with tensors that are passed in for its constants, and without changing any in place."""
+
+    def __init__(self, module: GraphModule, constants: Sequence[str], vector: str):
+        super().__init__(module, garbage_collect_values=False)
+        self.constants, self.vector = constants, vector
+        self.held: dict[str, torch.Tensor] = {}
+        self.scalars: list[torch.Tensor] = []
+        self.updated: dict[str, torch.Tensor] = {}
+
+    def traced(self, inputs: list[torch.Tensor], held: list[torch.Tensor], scalars: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.held, self.scalars, self.updated = dict(zip(self.constants, held, strict=True)), scalars, {}
+        results = super().run(*inputs, enable_io_processing=False)
+        return [*results, *self.updated.values()]
+
+    def run_node(self, n: Node) -> Any:
+        if n.op == "get_attr" and n.target in self.held:
+            return self.held[str(n.target)]
+        if n.op == "get_attr" and n.target == self.vector:
+            return torch.stack(self.scalars)
+        if n.op == "call_function" and n.target is aten.select.int and self._is_vector(n.args[0]) and n.args[1:] and n.args[1] == 0:
+            return self.scalars[n.args[2]]  # type: ignore[index]
+        if n.op == "call_function" and n.target is aten.view.default:  # strides are not kept, and may not allow it
+            return aten.reshape.default(*self.fetch_args_kwargs_from_env(n)[0])
+        if n.op == "call_function" and n.target is aten.copy_.default:
+            target = n.args[0]
+            if not isinstance(target, Node) or target.op != "get_attr" or target.target not in self.held:
+                raise ExportError.of(n.target, f"the graph writes in place into {target}, which is no parameter or buffer: report this as a bug")
+            old, new = self.env[target], self.env[n.args[1]]  # type: ignore[index]
+            value = torch.ops.aten.expand.default(new.to(old.dtype), old.shape) if new.shape != old.shape else new.to(old.dtype)
+            self.updated[str(target.target)] = self.env[target] = value
+            return value
+        out = super().run_node(n)
+        if n.op == "call_function" and isinstance(out, (tuple, list)):  # eager's kernels may leave out what they do not need themselves (of embedding bags)
+            left_out = [isinstance(v, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in v.shape) for v in n.meta["val"]]
+            return type(out)(v[:0] if gone and v.shape[0] != 0 else v for v, gone in zip(out, left_out, strict=True))
+        return out
+
+    def _is_vector(self, node: Any) -> bool:
+        return bool(self.vector) and isinstance(node, Node) and node.op == "get_attr" and node.target == self.vector
+
+
+def _decompositions(known: Callable[[Any], bool]) -> dict[Any, Callable[..., Any]]:
+    table = {
+        operator: function
+        for operator, function in torch_api.decomposition_table.items()
+        if isinstance(operator, torch_api.OpOverload) and not known(operator)
+    }
+    _ = torch_api.partition_fn  # registers Inductor's own operators, such as prims.fma
+    return table | {_operator(name): function for name, function in _OURS.items()}
+
+
+def _operator(name: str) -> Any:
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def _refuse(graph: Graph) -> None:
+    """What no translation could make right."""
+    for node in graph.module.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(graph.module, str(node.target), None), torch.nn.Module):
+            user = next(iter(node.users))
+            raise ExportError.of(
+                user.target, f"{user.target} has no ONNX translation: control flow that depends on data stays with eager; use torch.where instead of it"
+            )
+        if _draws(node):
+            raise ExportError.of(
+                node.target,
+                f"{node.target} draws random numbers, and ONNX cannot draw eager's: export the module in eval mode, leave dropout out, or pass the "
+                "numbers as an input",
+            )
+        values = node.meta.get("val")
+        for value in values if isinstance(values, (tuple, list)) else (values,):
+            if isinstance(value, torch.Tensor) and value.dtype in _NO_TYPE:
+                what = node.target if node.op == "call_function" else "an input or parameter"
+                raise ExportError.of(
+                    what, f"{what} is {str(value.dtype).removeprefix('torch.')}, and ONNX has no complex numbers: compute with real and imaginary parts"
+                )
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                raise ExportError(f"{graph.name}: ONNX graphs are made from programs on the CPU, and this one is on {value.device}; move it there first")
+
+
+def _draws(node: Node) -> bool:
+    """Whether random numbers are drawn; attention says itself where its dropout is not 0."""
+    tagged = isinstance(node.target, torch_api.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return tagged and "scaled_dot_product" not in str(node.target)
+
+
+def _refuse_unknown(module: GraphModule, known: Callable[[Any], bool]) -> None:
+    for node in module.graph.nodes:
+        if node.op == "call_function" and not known(node.target):
+            raise ExportError.of(
+                node.target,
+                f"{node.target} has no ONNX translation: leave this part to eager, or write it with other operators",
+            )
+
+
+def _drop_checks(module: GraphModule) -> None:
+    for node in reversed(module.graph.nodes):
+        if node.op == "call_function" and node.target in _CHECKS:
+            module.graph.erase_node(node)
+
+
+def _numbers_as_tensors(module: GraphModule) -> None:
+    """Sizes, and what is computed from them, stand as tensors where an operator wants one."""
+    for node in [n for n in module.graph.nodes if n.op == "call_function"]:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        for i, (given, wanted) in enumerate(zip(node.args, schema.arguments, strict=False)):
+            if isinstance(given, Node) and isinstance(given.meta.get("val"), torch.SymInt | torch.SymFloat) and str(wanted.type) == "Tensor":
+                with module.graph.inserting_before(node):
+                    made = module.graph.call_function(aten.scalar_tensor.default, (given,), {"dtype": node.meta["val"].dtype})
+                with node.meta["val"].fake_mode:
+                    made.meta["val"] = torch.empty((), dtype=node.meta["val"].dtype)
+                node.update_arg(i, made)
+    module.recompile()
+
+
+def _without_unused(module: GraphModule, first: int, length: int) -> tuple[int, ...]:
+    """Erases the placeholders of numbers that are not read; the places of the others."""
+    placeholders: Iterable[Node] = list(module.graph.find_nodes(op="placeholder"))[first:]
+    used = []
+    for i, node in zip(range(length), placeholders, strict=True):
+        if node.users:
+            used.append(i)
+        else:
+            module.graph.erase_node(node)
+    module.recompile()
+    return tuple(used)

@@ -1,0 +1,61 @@
+"""Our own translations into ONNX, beside those of PyTorch's torchlib: where it has none, or one that is not what eager computes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from onnxscript import opset18 as op
+
+from aot_backward import torch_api
+
+def _numel(x: Any) -> Any:
+    return op.Size(x)
+
+
+def _max_pool(spatial: int) -> Callable[..., Any]:
+    def translated(
+        x: Any,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        dilation: Sequence[int] = (1,),
+        ceil_mode: bool = False,
+    ) -> Any:
+        """ONNX's indices count through the whole batch, eager's within one image."""
+        kernel, pads, spread = (list(v) * spatial if len(v) == 1 else list(v) for v in (kernel_size, padding, dilation))
+        steps = (list(stride) * spatial if len(stride) == 1 else list(stride)) if stride else kernel
+        alone = len(x.shape) == spatial + 1
+        batch = op.Unsqueeze(x, op.Constant(value_ints=[0])) if alone else x
+        out, places = op.MaxPool(batch, ceil_mode=int(ceil_mode), dilations=spread, kernel_shape=kernel, pads=[*pads, *pads], strides=steps)
+        sizes = list(x.shape)[len(x.shape) - spatial :]
+        if all(isinstance(n, int) for n in sizes):
+            image = op.Constant(value_int=math.prod(sizes))
+        else:
+            image = op.ReduceProd(op.Shape(batch, start=2), keepdims=0)
+        places = op.Mod(places, image)
+        if alone:
+            axes = op.Constant(value_ints=[0])
+            return op.Squeeze(out, axes), op.Squeeze(places, axes)
+        return out, places
+
+    return translated
+
+
+def _floordiv(a: Any, b: Any) -> Any:
+    """ONNX's division of integers cuts off; its remainder has the divisor's sign, as Python's."""
+    return op.Div(op.Sub(a, op.Mod(a, b)), b)
+
+
+def registry() -> Any:
+    """torchlib's translations with ours before them, for opset 18."""
+    out = torch_api.ONNXRegistry.from_torchlib()
+    aten = torch.ops.aten
+    out.register_op(operator.floordiv, _floordiv)
+    out.register_op(aten.sym_numel.default, _numel)
+    out.register_op(aten.max_pool2d_with_indices.default, _max_pool(2))
+    out.register_op(aten.max_pool3d_with_indices.default, _max_pool(3))
+    return out
