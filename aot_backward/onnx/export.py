@@ -164,7 +164,7 @@ class Conversion:
 
         def opened(library: str) -> Library:
             part, translated = self.parts[library], self.translated[library]
-            return OnnxLibrary(self.manifest.libraries[library], part.names, translated, runner(translated, chosen))
+            return OnnxLibrary(self.manifest.libraries[library], part.names, translated, runner(translated.with_fixed(), chosen))
 
         copies = {key: tensor.detach().clone() for key, tensor in self.weights.items()}
         package = OnnxPackage(Described(self.manifest), copies, {name: partial(opened, name) for name in self.parts})

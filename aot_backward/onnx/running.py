@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx
+import onnx.reference
 import torch
 
-from aot_backward_exporters.onnx import Names, Translated, numpy_of, tensor_of
+from aot_backward_exporters.onnx import Names, Translated, bits_of, element_type, numpy_of, tensor_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import LibrarySpec, Manifest
 from aot_backward_runtime.package import Package
 from aot_backward_runtime.plan import Binding, Library
 
-Run = Callable[[dict[str, Any]], dict[str, Any]]
-"""Takes NumPy arrays by the inputs' names, gives those of all outputs."""
+Run = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""Takes tensors by the inputs' names, gives those of all outputs."""
 
 
 def engine() -> str:
@@ -24,15 +27,17 @@ def engine() -> str:
     return "onnxruntime" if importlib.util.find_spec("onnxruntime") is not None else "onnx.reference"
 
 
-def runner(translated: Translated, engine: str) -> Run:
+def runner(model: onnx.ModelProto, engine: str) -> Run:
     """:class:`ExportError` where the engine has no kernel for one of the graph's operators, naming it."""
-    model = translated.with_fixed()
     outputs = [o.name for o in model.graph.output]
     if engine == "onnx.reference":
-        import onnx.reference
-
         evaluator = onnx.reference.ReferenceEvaluator(model)
-        return lambda feeds: dict(zip(outputs, evaluator.run(None, feeds), strict=True))
+
+        def run(feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            found = evaluator.run(None, {name: numpy_of(t) for name, t in feeds.items()})
+            return {name: tensor_of(value) for name, value in zip(outputs, found, strict=True)}
+
+        return run
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -40,10 +45,30 @@ def runner(translated: Translated, engine: str) -> Run:
     options.log_severity_level = 4
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own classes of errors share no base
-        first = str(error).splitlines()[0]
-        raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} cannot run the graph: {first}") from error
-    return lambda feeds: dict(zip(outputs, session.run(outputs, feeds), strict=True))
+    except Exception as error:  # onnxruntime's classes of errors share no base
+        raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} cannot run the graph: {_told(error)}") from error
+    value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
+
+    def run_session(feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        given = {n: value(bits_of(t), element_type(t.dtype)) for n, t in feeds.items()}
+        try:
+            found = session.run_with_ort_values(outputs, given)
+        except Exception as error:
+            raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} fails in the graph: {_told(error)}") from error
+        return {n: _tensor(v) for n, v in zip(outputs, found, strict=True)}
+
+    return run_session
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if value.data_type() == "tensor(bfloat16)":  # NumPy has no such numbers
+        return torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack()).clone()
+    return tensor_of(value.numpy())
+
+
+def _told(error: Exception) -> str:
+    """What onnxruntime says, without the place in its own source."""
+    return re.sub(r"/\S*onnxruntime/\S+\s", "", str(error).splitlines()[0])
 
 
 class OnnxLibrary(Library):
@@ -71,15 +96,18 @@ class OnnxLibrary(Library):
         if names.vector:
             vector = self._tensors[names.vector]
             tensors |= {n.name: vector[i] for i, n in enumerate(names.numbers) if n.name in asked}
-        found = self._run({name: numpy_of(tensor) for name, tensor in tensors.items() if name in asked})
+        found = self._run({name: tensor for name, tensor in tensors.items() if name in asked})
         with torch.no_grad():
             for key, name in self._translated.updated.items():
-                self._tensors[key].copy_(tensor_of(found[name], self._tensors[key].dtype))
+                self._tensors[key].copy_(found[name])
         made: dict[int, torch.Tensor] = {}
         for name, source in names.outputs:
             kind, _, where = source.partition(":")
             if kind == "result":
-                made[int(where)] = tensor_of(found[name], getattr(torch, self.spec.outputs[int(where)].dtype))
+                wanted = getattr(torch, self.spec.outputs[int(where)].dtype)
+                if found[name].dtype is not wanted:
+                    raise ExportError(f"{name} is {found[name].dtype} in the ONNX graph and {wanted} in eager: report this as a bug")
+                made[int(where)] = found[name]
         return [made.get(i, torch.empty(())) for i in range(len(self.spec.outputs))]
 
 

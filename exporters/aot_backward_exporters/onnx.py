@@ -6,6 +6,7 @@ by the ``onnx_*`` modules beside this one, or refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -86,6 +87,25 @@ class Translated:
 
 def translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translated:
     """``about``: what ``metadata_props`` say besides. :class:`ExportError` names what has no translation."""
+    with _quiet():
+        return _translate(graph, names, about)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the translators log: of operators of a torchvision that is not there, of nodes that name no module, of values kept apart."""
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
+
+
+def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translated:
     registry = _registry()
     vector = next((a for a, (key, _) in graph.constants.items() if names.vector and key == names.vector), "")
     lowered = lower(graph, registry.is_registered, vector)
@@ -133,37 +153,29 @@ def numpy_of(tensor: torch.Tensor) -> Any:
     return plain.numpy()
 
 
-def tensor_of(array: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The array as a tensor, which must have this dtype."""
-    shape, array = array.shape, numpy.ascontiguousarray(array)  # which makes a row of a scalar
+def bits_of(tensor: torch.Tensor) -> Any:
+    """As :func:`numpy_of`, bfloat16 as its bits."""
+    plain = tensor.detach().cpu().contiguous()
+    return plain.view(torch.int16).numpy().view(numpy.uint16) if plain.dtype is torch.bfloat16 else plain.numpy()
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    shape, array = numpy.shape(array), numpy.ascontiguousarray(array)  # which makes a row of a scalar
     found = torch.from_numpy(array.view(numpy.int16)).view(torch.bfloat16) if array.dtype.name == "bfloat16" else torch.from_numpy(array)
-    if found.dtype is not dtype:
-        raise ExportError(f"the ONNX graph gives {found.dtype} where {dtype} is expected: report this as a bug")
     return found.reshape(shape)
 
 
 @functools.cache
 def _registry() -> Any:
-    log = logging.getLogger("torch.onnx")
-    before = log.level
-    log.setLevel(logging.ERROR)  # it says of each operator of torchvision's that torchvision is not there
-    try:
-        return onnx_translations.registry()
-    finally:
-        log.setLevel(before)
+    return onnx_translations.registry()
 
 
 def _nodes(graph: Graph, lowered: Lowered, registry: Any) -> Any:
     model = ir.Model(ir.Graph([], [], nodes=[], name=graph.name, opset_imports={"": OPSET}), ir_version=IR_VERSION)
-    log = logging.getLogger("torch.onnx")
-    before = log.level
-    log.setLevel(logging.ERROR)  # it warns of every node that has no module to name
     try:
         torch_api._translate_fx_graph(lowered.module.graph, model, graph_like=model.graph, owned_graphs={}, lower="at_conversion", registry=registry)
     except Exception as error:  # torchlib raises whatever its functions raise
         raise _refused(lowered, error) from error
-    finally:
-        log.setLevel(before)
     torch_api.add_opset_imports(model)
     onnxscript.optimizer.optimize(model, output_size_limit=1024)
     _document(model)

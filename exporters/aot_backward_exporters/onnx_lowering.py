@@ -23,6 +23,7 @@ from aot_backward_runtime.expressions import evaluate, symbols_of
 from aot_backward_runtime.manifest import TensorSpec
 
 from . import onnx_attention, onnx_convolution, onnx_indexing, onnx_pooling, onnx_simple
+from .onnx_rewriting import rewrite, widen
 
 aten = torch.ops.aten
 _OURS: Mapping[str, Callable[..., Any]] = {
@@ -84,8 +85,9 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
     flat.graph.eliminate_dead_code()
     flat.recompile()
     _refuse_unknown(flat, known)
-    _numbers_as_tensors(flat)
+    rewrite(flat)
     torch_api.InsertTypePromotion(flat).run()
+    widen(flat)
     used = _without_unused(flat, len(inputs) + len(constants), length)
     return Lowered(flat, constants, tuple(again.updated), used)
 
@@ -208,22 +210,6 @@ def _drop_checks(module: GraphModule) -> None:
     for node in reversed(module.graph.nodes):
         if node.op == "call_function" and node.target in _CHECKS:
             module.graph.erase_node(node)
-
-
-def _numbers_as_tensors(module: GraphModule) -> None:
-    """Sizes, and what is computed from them, stand as tensors where an operator wants one."""
-    for node in [n for n in module.graph.nodes if n.op == "call_function"]:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not isinstance(node.meta.get("val"), torch.Tensor):
-            continue
-        for i, (given, wanted) in enumerate(zip(node.args, schema.arguments, strict=False)):
-            if isinstance(given, Node) and isinstance(given.meta.get("val"), torch.SymInt | torch.SymFloat) and str(wanted.type) == "Tensor":
-                with module.graph.inserting_before(node):
-                    made = module.graph.call_function(aten.scalar_tensor.default, (given,), {"dtype": node.meta["val"].dtype})
-                with node.meta["val"].fake_mode:
-                    made.meta["val"] = torch.empty((), dtype=node.meta["val"].dtype)
-                node.update_arg(i, made)
-    module.recompile()
 
 
 def _without_unused(module: GraphModule, first: int, length: int) -> tuple[int, ...]:

@@ -1,0 +1,89 @@
+"""What is rewritten in a lowered graph before it is translated: numbers that stand as tensors, 16-bit arithmetic, what only orders native code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_LOW = (torch.bfloat16, torch.float16)
+_MOVES = {
+    prims.convert_element_type.default, aten._to_copy.default, aten.view.default, aten.permute.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.transpose.int, aten.clone.default, aten.alias.default,
+}  # fmt: skip
+"""Operators that onnxruntime's CPU kernels do for 16-bit numbers too."""
+
+
+def rewrite(module: GraphModule) -> None:
+    _without_waiting(module)
+    _numbers_as_tensors(module)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _without_waiting(module: GraphModule) -> None:
+    """Takes out a False that is known only when certain tensors are: it holds back native code that updates in place (``number_vector.py``)."""
+    false: set[Node] = set()
+    for node in list(module.graph.nodes):
+        if node.target is aten.logical_and.default and any(
+            isinstance(b, Node) and b.target is aten.logical_not.default and b.args[0] is a for a, b in (node.args, node.args[::-1])
+        ):
+            false.add(node)
+        elif node.target is aten.logical_or.default and false.issuperset(node.args):
+            false.add(node)
+        elif node.target is aten.where.self and node.args[0] in false:
+            node.replace_all_uses_with(node.args[2])
+            module.graph.erase_node(node)
+
+
+def _numbers_as_tensors(module: GraphModule) -> None:
+    """Sizes, and what is computed from them, stand as tensors where an operator wants one."""
+    for node in [n for n in module.graph.nodes if n.op == "call_function"]:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        for i, (given, wanted) in enumerate(zip(node.args, schema.arguments, strict=False)):
+            if isinstance(given, Node) and isinstance(given.meta.get("val"), torch.SymInt | torch.SymFloat) and str(wanted.type) == "Tensor":
+                with module.graph.inserting_before(node):
+                    made = module.graph.call_function(aten.scalar_tensor.default, (given,), {"dtype": node.meta["val"].dtype})
+                with node.meta["val"].fake_mode:
+                    made.meta["val"] = torch.empty((), dtype=node.meta["val"].dtype)
+                node.update_arg(i, made)
+
+
+def widen(module: GraphModule) -> None:
+    """Arithmetic on 16-bit numbers is done in float32 and rounded once, as eager's CPU kernels do it; onnxruntime has hardly any for CPUs."""
+    for node in [n for n in module.graph.nodes if n.op == "call_function" and n.target not in _MOVES]:
+        value = node.meta.get("val")
+        low = [n for n in node.all_input_nodes if _dtype(n) in _LOW]
+        makes = isinstance(value, torch.Tensor) and value.dtype in _LOW
+        if not low and not makes:
+            continue
+        if node.kwargs.get("dtype") in _LOW:
+            node.kwargs = {**node.kwargs, "dtype": torch.float32}
+        for given in low:
+            with module.graph.inserting_before(node):
+                wide = _cast(module, given, torch.float32)
+            node.replace_input_with(given, wide)
+        if makes:
+            users = list(node.users)
+            dtype = value.dtype
+            node.meta["val"] = value.to(torch.float32)
+            with module.graph.inserting_after(node):
+                narrow = _cast(module, node, dtype)
+            for user in users:
+                user.replace_input_with(node, narrow)
+    module.recompile()
+
+
+def _dtype(node: Node) -> Any:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _cast(module: GraphModule, node: Node, dtype: torch.dtype) -> Node:
+    made = module.graph.call_function(prims.convert_element_type.default, (node, dtype))
+    made.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
+    return made
