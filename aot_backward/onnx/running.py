@@ -14,9 +14,10 @@ import torch
 
 from aot_backward_exporters.onnx import Names, Translated, bits_of, element_type, numpy_of, tensor_of
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import LibrarySpec, Manifest
+from aot_backward_runtime.expressions import evaluate, symbols_of
+from aot_backward_runtime.manifest import LibrarySpec, Manifest, TensorSpec
 from aot_backward_runtime.package import Package
-from aot_backward_runtime.plan import Binding, Library
+from aot_backward_runtime.plan import Library
 
 Run = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Takes tensors by the inputs' names, gives those of all outputs."""
@@ -72,31 +73,39 @@ def _told(error: Exception) -> str:
 
 
 class OnnxLibrary(Library):
-    """One ONNX graph where the runtime expects a compiled one. What it updates is written into the tensors that it is bound to."""
+    """One ONNX graph where the runtime expects a compiled one."""
 
     def __init__(self, spec: LibrarySpec, names: Names, translated: Translated, run: Run):
         super().__init__(lambda: Path(), spec, "cpu")
-        self._names, self._translated, self._run = names, translated, run
-        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._parts = names, translated, run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnnxLibrary:
-        return OnnxLibrary(self.spec, self._names, self._translated, self._run)
+        return OnnxLibrary(self.spec, *self._parts)
 
-    def bind(self, binding: Binding) -> None:
-        self._tensors = binding[0]
+    def _load(self) -> _Runner:
+        return _Runner(self.spec, *self._parts)
 
-    @property
-    def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-        return self.run
+
+class _Runner:
+    """What AOTInductor's runner is to a compiled graph. What the graph updates is written into the tensors that it is bound to."""
+
+    def __init__(self, spec: LibrarySpec, names: Names, translated: Translated, run: Run):
+        self._spec, self._names, self._translated, self._run = spec, names, translated, run
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def get_constant_names_to_original_fqns(self) -> dict[str, str]:
+        return {c.name: c.name for c in self._spec.constants}
+
+    def update_constant_buffer(self, tensors: Mapping[str, torch.Tensor], *_: bool) -> None:
+        self._tensors = {c.weight: tensors[c.name] for c in self._spec.constants}
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         names, asked = self._names, self._translated.inputs
-        tensors = dict(zip(names.inputs, inputs, strict=True))
-        tensors |= {name: self._tensors[key] for key, name in names.constants.items() if name in asked}
+        feeds = dict(zip(names.inputs, inputs, strict=True))
+        feeds |= {names.constants[key]: tensor for key, tensor in self._tensors.items() if key in names.constants}
         if names.vector:
-            vector = self._tensors[names.vector]
-            tensors |= {n.name: vector[i] for i, n in enumerate(names.numbers) if n.name in asked}
-        found = self._run({name: tensor for name, tensor in tensors.items() if name in asked})
+            feeds |= {n.name: self._tensors[names.vector][i] for i, n in enumerate(names.numbers)}
+        found = self._run({name: tensor for name, tensor in feeds.items() if name in asked})
         with torch.no_grad():
             for key, name in self._translated.updated.items():
                 self._tensors[key].copy_(found[name])
@@ -104,11 +113,19 @@ class OnnxLibrary(Library):
         for name, source in names.outputs:
             kind, _, where = source.partition(":")
             if kind == "result":
-                wanted = getattr(torch, self.spec.outputs[int(where)].dtype)
+                wanted = getattr(torch, self._spec.outputs[int(where)].dtype)
                 if found[name].dtype is not wanted:
                     raise ExportError(f"{name} is {found[name].dtype} in the ONNX graph and {wanted} in eager: report this as a bug")
-                made[int(where)] = found[name]
-        return [made.get(i, torch.empty(())) for i in range(len(self.spec.outputs))]
+                made[int(where)] = _laid_out(found[name], self._spec.outputs[int(where)])
+        return [made.get(i, torch.empty(())) for i in range(len(self._spec.outputs))]
+
+
+def _laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The dimensions in memory in the order in which ``spec`` has them: ONNX knows row-major tensors only."""
+    symbols = {name: 10007 + 2 * i for i, name in enumerate(sorted({n for s in spec.stride for n in symbols_of(s)}))}
+    strides = [evaluate(s, symbols) for s in spec.stride]
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
+    return tensor.permute(order).contiguous().permute([order.index(d) for d in range(tensor.dim())])
 
 
 class OnnxPackage(Package):

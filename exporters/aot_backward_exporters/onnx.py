@@ -7,12 +7,12 @@ by the ``onnx_*`` modules beside this one, or refused by name.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
 import numpy
@@ -29,6 +29,7 @@ from aot_backward_runtime.manifest import Size, TensorSpec
 
 from . import onnx_translations
 from .onnx_lowering import Lowered, lower
+from .portable import LINE
 
 OPSET = 18
 IR_VERSION = 8
@@ -107,6 +108,9 @@ def _quiet() -> Iterator[None]:
 
 def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translated:
     registry = _registry()
+    place = {key: i for i, key in enumerate(names.constants)}
+    ordered = sorted(graph.constants.items(), key=lambda item: (place.get(item[1][0], len(place)), item[1][0], item[0]))
+    graph = dataclasses.replace(graph, constants=dict(ordered))  # as the module has them, whoever made the graph
     vector = next((a for a, (key, _) in graph.constants.items() if names.vector and key == names.vector), "")
     lowered = lower(graph, registry.is_registered, vector)
     model = _nodes(graph, lowered, registry)
@@ -178,7 +182,7 @@ def _nodes(graph: Graph, lowered: Lowered, registry: Any) -> Any:
         raise _refused(lowered, error) from error
     torch_api.add_opset_imports(model)
     onnxscript.optimizer.optimize(model, output_size_limit=1024)
-    _document(model)
+    _document(model, graph)
     return model
 
 
@@ -272,19 +276,19 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec("", str(tensor.dtype).removeprefix("torch."), "cpu", tuple(tensor.shape), tensor.stride())
 
 
-def _document(model: Any) -> None:
-    """Of each node: the operator that the program called, and whether in its forward or backward; where it is known, on which line."""
+def _document(model: Any, graph: Graph) -> None:
+    """Of each node: the operator of the captured graph that it is part of, and where it is known the person's own line."""
+    captured = {node.name: node for node in graph.module.graph.nodes}
     for node in model.graph:
-        source = node.meta.get("node")
+        history = (node.meta["node"].meta.get("from_node") or []) if "node" in node.meta else []
         node.metadata_props.clear()
+        source = next((captured[h.name] for h in history if h.name in captured), None)
         if source is None:
             continue
-        said = [f"{source.meta['original_aten']}{' (backward)' if source.meta.get('autograd_backward') else ''}"] if source.meta.get("original_aten") else []
-        stack = [name for name, _ in (source.meta.get("nn_module_stack") or {}).values() if name]
-        line = re.findall(r'File "([^"]+)", line (\d+)', source.meta.get("stack_trace") or "")
-        said += [f"in {stack[-1]}"] if stack else []
-        said += [f"{PurePath(line[-1][0]).name}:{line[-1][1]}"] if line else []
-        node.doc_string = ", ".join(said)
+        line = source.meta.get(LINE)
+        where = [f"in {line.module}"] if line is not None and line.module else []
+        where += [f"{line.file}:{line.number}: {line.text}"] if line is not None and line.file else []
+        node.doc_string = ", ".join([str(source.target), *where])
 
 
 def _values(model: Any) -> Iterator[Any]:

@@ -67,10 +67,12 @@ class Library:
         """What :meth:`run` comes to, without the call in between; the library must have been bound."""
         return self.run if self.spec.operators else self._runner.run
 
+    def _load(self) -> Any:
+        return torch_api.runner(str(self._path()), self._device)
+
     def _open(self) -> None:
-        path = self._path()
         try:
-            self._runner = torch_api.runner(str(path), self._device)
+            self._runner = self._load()
         except RuntimeError as error:
             raise IncompatibleError(f"{self.spec.member} could not be opened: {str(error).splitlines()[0]}{self._hint()}") from error
         names = set(self._runner.get_constant_names_to_original_fqns())

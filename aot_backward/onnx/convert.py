@@ -1,0 +1,95 @@
+"""``convert``: a package's graphs as ONNX, without the model's source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aot_backward_exporters import portable
+from aot_backward_runtime.archive import Archive, open_package
+from aot_backward_runtime.errors import ExportError, PackageError
+from aot_backward_runtime.manifest import EntrySpec, VariantSpec
+from aot_backward_runtime.plan import ROLES
+from aot_backward_runtime.weights import filled, load_examples, load_weights
+
+from .. import graphcheck
+from ..capture.stated import stated
+from ..program import Graph
+from .conversion import Conversion, OnnxFile, Progress, require
+
+if TYPE_CHECKING:
+    import torch
+
+    from aot_backward_runtime.package import Package
+
+
+def convert(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    entry: str | None = None,
+    variant: int | None = None,
+    external_data: bool | None = None,
+    progress: Progress | None = None,
+) -> list[OnnxFile]:
+    """Writes the gradients in the package ``source`` as ONNX graphs to ``path``, and beside it, as :func:`aot_backward.export_onnx` does.
+
+    ``entry``, ``variant``: only that one. Each graph is compared with what is stored in the package and with PyTorch's operators. Raises
+    :class:`PackageError` where ``source`` is no whole package, and :class:`ExportError` where it has no graphs as data, or one that has no translation.
+    """
+    require()
+    say = progress or (lambda *_: None)
+    archive = open_package(source)
+    archive.verify_digests()
+    manifest = archive.manifest
+    if not manifest.has_weights:
+        raise ExportError(f"{source} was written without weights, which are the defaults of an ONNX graph's inputs; export it with them")
+    if entry is not None and entry not in manifest.entries:
+        raise ExportError(f"{source} has no entry {entry!r}; it has: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}")
+    chosen = {n: e for n, e in manifest.entries.items() if entry in (None, n)}
+    if recorded := [n for n, e in chosen.items() if e.kind == "replay"]:
+        raise ExportError(f"the entry {recorded[0]!r} holds recorded passes, which are part of a script and no program of their own: name another, --entry")
+    weights = filled(archive) | load_weights(archive)
+    graphs: dict[str, Graph] = {}
+    for one in chosen.values():
+        for number, spec in enumerate(one.variants):
+            if variant in (None, number):
+                graphs |= _graphs(archive, one, spec, weights)
+    made = Conversion(Path(path), manifest, graphs, weights, entry, variant, say)
+    examples = load_examples(archive)
+
+    def check(package: Package) -> dict[tuple[str, int], str]:
+        out = {}
+        for name, number in made.variants:
+            if not any(key.startswith(f"{name}/{number}/") for key in examples):
+                raise ExportError(f"{source} stores no example inputs for {name!r}: there is nothing to compare an ONNX graph with")
+            say(f"check {name}", number, len(manifest.entries[name].variants))
+            out[name, number] = graphcheck.check_variant(package, name, number, examples, graphs).worst
+        return out
+
+    return made.write(external_data, made.compare(check))
+
+
+def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: Mapping[str, torch.Tensor]) -> dict[str, Graph]:
+    """The graphs of one variant, as data made graphs again."""
+    libraries = archive.manifest.libraries
+    plans = [*(getattr(variant, role) for role in ROLES), entry.step.update if entry.step is not None else None]
+    names = [p.call.library for p in plans if p is not None and p.call is not None]
+    forms, hints = {}, dict[str, int]()
+    for name in dict.fromkeys(names):
+        if not libraries[name].graph:
+            why = archive.manifest.notes.get(f"no portable graph of {name}", "")
+            raise ExportError(f"the package has no portable graph of {name}{why and f' ({why})'}; export it again from the model's source")
+        forms[name] = portable.form_of(archive.read_member(libraries[name].graph), name)
+        sizes = forms[name].get("sizes")
+        if not isinstance(sizes, dict):
+            raise PackageError(f"the portable graph {name} does not say the example's sizes")
+        hints |= sizes
+    world = stated(variant.symbols, variant.guards, hints)
+    with world.oblivious():
+        return {
+            name: portable.graph_of(name, form, libraries[name], [world.fake(s) for s in libraries[name].inputs], world.mode, weights)
+            for name, form in forms.items()
+        }
