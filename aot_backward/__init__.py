@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from .entries import Grad, Module, Step, Variant
     from .export import export, export_grad, export_module, export_step
+    from .onnx.convert import convert
+    from .onnx.export import export_onnx
     from .rebuild import rebuild
     from .record import record
     from .replaying import replay
@@ -59,6 +61,7 @@ _HOME |= dict.fromkeys(
     ),
     "aot_backward_runtime",
 )
+_HOME |= {"convert": "aot_backward.onnx.convert", "export_onnx": "aot_backward.onnx.export"}
 _HOME |= {"rebuild": "aot_backward.rebuild", "record": "aot_backward.record", "replay": "aot_backward.replaying", "sign": "aot_backward.signing"}
 
 __all__ = [
@@ -79,9 +82,11 @@ __all__ = [
     "Variant",
     "WeightsError",
     "__version__",
+    "convert",
     "export",
     "export_grad",
     "export_module",
+    "export_onnx",
     "export_step",
     "load",
     "rebuild",

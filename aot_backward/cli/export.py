@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .convert import external_data_option, say
 from .failures import EXIT_CODES, debug_option
 from .progress import shown
 
@@ -34,7 +35,7 @@ class Program(click.ParamType):
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("program", type=Program(), metavar="FILE.py:NAME")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write, whole or not at all.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT", help="OUT.pt2 or OUT.onnx: what to write, whole or not at all.")
 @click.option(
     "--target",
     default="cpu",
@@ -52,21 +53,54 @@ class Program(click.ParamType):
     metavar="WHICH",
     help="Export only the entry of this name, or all of this kind: module, grad or step. May be given several times.",
 )
+@click.option("--format", "form", type=click.Choice(["pt2", "onnx"]), default="pt2", show_default=True, help="A package, or ONNX graphs.")
+@external_data_option
+@click.option("--json", "as_json", is_flag=True, help="With --format onnx: what was written as one JSON object on standard output.")
 @debug_option
-def export(program: tuple[Path, str], output: Path, target: str, portable: bool, weights: bool, wanted: tuple[str, ...]) -> None:
+@click.pass_context
+def export(
+    context: click.Context,
+    program: tuple[Path, str],
+    output: Path,
+    target: str,
+    portable: bool,
+    weights: bool,
+    wanted: tuple[str, ...],
+    form: str,
+    external_data: bool | None,
+    as_json: bool,
+) -> None:
     """Compile what the function NAME of FILE.py returns into the package OUT.pt2.
 
     NAME takes no arguments and returns an aot_backward.Module, Grad or Step, or several as a dict by the name each gets in the package; a sole
     one is called "module", "grad" or "step". Every gradient, and what a training step changes, is compared with eager before anything is
     written.
+
+    With --format onnx nothing is compiled: a module becomes OUT.forward.onnx and OUT.backward.onnx, anything else OUT.onnx.
     """
     path, name = program
+    _check_options(context, form)
     from .. import export as export_package
 
     entries = _chosen(_entries(path, name), wanted, f"{path}:{name}")
+    if form == "onnx":
+        from .. import export_onnx
+
+        with shown() as progress:
+            files = export_onnx(output, entries, external_data=external_data, progress=progress)
+        say(files, as_json)
+        return
     with shown() as progress:
         export_package(output, entries, target=target, weights=weights, portable=portable, progress=progress)
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB): {', '.join(entries)}")
+
+
+def _check_options(context: click.Context, form: str) -> None:
+    """:class:`click.UsageError` for an option that the format has no use for."""
+    idle = ("target", "portable", "weights") if form == "onnx" else ("external_data", "as_json")
+    for parameter in context.command.params:
+        if parameter.name in idle and context.get_parameter_source(parameter.name) is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"{parameter.opts[0]} means nothing with --format {form}", context)
 
 
 def _entries(path: Path, name: str) -> Entries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
@@ -56,7 +57,7 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
     numbers = _numbers(entry.step) if entry.step is not None else ()
     taken = {*constants.values(), *(n.name for n in numbers)}
     symbols = {s.name: s.label for s in variant.symbols}
-    arguments = [_free(spec.name, "input", taken) for spec in variant.inputs]
+    arguments = [_free(_dotted(spec.name), "input", taken) for spec in variant.inputs]
     results = _results(variant, entry.kind)
     named = [_free(name, "output", taken | set(arguments)) for name in results]
     assert plan.call is not None
@@ -112,6 +113,11 @@ def _kept(variant: VariantSpec, arguments: list[str]) -> list[str]:
     """What a backward's saved tensors are called: the argument's name where it is one, so that nobody passes it twice."""
     saved = variant.forward.saved if variant.forward is not None else ()
     return [arguments[int(s.partition(":")[2])] if s.startswith("input:") else f"saved.{i}" for i, s in enumerate(saved)]
+
+
+def _dotted(name: str) -> str:
+    """``batch['x'][0]`` -> ``batch.x.0``."""
+    return re.sub(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]", lambda m: "." + next(g for g in m.groups() if g is not None), name)
 
 
 def _free(name: str, prefix: str, taken: set[str]) -> str:

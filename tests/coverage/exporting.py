@@ -71,7 +71,7 @@ def settle(cases: Sequence[Case], size: int, running: Running, verdict: Verdict)
         try:
             _Captured("cpu", Path(), lambda *_: None).add("module", _entry([case]))
         except Exception as error:
-            verdict(case, *_reason(error, [case]), time.monotonic() - start)
+            verdict(case, *reason(error, [case]), time.monotonic() - start)
         else:
             ready.append(case)
     for group in _groups(ready, size):
@@ -96,7 +96,7 @@ def _settle(group: Sequence[Case], running: Running, verdict: Verdict) -> None:
             rounds = run_fresh(package, group, Path(folder))
     except Exception as error:
         if len(group) == 1:
-            verdict(group[0], *_reason(error, group), time.monotonic() - start)
+            verdict(group[0], *reason(error, group), time.monotonic() - start)
         else:
             for part in _parts(group, str(error)):
                 _settle(part, running, verdict)
@@ -127,7 +127,7 @@ def _parts(group: Sequence[Case], message: str) -> list[Sequence[Case]]:
     return [group[: len(group) // 2], group[len(group) // 2 :]]
 
 
-def _reason(error: Exception, group: Sequence[Case]) -> tuple[str, str]:
+def reason(error: Exception, group: Sequence[Case]) -> tuple[str, str]:
     """The verdict that an error stands for, and its first line without this tool's names and this machine's paths."""
     text = first_line(error).replace(f"{ROOT}/", "").replace(f"{Path(torch.__file__).parents[1]}/", "")
     for i, case in enumerate(group):

@@ -149,8 +149,9 @@ and compared with eager: outputs, every gradient and every buffer, where the sam
 the export's own (`aot_backward/selfcheck.py`). An operator passes where all its cases do. Each case is in the JSON beside this page. The line of
 the caller's code in a reason is that of the tool's own module, which makes the call.
 """
-_COMMAND = {"export": "make coverage", "record": "make coverage WAY=record"}
+_COMMAND = {"export": "make coverage", "record": "make coverage WAY=record", "onnx": "make coverage WAY=onnx"}
 _HOW = {
+    "onnx": "exported as ONNX graphs of its forward and\nbackward, run by onnxruntime from the files",
     "export": "exported as a `module` entry, loaded in a\nfresh process that has neither a compiler on its `PATH` nor `aot_backward` imported",
     "record": "its backward pass recorded, replayed from the package\nin a fresh process without a compiler on its `PATH` (what the package does not "
     "serve counts as refused)",

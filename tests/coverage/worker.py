@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-WAYS = {"export": "exporting", "record": "recording"}
+WAYS = {"export": "exporting", "record": "recording", "onnx": "onnxing"}
 """How a case is served: ``settle(cases, size, running, verdict)`` of that module."""
 
 

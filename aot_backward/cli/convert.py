@@ -1,0 +1,58 @@
+"""``aot-backward convert IN.pt2 -o OUT.onnx``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .failures import EXIT_CODES, debug_option
+from .progress import shown
+
+if TYPE_CHECKING:
+    from ..onnx.conversion import OnnxFile
+
+external_data_option = click.option(
+    "--external-data/--no-external-data",
+    default=None,
+    help="Whether weights lie in one file beside the ONNX graphs, OUT.onnx.data; by default where they come to more than 64 MiB.",
+)
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("package", type=click.Path(path_type=Path), metavar="IN.pt2")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.onnx", help="The file to write; those beside it are named after it.")
+@click.option("--entry", metavar="NAME", help="Only this entry; by default all.")
+@click.option("--variant", type=int, metavar="N", help="Only the variant of this number, counted from 0; by default all.")
+@external_data_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@debug_option
+def convert(package: Path, output: Path, entry: str | None, variant: int | None, external_data: bool | None, as_json: bool) -> None:
+    """Write the gradients in IN.pt2 as ONNX graphs, which onnxruntime runs. The model's source is not needed.
+
+    A module becomes OUT.forward.onnx and OUT.backward.onnx, a gradient function or a training step OUT.onnx. Each graph is compared with PyTorch's own
+    operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
+    """
+    from ..onnx.convert import convert as convert_package
+
+    with shown() as progress:
+        files = convert_package(package, output, entry=entry, variant=variant, external_data=external_data, progress=progress)
+    say(files, as_json)
+
+
+def say(files: Sequence[OnnxFile], as_json: bool) -> None:
+    """What was written."""
+    if as_json:
+        click.echo(json.dumps({"files": [dataclasses.asdict(f) for f in files]}, indent=2, default=str))
+        return
+    for file in files:
+        size = file.path.stat().st_size / 1e6
+        click.echo(f"wrote {file.path} ({size:.2f} MB): {file.graph} of {file.entry}, {file.nodes} nodes, opset {file.opset}")
+    for data in dict.fromkeys(f.data for f in files if f.data is not None):
+        click.echo(f"wrote {data} ({data.stat().st_size / 1e6:.2f} MB): weights")
+    for compared in dict.fromkeys(f.compared for f in files):
+        click.echo(f"compared by {compared}")
