@@ -84,6 +84,8 @@ class Conversion:
             numbered = variant is None and len(manifest.entries[part.entry].variants) > 1
             pieces = [path.name.removesuffix(".onnx"), *([part.entry] if several else []), *([str(part.variant)] if numbered else []), part.file]
             self.paths[part.library] = path.with_name(".".join(p for p in pieces if p) + ".onnx")
+        if not parts:
+            raise ExportError("there is no graph to write: every output is an input or a parameter as it is")
         writing.check_destination([path, *self.paths.values()])
         self.parts = {part.library: part for part in parts}
         self.variants = list(dict.fromkeys((part.entry, part.variant) for part in parts))
@@ -96,11 +98,16 @@ class Conversion:
     def compare(self, check: Callable[[Package], dict[tuple[str, int], str]]) -> dict[tuple[str, int], str]:
         """``check``: compares what it is given with eager; by entry and variant the tensor that was nearest to what is allowed."""
         import onnx
+        import onnx.shape_inference
 
         from .running import Described, OnnxLibrary, OnnxPackage, engine, runner
 
-        for translated in self.translated.values():
-            onnx.checker.check_model(translated.with_fixed(), full_check=True)
+        for name, translated in self.translated.items():
+            try:
+                onnx.checker.check_model(translated.with_fixed(), full_check=True)
+            except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+                first = " ".join(str(error).split())
+                raise ExportError(f"{name}: ONNX's own checker refuses the graph: {first}; report this, with the program") from error
         chosen = engine()
 
         def opened(library: str) -> Library:

@@ -21,6 +21,8 @@ def _index_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: 
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if masks:
         return _masked_put(x, indices, values, accumulate)
+    if any(isinstance(n, int) and n == 0 for n in (*x.shape, *values.shape)):
+        return aten.clone.default(x)
     places = [d for d, i in enumerate(indices) if i is not None]
     given = torch.broadcast_tensors(*(i for i in indices if i is not None))
     others = [d for d in range(x.dim()) if d not in places]
@@ -65,16 +67,8 @@ def _masked_add(x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Ten
 
 
 def _as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> torch.Tensor:
-    if not x.is_contiguous():
-        raise ExportError.of(aten.as_strided.default, "aten.as_strided.default of a tensor that is not row-major has no ONNX translation: call .contiguous() first")
-    places: Any = storage_offset or 0
-    for d, (n, step) in enumerate(zip(size, stride, strict=True)):
-        shape = [1] * len(size)
-        shape[d] = n
-        places = places + (torch.arange(n) * step).reshape(shape)
-    if not isinstance(places, torch.Tensor):
-        places = torch.full([], places, dtype=torch.int64)
-    return x.reshape([-1]).index_select(0, places.expand(size).reshape([-1])).reshape(size)
+    _refuse_other_layouts(x)
+    return x.reshape([-1]).index_select(0, _strided_places(size, stride, storage_offset)).reshape(size)
 
 
 def _bags(offsets: torch.Tensor, count: Any, include_last_offset: bool) -> torch.Tensor:
@@ -141,6 +135,60 @@ def _embedding_bag_backward(
     return zeros.scatter_add(0, indices.unsqueeze(1).expand(rows.shape), rows)
 
 
+def _of_sample_weights(
+    grad: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, offset2bag: torch.Tensor, mode: int, padding_idx: int = -1
+) -> torch.Tensor:
+    alone = isinstance(offset2bag.shape[0], int) and offset2bag.shape[0] == 0
+    bags = _bags(offsets, indices.shape[0], False) if alone else offset2bag
+    out = (grad.index_select(0, bags) * weight.index_select(0, indices)).sum(1)
+    return torch.where(indices != padding_idx, out, 0) if padding_idx >= 0 else out
+
+
+def _of_a_number(operator: Any) -> Callable[..., Any]:
+    """Writes and reads along a dimension, where the tensor has none: ONNX's operators want one."""
+
+    def along(x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if x.dim() and index.dim():
+            return NotImplemented
+        tensors = [t.reshape([1]) if isinstance(t, torch.Tensor) and t.dim() == 0 else t for t in (x, index, *rest)]
+        return operator(tensors[0], 0, *tensors[1:], **options).reshape(x.shape if operator is not aten.gather.default else index.shape)
+
+    return along
+
+
+def _diagonal_scatter(x: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    dims = [dim1 % x.dim(), dim2 % x.dim()]
+    order = [d for d in range(x.dim()) if d not in dims] + dims
+    steps = torch.arange(src.shape[-1], device=x.device)
+    indices = [*([None] * (x.dim() - 2)), steps + max(-offset, 0), steps + max(offset, 0)]
+    out = aten.index_put.default(x.permute(order), indices, src)
+    return out.permute([order.index(d) for d in range(x.dim())])
+
+
+def _strided_places(size: Sequence[Any], stride: Sequence[Any], offset: int | None) -> torch.Tensor:
+    places = torch.full([1] * len(size), offset or 0, dtype=torch.int64)
+    for d, (n, step) in enumerate(zip(size, stride, strict=True)):
+        shape = [1] * len(size)
+        shape[d] = n
+        places = places + (torch.arange(n) * step).reshape(shape)
+    return places.expand(size).reshape([-1])
+
+
+def _as_strided_scatter(
+    x: torch.Tensor, src: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    _refuse_other_layouts(x)
+    flat = x.reshape([-1]).scatter(0, _strided_places(size, stride, storage_offset), src.reshape([-1]))
+    return flat.reshape(x.shape)
+
+
+def _refuse_other_layouts(x: torch.Tensor) -> None:
+    if not x.is_contiguous():
+        raise ExportError.of(
+            aten.as_strided.default, "aten.as_strided.default of a tensor that is not row-major has no ONNX translation: call .contiguous() first"
+        )
+
+
 def _refuse_bag(operator: Any, mode: int, scale_grad_by_freq: bool) -> None:
     if mode == 2:
         raise ExportError.of(operator, f"{operator} with mode='max' has no ONNX translation: use 'sum' or 'mean'")
@@ -153,6 +201,20 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "aten._unsafe_index_put.default": _index_put,
     "aten._unsafe_masked_index_put_accumulate.default": _masked_add,
     "aten.as_strided.default": _as_strided,
+    "aten.as_strided_scatter.default": _as_strided_scatter,
+    "prims.as_strided_scatter.default": _as_strided_scatter,
+    "aten.diagonal_scatter.default": _diagonal_scatter,
+    "aten._embedding_bag_per_sample_weights_backward.default": _of_sample_weights,
+    **{
+        name: _of_a_number(operator)
+        for name, operator in (
+            ("aten.gather.default", aten.gather.default),
+            ("aten.scatter.src", aten.scatter.src),
+            ("aten.scatter.value", aten.scatter.value),
+            ("aten.scatter_add.default", aten.scatter_add.default),
+            ("aten.scatter_reduce.two", aten.scatter_reduce.two),
+        )
+    },
     "aten._embedding_bag.default": _embedding_bag,
     "aten._embedding_bag_forward_only.default": _embedding_bag,
     "aten._embedding_bag_backward.default": _embedding_bag_backward,

@@ -22,7 +22,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.expressions import evaluate, symbols_of
 from aot_backward_runtime.manifest import TensorSpec
 
-from . import onnx_attention, onnx_convolution, onnx_indexing, onnx_pooling, onnx_simple
+from . import onnx_attention, onnx_convolution, onnx_indexing, onnx_pooling, onnx_precise, onnx_simple
 from .onnx_rewriting import rewrite, widen
 
 aten = torch.ops.aten
@@ -32,6 +32,7 @@ _OURS: Mapping[str, Callable[..., Any]] = {
     **onnx_pooling.DECOMPOSITIONS,
     **onnx_indexing.DECOMPOSITIONS,
     **onnx_attention.DECOMPOSITIONS,
+    **onnx_precise.DECOMPOSITIONS,
 }
 _NO_TYPE = (torch.complex32, torch.complex64, torch.complex128)
 _CHECKS = {
@@ -61,7 +62,11 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
     :class:`ExportError` names the operator that cannot be translated.
     """
     _refuse(graph)
-    constants = tuple(a for a in graph.constants if a != vector)
+    first: dict[str, str] = {}
+    for attribute, (key, _) in graph.constants.items():
+        first.setdefault(key, attribute)
+    alike = {a: first[key] for a, (key, _) in graph.constants.items()}  # one tensor may stand under several names
+    constants = tuple(a for a in first.values() if a != vector)
     length = graph.constants[vector][1].shape[0] if vector else 0
     fake_mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False, shape_env=torch_api.ShapeEnv())
     symbols = _symbols(graph.inputs, fake_mode.shape_env)
@@ -69,7 +74,7 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
         inputs = [_fake(spec, symbols) for spec in graph.inputs]
         held = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for _, t in (graph.constants[a] for a in constants)]
         scalars = [torch.empty((), dtype=torch.float64) for _ in range(length)]
-    again = _Again(graph.module, constants, vector)
+    again = _Again(graph.module, constants, alike, vector)
     table = _decompositions(known)
     with (
         fake_mode,
@@ -77,7 +82,7 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
         torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
         torch.fx.traceback.preserve_node_meta(),
     ):
-        flat = make_fx(lambda *given: again.traced(*given), decomposition_table=table, tracing_mode="symbolic")(inputs, held, scalars)  # noqa: PLW0108 (a method's self would count)
+        flat = _traced(again, table, inputs, held, scalars)
     if fixed := [name for name, size in symbols.items() if not size.node.expr.is_Symbol]:
         raise ExportError(f"{graph.name}: the ONNX translation would hold for one value of {', '.join(fixed)} only; make that dimension static")
     flat.graph.set_codegen(torch.fx.CodeGen())
@@ -90,6 +95,21 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
     widen(flat)
     used = _without_unused(flat, len(inputs) + len(constants), length)
     return Lowered(flat, constants, tuple(again.updated), used)
+
+
+def _traced(again: _Again, table: Mapping[Any, Any], inputs: Any, held: Any, scalars: Any) -> GraphModule:
+    def run(*given: Any) -> Any:
+        return again.traced(*given)
+
+    try:
+        return make_fx(run, decomposition_table=dict(table), tracing_mode="symbolic")(inputs, held, scalars)
+    except ExportError as error:  # to which FX adds what it was doing
+        raise ExportError.of(error.operator, str(error).partition("\n")[0]) from error
+    except Exception as error:  # whatever a decomposition, PyTorch's or ours, raises
+        first = (str(error).splitlines() or [""])[0]
+        raise ExportError.of(
+            again.at, f"{again.at} as it is called here has no ONNX translation ({type(error).__name__}: {first}): leave this part to eager"
+        ) from error
 
 
 def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.SymInt]:
@@ -112,12 +132,13 @@ def _fake(spec: TensorSpec, symbols: Mapping[str, torch.SymInt]) -> torch.Tensor
 class _Again(torch.fx.Interpreter):
     """Runs a graph for :func:`make_fx`, with tensors that are passed in for its constants, and without changing any in place."""
 
-    def __init__(self, module: GraphModule, constants: Sequence[str], vector: str):
+    def __init__(self, module: GraphModule, constants: Sequence[str], alike: Mapping[str, str], vector: str):
         super().__init__(module, garbage_collect_values=False)
-        self.constants, self.vector = constants, vector
+        self.constants, self.alike, self.vector = constants, alike, vector
         self.held: dict[str, torch.Tensor] = {}
         self.scalars: list[torch.Tensor] = []
         self.updated: dict[str, torch.Tensor] = {}
+        self.at: Any = "the graph"  # the operator that is run
 
     def traced(self, inputs: list[torch.Tensor], held: list[torch.Tensor], scalars: list[torch.Tensor]) -> list[torch.Tensor]:
         self.held, self.scalars, self.updated = dict(zip(self.constants, held, strict=True)), scalars, {}
@@ -125,21 +146,23 @@ class _Again(torch.fx.Interpreter):
         return [*results, *self.updated.values()]
 
     def run_node(self, n: Node) -> Any:
-        if n.op == "get_attr" and n.target in self.held:
-            return self.held[str(n.target)]
-        if n.op == "get_attr" and n.target == self.vector:
+        self.at = n.target
+        attribute = self.alike.get(str(n.target), "") if n.op == "get_attr" else ""
+        if attribute and attribute == self.vector:
             return torch.stack(self.scalars)
+        if attribute:
+            return self.held[attribute]
         if n.op == "call_function" and n.target is aten.select.int and self._is_vector(n.args[0]) and n.args[1:] and n.args[1] == 0:
             return self.scalars[n.args[2]]  # type: ignore[index]
         if n.op == "call_function" and n.target is aten.view.default:  # strides are not kept, and may not allow it
             return aten.reshape.default(*self.fetch_args_kwargs_from_env(n)[0])
         if n.op == "call_function" and n.target is aten.copy_.default:
             target = n.args[0]
-            if not isinstance(target, Node) or target.op != "get_attr" or target.target not in self.held:
+            if not isinstance(target, Node) or target.op != "get_attr" or target.target not in self.alike:
                 raise ExportError.of(n.target, f"the graph writes in place into {target}, which is no parameter or buffer: report this as a bug")
             old, new = self.env[target], self.env[n.args[1]]  # type: ignore[index]
             value = torch.ops.aten.expand.default(new.to(old.dtype), old.shape) if new.shape != old.shape else new.to(old.dtype)
-            self.updated[str(target.target)] = self.env[target] = value
+            self.updated[self.alike[str(target.target)]] = self.env[target] = value
             return value
         out = super().run_node(n)
         if n.op == "call_function" and isinstance(out, (tuple, list)):  # eager's kernels may leave out what they do not need themselves (of embedding bags)

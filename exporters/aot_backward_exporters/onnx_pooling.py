@@ -89,9 +89,139 @@ def _divisors(
     return out
 
 
+def _average(spatial: int, operator: str) -> Callable[..., Any]:
+    """Only where windows reach beyond the input and do not count all of it, or the divisor is another: torchlib does the rest."""
+
+    def forward(
+        x: torch.Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        kernel, pad = _each(kernel_size, spatial), _each(padding, spatial)
+        steps = _each(stride, spatial) if len(stride) else kernel
+        if not ceil_mode and divisor_override is None and (count_include_pad or not any(pad)):
+            return NotImplemented
+        sizes = list(x.shape[x.dim() - spatial :])
+        if not all(isinstance(n, int) for n in sizes):
+            raise ExportError.of(operator, f"{operator} of images of dynamic size has no ONNX translation as it is called here: make height and width static")
+        counts = [windows(n, k, s, p, ceil_mode) for n, k, s, p in zip(sizes, kernel, steps, pad, strict=True)]
+        behind = [max((w - 1) * s + k - n - p, 0) for w, s, k, n, p in zip(counts, steps, kernel, sizes, pad, strict=True)]
+        planes = x.reshape([-1, 1, *sizes])
+        widths = [n for p, b in zip(reversed(pad), reversed(behind), strict=True) for n in (p, b)]
+        planes = aten.constant_pad_nd.default(planes, widths)
+        ones, none = torch.ones([1, 1, *kernel], dtype=x.dtype), [0] * spatial
+        sums = aten.convolution.default(planes, ones, None, steps, none, [1] * spatial, False, none, 1)
+        for d, w in enumerate(counts):
+            sums = aten.slice.Tensor(sums, 2 + d, 0, w)
+        sums = sums.reshape([*x.shape[: x.dim() - spatial], *counts])
+        return sums / _divisors(sizes, counts, kernel, steps, pad, count_include_pad, divisor_override, x)
+
+    return forward
+
+
+def windows(size: int, kernel: int, step: int, pad: int, ceil_mode: bool) -> int:
+    """As eager counts them: the last one must begin within the input or the padding before it."""
+    free = size + 2 * pad - kernel
+    count = (-(-free // step) if ceil_mode else free // step) + 1
+    return count - 1 if ceil_mode and (count - 1) * step >= size + pad else count
+
+
+def _adaptive_average(spatial: int) -> Callable[..., Any]:
+    """Dimension by dimension a product with a constant matrix: each window's mean is the mean of means."""
+
+    def forward(x: torch.Tensor, output_size: Sequence[int]) -> torch.Tensor:
+        for d, wanted in enumerate(output_size):
+            x = _along(x, x.dim() - spatial + d, _windows_of(x.shape[x.dim() - spatial + d], wanted, x.dtype))
+        return x
+
+    return forward
+
+
+def _adaptive_average_backward(spatial: int) -> Callable[..., Any]:
+    def backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for d in range(x.dim() - spatial, x.dim()):
+            grad = _along(grad, d, _windows_of(x.shape[d], grad.shape[d], grad.dtype).transpose(0, 1))
+        return grad
+
+    return backward
+
+
+def _along(x: torch.Tensor, dim: int, matrix: torch.Tensor) -> torch.Tensor:
+    """``x`` with the elements along ``dim`` multiplied by ``matrix`` (old, new)."""
+    last = x.dim() - 1
+    order = [*(d for d in range(x.dim()) if d != dim), dim]
+    out = torch.matmul(x.permute(order), matrix)
+    back = [order.index(d) for d in range(last + 1)]
+    return out.permute(back)
+
+
+def _windows_of(size: Any, wanted: Any, dtype: torch.dtype) -> torch.Tensor:
+    """(size, wanted): the share of each element in each window of adaptive pooling."""
+    if not (isinstance(size, int) and isinstance(wanted, int)):
+        raise ExportError("adaptive pooling of images of dynamic size has no ONNX translation: make height and width static")
+    number, place = torch.arange(wanted, dtype=torch.float64), torch.arange(size, dtype=torch.float64).unsqueeze(1)
+    start, end = torch.floor(number * size / wanted), torch.ceil((number + 1) * size / wanted)
+    return ((place >= start) & (place < end)).to(dtype) / (end - start).to(dtype)
+
+
+def _padded_backward(spatial: int) -> Callable[..., Any]:
+    """Of padding by the outermost elements: what was copied is added up."""
+
+    def backward(grad: torch.Tensor, x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+        for i in range(spatial):
+            d = x.dim() - 1 - i
+            size, padded = x.shape[d], grad.shape[d]
+            if not (isinstance(size, int) and isinstance(padded, int)):
+                raise ExportError("the gradient of replication padding of a dynamic size has no ONNX translation: make that dimension static")
+            source = (torch.arange(padded) - padding[2 * i]).clamp(0, size - 1)
+            copies = (source.unsqueeze(1) == torch.arange(size).unsqueeze(0)).to(grad.dtype)
+            grad = _along(grad, d, copies)
+        return grad
+
+    return backward
+
+
+def _adaptive_maximum(spatial: int, operator: str) -> Callable[..., Any]:
+    """Windows of one size, side by side."""
+    plain = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[spatial]
+
+    def forward(x: torch.Tensor, output_size: Sequence[int]) -> Any:
+        sizes = x.shape[x.dim() - spatial :]
+        if not all(isinstance(n, int) for n in sizes) or any(n % w for n, w in zip(sizes, output_size, strict=True)):
+            raise ExportError.of(operator, f"{operator} with windows of several sizes has no ONNX translation: let output sizes divide input sizes")
+        kernel = [n // w for n, w in zip(sizes, output_size, strict=True)]
+        return plain(x, kernel, kernel)
+
+    return forward
+
+
+def _adaptive_maximum_backward(spatial: int) -> Callable[..., Any]:
+    def backward(grad: torch.Tensor, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return _max_backward(spatial)(grad, x, None, None, None, None, False, indices)
+
+    return backward
+
+
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "aten.max_pool2d_with_indices_backward.default": _max_backward(2),
     "aten.max_pool3d_with_indices_backward.default": _max_backward(3),
     "aten.avg_pool2d_backward.default": _average_backward(2, "aten.avg_pool2d_backward.default"),
     "aten.avg_pool3d_backward.default": _average_backward(3, "aten.avg_pool3d_backward.default"),
+    "aten.avg_pool2d.default": _average(2, "aten.avg_pool2d.default"),
+    "aten.avg_pool3d.default": _average(3, "aten.avg_pool3d.default"),
+    "aten._adaptive_avg_pool2d.default": _adaptive_average(2),
+    "aten._adaptive_avg_pool3d.default": _adaptive_average(3),
+    "aten._adaptive_avg_pool2d_backward.default": _adaptive_average_backward(2),
+    "aten._adaptive_avg_pool3d_backward.default": _adaptive_average_backward(3),
+    "aten.adaptive_max_pool2d.default": _adaptive_maximum(2, "aten.adaptive_max_pool2d.default"),
+    "aten.adaptive_max_pool3d.default": _adaptive_maximum(3, "aten.adaptive_max_pool3d.default"),
+    "aten.adaptive_max_pool2d_backward.default": _adaptive_maximum_backward(2),
+    "aten.adaptive_max_pool3d_backward.default": _adaptive_maximum_backward(3),
+    "aten.replication_pad1d_backward.default": _padded_backward(1),
+    "aten.replication_pad2d_backward.default": _padded_backward(2),
+    "aten.replication_pad3d_backward.default": _padded_backward(3),
 }

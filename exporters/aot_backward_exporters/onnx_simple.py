@@ -66,7 +66,101 @@ def _pad(x: torch.Tensor, pad: Sequence[Any], value: float = 0) -> Any:
     return x
 
 
+def _over_dims(operator: Any) -> Callable[..., Any]:
+    """``amax`` and ``amin``: over all dimensions where none is named; of a number that number."""
+
+    def reduced(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+        if x.dim() == 0:
+            return aten.clone.default(x)
+        return operator(x, list(range(x.dim())), keepdim) if len(dim) == 0 else NotImplemented
+
+    return reduced
+
+
+def _product(x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    if x.dim() == 0:
+        return aten.clone.default(x if dtype is None else x.to(dtype))
+    return NotImplemented
+
+
+def _products(x: torch.Tensor, dims: Sequence[int] | None, *, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    for d in sorted(range(x.dim()) if dims is None else [d % x.dim() for d in dims], reverse=True):
+        x = aten.prod.dim_int(x, d, False)
+    return x if output_dtype is None else x.to(output_dtype)
+
+
+def _product_of_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _products(x if dtype is None else x.to(dtype), None)
+
+
+def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
+    return aten.clone.default(x) if x.dim() == 0 else NotImplemented
+
+
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    return torch.where(torch.isfinite(x), 1.0, math.nan).to(x.dtype) if x.dim() == 0 else NotImplemented
+
+
+def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    return x - x if x.dim() == 0 else NotImplemented
+
+
+def _squeeze_one(x: torch.Tensor, dim: int) -> Any:
+    """ONNX's Squeeze takes nothing but dimensions of 1."""
+    if x.dim() == 0 or (isinstance(x.shape[dim], int) and x.shape[dim] != 1):
+        return aten.clone.default(x)
+    return NotImplemented
+
+
+def _top(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    return (aten.clone.default(x), torch.zeros([], dtype=torch.int64)) if x.dim() == 0 else NotImplemented
+
+
+def _signbit(x: torch.Tensor) -> torch.Tensor:
+    return x < 0 if not x.dtype.is_floating_point else torch.where(x == 0, torch.reciprocal(x) < 0, x < 0)
+
+
+def _hypot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Without squares that overflow."""
+    larger, smaller = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
+    ratio = smaller / torch.where(larger == 0, 1.0, larger)
+    return torch.where(torch.isinf(larger), larger, larger * torch.sqrt(1 + ratio * ratio))
+
+
+def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    return aten.scalar_tensor.default(value, dtype=dtype)
+
+
+def _trilinear(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int],
+    sumdim: Sequence[int], unroll_dim: int = 1,
+) -> torch.Tensor:  # fmt: skip
+    spread = []
+    for x, places in ((a, expand1), (b, expand2), (c, expand3)):
+        for d in places:
+            x = x.unsqueeze(d)
+        spread.append(x)
+    out = spread[0] * spread[1] * spread[2]
+    return aten.sum.dim_IntList(out, list(sumdim)) if sumdim else out
+
+
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
+    "aten.amax.default": _over_dims(aten.amax.default),
+    "aten.amin.default": _over_dims(aten.amin.default),
+    "aten.prod.dim_int": _product,
+    "aten.prod.default": _product_of_all,
+    "prims.prod.default": _products,
+    "aten.logsumexp.default": _logsumexp,
+    "aten._softmax.default": _softmax,
+    "aten._log_softmax.default": _log_softmax,
+    "aten.squeeze.dim": _squeeze_one,
+    "aten.topk.default": _top,
+    "prims.signbit.default": _signbit,
+    "aten.signbit.default": _signbit,
+    "prims.hypot.default": _hypot,
+    "aten.hypot.default": _hypot,
+    "prims.scalar_tensor.default": _scalar_tensor,
+    "aten._trilinear.default": _trilinear,
     "prims.fma.default": _fma,
     "prims.iota.default": _iota,
     "prims.rev.default": _rev,

@@ -12,6 +12,16 @@ from onnxscript import opset18 as op
 
 from aot_backward import torch_api
 
+from .onnx_pooling import windows
+
+_INEXACT = (
+    *("special_erfcx", "special_log_ndtr", "_linalg_det", "linalg_det"),
+    *("glu", "silu", "mish", "elu", "celu", "selu", "log_sigmoid_forward", "softplus", "log1p", "expm1"),
+)
+"""Operators of which torchlib's translation is off by more than rounding, or no valid graph. Those of the second line are decomposed
+(``onnx_precise.py``), the others refused."""
+
+
 def _numel(x: Any) -> Any:
     return op.Size(x)
 
@@ -30,8 +40,15 @@ def _max_pool(spatial: int) -> Callable[..., Any]:
         steps = (list(stride) * spatial if len(stride) == 1 else list(stride)) if stride else kernel
         alone = len(x.shape) == spatial + 1
         batch = op.Unsqueeze(x, op.Constant(value_ints=[0])) if alone else x
-        out, places = op.MaxPool(batch, ceil_mode=int(ceil_mode), dilations=spread, kernel_shape=kernel, pads=[*pads, *pads], strides=steps)
         sizes = list(x.shape)[len(x.shape) - spatial :]
+        behind = list(pads)
+        if ceil_mode:  # ONNX would count windows that begin behind the input, which eager does not
+            if not all(isinstance(n, int) for n in sizes):
+                raise ValueError("ceil_mode and images of dynamic size; make height and width static")
+            reach = [d * (k - 1) + 1 for k, d in zip(kernel, spread, strict=True)]
+            counts = [windows(n, r, s, p, True) for n, r, s, p in zip(sizes, reach, steps, pads, strict=True)]
+            behind = [max((c - 1) * s + r - n - p, 0) for c, s, r, n, p in zip(counts, steps, reach, sizes, pads, strict=True)]
+        out, places = op.MaxPool(batch, dilations=spread, kernel_shape=kernel, pads=[*pads, *behind], strides=steps)
         if all(isinstance(n, int) for n in sizes):
             image = op.Constant(value_int=math.prod(sizes))
         else:
@@ -54,6 +71,9 @@ def registry() -> Any:
     """torchlib's translations with ours before them, for opset 18."""
     out = torch_api.ONNXRegistry.from_torchlib()
     aten = torch.ops.aten
+    for name in [n for n in out.functions if isinstance(n, str) and n.startswith("aten::")]:
+        if name.partition("::")[2].partition(".")[0] in _INEXACT:
+            del out.functions[name]
     out.register_op(operator.floordiv, _floordiv)
     out.register_op(aten.sym_numel.default, _numel)
     out.register_op(aten.max_pool2d_with_indices.default, _max_pool(2))

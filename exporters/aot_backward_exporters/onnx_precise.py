@@ -1,0 +1,57 @@
+"""Functions that onnxruntime's float32 kernels compute with an error of several roundings, where a result near zero or near a limit has few right
+digits: written with float64 in between, or with what cancels left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _in_float64(operator: Any) -> Callable[..., Any]:
+    def wide(x: torch.Tensor) -> Any:
+        return operator(x.to(torch.float64)).to(x.dtype) if x.dtype in _LOW else NotImplemented
+
+    return wide
+
+
+def _log1p(x: torch.Tensor) -> torch.Tensor:
+    """What is rounded off 1 + x is made good (Kahan; HP-15C Advanced Functions Handbook, 1982, "Accuracy of Numerical Calculations")."""
+    wide = x.to(torch.float64)
+    u = 1 + wide
+    off = u - 1
+    exact = (off == 0) | torch.isinf(u)
+    return torch.where(exact, torch.where(off == 0, wide, u), torch.log(u) * (wide / torch.where(exact, 1.0, off))).to(_real(x))
+
+
+def _expm1(x: torch.Tensor) -> torch.Tensor:
+    """Likewise."""
+    wide = x.to(torch.float64)
+    u = torch.exp(wide)
+    off, log = u - 1, torch.log(u)
+    plain = torch.isinf(u) | (off == -1)
+    small = off == 0
+    return torch.where(small, wide, torch.where(plain, off, off * wide / torch.where(plain | small, 1.0, log))).to(_real(x))
+
+
+def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    scaled = x.to(torch.float64) * beta
+    soft = torch.log1p(torch.exp(torch.where(scaled > threshold, 0.0, scaled))) / beta
+    return torch.where(scaled > threshold, x.to(torch.float64), soft).to(x.dtype)
+
+
+def _real(x: torch.Tensor) -> torch.dtype:
+    return x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+
+
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
+    "aten.sigmoid.default": _in_float64(aten.sigmoid.default),
+    "aten.tanh.default": _in_float64(aten.tanh.default),
+    "aten.log1p.default": _log1p,
+    "aten.expm1.default": _expm1,
+    "aten.softplus.default": _softplus,
+}
