@@ -48,6 +48,10 @@ ALLOWED = {
         *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepping", "aot_backward.selfcheck"),
         *("aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
     ),
+    "aot_backward.onnx": (
+        *(*LIBRARY, "aot_backward.build", "aot_backward.capture", "aot_backward.entries", "aot_backward.export", "aot_backward.graphcheck"),
+        "aot_backward_exporters",
+    ),
     "aot_backward.export": (
         *LIBRARY,
         "aot_backward.build",
@@ -72,16 +76,23 @@ ALLOWED = {
     "aot_backward.report": ("aot_backward_runtime", "aot_backward.program", "aot_backward_exporters.portable"),
     "aot_backward.cli": (
         *("aot_backward_runtime", "aot_backward.program", "aot_backward.export", "aot_backward.verify"),
-        *("aot_backward.record", "aot_backward.rebuild", "aot_backward.replaying", "aot_backward.misses", "aot_backward.signing"),
+        *(
+            "aot_backward.record",
+            "aot_backward.rebuild",
+            "aot_backward.replaying",
+            "aot_backward.misses",
+            "aot_backward.signing",
+            "aot_backward.onnx",
+        ),
         *("aot_backward.once", "aot_backward.training", "aot_backward.tensor_file", "aot_backward.diagnosis", "aot_backward.report"),
     ),
 }
 OUTSIDE = {
     # what may be imported that is neither the standard library's nor torch
     "aot_backward_runtime": set(),
-    "aot_backward_exporters": {"sympy"},
+    "aot_backward_exporters": {"sympy", "numpy", "ml_dtypes", "onnx", "onnx_ir", "onnxscript"},
     "aot_backward_exporters.cuda_cross": {"triton"},  # where it is asked for
-    "aot_backward": {"click", "rich", "safetensors", "sympy"},
+    "aot_backward": {"click", "rich", "safetensors", "sympy", "onnx", "onnxruntime"},
     "aot_backward_runtime.signing_library": {"cryptography", "model_signing"},  # behind the extra "sign"
 }
 PRIVATE_ALLOWED = {"torch.utils._pytree"}  # torch has no public name for it, and never has had

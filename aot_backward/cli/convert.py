@@ -25,7 +25,14 @@ external_data_option = click.option(
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="IN.pt2")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.onnx", help="The file to write; those beside it are named after it.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="OUT.onnx",
+    help="The file to write; those beside it are named after it.",
+)
 @click.option("--entry", metavar="NAME", help="Only this entry; by default all.")
 @click.option("--variant", type=int, metavar="N", help="Only the variant of this number, counted from 0; by default all.")
 @external_data_option
@@ -34,8 +41,8 @@ external_data_option = click.option(
 def convert(package: Path, output: Path, entry: str | None, variant: int | None, external_data: bool | None, as_json: bool) -> None:
     """Write the gradients in IN.pt2 as ONNX graphs, which onnxruntime runs. The model's source is not needed.
 
-    A module becomes OUT.forward.onnx and OUT.backward.onnx, a gradient function or a training step OUT.onnx. Each graph is compared with PyTorch's own
-    operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
+    A module becomes OUT.forward.onnx and OUT.backward.onnx, a gradient function or a training step OUT.onnx. Each graph is compared with PyTorch's
+    own operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
     """
     from ..onnx.convert import convert as convert_package
 

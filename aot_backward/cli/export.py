@@ -35,7 +35,9 @@ class Program(click.ParamType):
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("program", type=Program(), metavar="FILE.py:NAME")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT", help="OUT.pt2 or OUT.onnx: what to write, whole or not at all.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT", help="OUT.pt2 or OUT.onnx: what to write, whole or not at all."
+)
 @click.option(
     "--target",
     default="cpu",

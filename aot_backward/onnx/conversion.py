@@ -46,7 +46,9 @@ def require() -> None:
     """:class:`ExportError` where what writes ONNX is not installed."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ExportError(f"ONNX graphs need {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install 'aot-backward[onnx]'")
+        raise ExportError(
+            f"ONNX graphs need {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install 'aot-backward[onnx]'"
+        )
 
 
 class Conversion:
@@ -129,8 +131,6 @@ class Conversion:
         data = writing.write({self.paths[n]: t for n, t in self.translated.items()}, self.path.with_name(f"{self.path.name}.data"), external)
         self.say("write", 1, 1)
         return [
-            OnnxFile(
-                self.paths[n], p.entry, p.variant, p.role, len(self.translated[n].model.graph.node), OPSET, data, compared[p.entry, p.variant]
-            )
+            OnnxFile(self.paths[n], p.entry, p.variant, p.role, len(self.translated[n].model.graph.node), OPSET, data, compared[p.entry, p.variant])
             for n, p in self.parts.items()
         ]

@@ -37,7 +37,7 @@ def convert(
     """Writes the gradients in the package ``source`` as ONNX graphs to ``path``, and beside it, as :func:`aot_backward.export_onnx` does.
 
     ``entry``, ``variant``: only that one. Each graph is compared with what is stored in the package and with PyTorch's operators. Raises
-    :class:`PackageError` where ``source`` is no whole package, and :class:`ExportError` where it has no graphs as data, or one that has no translation.
+    :class:`PackageError` where ``source`` is no whole package, :class:`ExportError` where it has no graphs as data, or one has no translation.
     """
     require()
     say = progress or (lambda *_: None)
@@ -50,7 +50,9 @@ def convert(
         raise ExportError(f"{source} has no entry {entry!r}; it has: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}")
     chosen = {n: e for n, e in manifest.entries.items() if entry in (None, n)}
     if recorded := [n for n, e in chosen.items() if e.kind == "replay"]:
-        raise ExportError(f"the entry {recorded[0]!r} holds recorded passes, which are part of a script and no program of their own: name another, --entry")
+        raise ExportError(
+            f"the entry {recorded[0]!r} holds recorded passes, which are part of a script and no program of their own: name another, --entry"
+        )
     weights = filled(archive) | load_weights(archive)
     graphs: dict[str, Graph] = {}
     for one in chosen.values():

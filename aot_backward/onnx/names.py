@@ -79,7 +79,7 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
         for name, source, spec in zip(named, plan.outputs, variant.outputs, strict=True):
             if not source.startswith("result:") and spec.requires_grad and role == "forward":
                 raise ExportError(
-                    f"{name} is an input or a parameter as it is, and its incoming gradient would have to go around the graph: return a copy (.clone())"
+                    f"{name} is an input or a parameter as it is, and its incoming gradient would go around the graph: return a copy (.clone())"
                 )
         found = [(n, _source(source, plan, by_name)) for n, source in zip(named, plan.outputs, strict=True)]
         outputs += [(n, source) for n, source in found if source]
@@ -97,7 +97,9 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
                 outputs.append((output, f"result:{last}"))
         outputs.append((f"updated.{numbers[1].name}", "first:finite" if entry.step.finite else "first:"))
     if len(set(inputs)) != len(inputs) or len({n for n, _ in outputs}) != len(outputs):
-        raise ExportError(f"two inputs or two outputs would have one name: {sorted([*inputs, *(n for n, _ in outputs)])}; rename an argument or a result")
+        raise ExportError(
+            f"two inputs or two outputs would have one name: {sorted([*inputs, *(n for n, _ in outputs)])}; rename an argument or a result"
+        )
     return Names(tuple(inputs), constants, tuple(outputs), vector, numbers, symbols)
 
 
@@ -148,7 +150,11 @@ def _leaves(tree: Tree, path: str) -> Iterator[tuple[int, str]]:
 
 
 def _numbers(step: StepSpec) -> tuple[Number, ...]:
-    return (Number("optimizer.accumulate", 0.0), Number("optimizer.first", float(step.fresh)), *(Number(number_name(n), n.value) for n in step.numbers))
+    return (
+        Number("optimizer.accumulate", 0.0),
+        Number("optimizer.first", float(step.fresh)),
+        *(Number(number_name(n), n.value) for n in step.numbers),
+    )
 
 
 def number_name(number: NumberSpec) -> str:

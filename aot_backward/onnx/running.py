@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -63,7 +64,8 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
 
 def _tensor(value: Any) -> torch.Tensor:
     if value.data_type() == "tensor(bfloat16)":  # NumPy has no such numbers
-        return torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack()).clone()
+        held = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
+        return torch.frombuffer(held, dtype=torch.bfloat16).reshape(value.shape()) if held else torch.empty(value.shape(), dtype=torch.bfloat16)
     return tensor_of(value.numpy())
 
 

@@ -121,7 +121,7 @@ def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translat
     numbers = [names.numbers[i] for i in lowered.numbers]
     values = {name: tensor.detach() for name, (_, tensor) in zip(constants, weights, strict=True)}
     values |= {n.name: torch.tensor(n.value, dtype=torch.float64) for n in numbers}
-    inputs = {n: s for n, s in zip(names.inputs, graph.inputs, strict=True)} | {n: _spec(t) for n, t in values.items()}
+    inputs = dict(zip(names.inputs, graph.inputs, strict=True)) | {n: _spec(t) for n, t in values.items()}
     outputs = [o for o in names.outputs if not o[1].startswith("first:") or o[0].removeprefix("updated.") in inputs]
     outputs += [(name, f"result:{len(graph.outputs) + i}") for i, name in enumerate(updated.values())]
     _name_ends(model, list(inputs), outputs, names)
@@ -194,7 +194,9 @@ def _refused(lowered: Lowered, error: Exception) -> ExportError:
         cause = cause.__cause__
     first = (str(cause).splitlines() or [type(cause).__name__])[0]
     target = node.target if node is not None else "the graph"
-    return ExportError.of(target, f"{target} as it is called here has no ONNX translation ({type(cause).__name__}: {first}): leave this part to eager")
+    return ExportError.of(
+        target, f"{target} as it is called here has no ONNX translation ({type(cause).__name__}: {first}): leave this part to eager"
+    )
 
 
 def _name_ends(model: Any, inputs: Sequence[str], outputs: Sequence[tuple[str, str]], names: Names) -> None:
@@ -237,9 +239,7 @@ def _not_first(model: Any, name: str, first: Any, finite: Any) -> Any:
     return value
 
 
-def _describe(
-    model: Any, inputs: Mapping[str, TensorSpec], outputs: Sequence[tuple[str, str]], results: Sequence[TensorSpec], names: Names
-) -> None:
+def _describe(model: Any, inputs: Mapping[str, TensorSpec], outputs: Sequence[tuple[str, str]], results: Sequence[TensorSpec], names: Names) -> None:
     """Types and shapes of the ends as the capture knows them; those in between are for shape inference to find."""
     for value in _values(model):
         value.shape = None

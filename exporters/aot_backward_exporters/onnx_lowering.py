@@ -165,7 +165,9 @@ class _Again(torch.fx.Interpreter):
             self.updated[self.alike[str(target.target)]] = self.env[target] = value
             return value
         out = super().run_node(n)
-        if n.op == "call_function" and isinstance(out, (tuple, list)):  # eager's kernels may leave out what they do not need themselves (of embedding bags)
+        if n.op == "call_function" and isinstance(
+            out, (tuple, list)
+        ):  # eager's kernels may leave out what they do not need themselves (of embedding bags)
             left_out = [isinstance(v, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in v.shape) for v in n.meta["val"]]
             return type(out)(v[:0] if gone and v.shape[0] != 0 else v for v, gone in zip(out, left_out, strict=True))
         return out
@@ -195,7 +197,8 @@ def _refuse(graph: Graph) -> None:
         if node.op == "get_attr" and isinstance(getattr(graph.module, str(node.target), None), torch.nn.Module):
             user = next(iter(node.users))
             raise ExportError.of(
-                user.target, f"{user.target} has no ONNX translation: control flow that depends on data stays with eager; use torch.where instead of it"
+                user.target,
+                f"{user.target} has no ONNX translation: control flow that depends on data stays with eager; use torch.where instead of it",
             )
         if _draws(node):
             raise ExportError.of(
@@ -208,10 +211,13 @@ def _refuse(graph: Graph) -> None:
             if isinstance(value, torch.Tensor) and value.dtype in _NO_TYPE:
                 what = node.target if node.op == "call_function" else "an input or parameter"
                 raise ExportError.of(
-                    what, f"{what} is {str(value.dtype).removeprefix('torch.')}, and ONNX has no complex numbers: compute with real and imaginary parts"
+                    what,
+                    f"{what} is {str(value.dtype).removeprefix('torch.')}, and ONNX has no complex numbers: compute with real and imaginary parts",
                 )
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                raise ExportError(f"{graph.name}: ONNX graphs are made from programs on the CPU, and this one is on {value.device}; move it there first")
+                raise ExportError(
+                    f"{graph.name}: ONNX graphs are made from programs on the CPU, and this one is on {value.device}; move it there first"
+                )
 
 
 def _draws(node: Node) -> bool:

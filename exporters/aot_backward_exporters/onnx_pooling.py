@@ -107,7 +107,9 @@ def _average(spatial: int, operator: str) -> Callable[..., Any]:
             return NotImplemented
         sizes = list(x.shape[x.dim() - spatial :])
         if not all(isinstance(n, int) for n in sizes):
-            raise ExportError.of(operator, f"{operator} of images of dynamic size has no ONNX translation as it is called here: make height and width static")
+            raise ExportError.of(
+                operator, f"{operator} of images of dynamic size has no ONNX translation as it is called here: make height and width static"
+            )
         counts = [windows(n, k, s, p, ceil_mode) for n, k, s, p in zip(sizes, kernel, steps, pad, strict=True)]
         behind = [max((w - 1) * s + k - n - p, 0) for w, s, k, n, p in zip(counts, steps, kernel, sizes, pad, strict=True)]
         planes = x.reshape([-1, 1, *sizes])

@@ -27,15 +27,19 @@ def _without_waiting(module: GraphModule) -> None:
     """Takes out a False that is known only when certain tensors are: it holds back native code that updates in place (``number_vector.py``)."""
     false: set[Node] = set()
     for node in list(module.graph.nodes):
-        if node.target is aten.logical_and.default and any(
-            isinstance(b, Node) and b.target is aten.logical_not.default and b.args[0] is a for a, b in (node.args, node.args[::-1])
-        ):
-            false.add(node)
-        elif node.target is aten.logical_or.default and false.issuperset(node.args):
+        if _is_never(node) or (node.target is aten.logical_or.default and false.issuperset(node.args)):
             false.add(node)
         elif node.target is aten.where.self and node.args[0] in false:
             node.replace_all_uses_with(node.args[2])
             module.graph.erase_node(node)
+
+
+def _is_never(node: Node) -> bool:
+    """``a and not a``."""
+    if node.target is not aten.logical_and.default:
+        return False
+    pairs = (node.args, node.args[::-1])
+    return any(isinstance(b, Node) and b.target is aten.logical_not.default and b.args[0] is a for a, b in pairs)
 
 
 def _numbers_as_tensors(module: GraphModule) -> None:

@@ -1,4 +1,4 @@
-"""Decompositions of element-wise operators, views and statistics for which PyTorch has no ONNX translation of its own, into operators that have one."""
+"""Decompositions of element-wise operators, views and statistics for which PyTorch has no ONNX translation of its own."""
 
 from __future__ import annotations
 
@@ -117,7 +117,22 @@ def _top(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: b
 
 
 def _signbit(x: torch.Tensor) -> torch.Tensor:
-    return x < 0 if not x.dtype.is_floating_point else torch.where(x == 0, torch.reciprocal(x) < 0, x < 0)
+    return (x < 0) | ((x == 0) & (torch.reciprocal(x) < 0)) if x.dtype.is_floating_point else x < 0
+
+
+def _where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+    """onnxruntime chooses between numbers only."""
+    return (condition & a) | (~condition & b) if a.dtype is b.dtype is torch.bool else NotImplemented
+
+
+def _extreme(operator: Any) -> Callable[..., Any]:
+    def of_truths(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+        if x.dtype is not torch.bool:
+            return NotImplemented
+        values, places = operator(x.to(torch.int32), dim, keepdim)
+        return values.to(torch.bool), places
+
+    return of_truths
 
 
 def _hypot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -154,6 +169,9 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "aten._softmax.default": _softmax,
     "aten._log_softmax.default": _log_softmax,
     "aten.squeeze.dim": _squeeze_one,
+    "aten.where.self": _where,
+    "aten.max.dim": _extreme(aten.max.dim),
+    "aten.min.dim": _extreme(aten.min.dim),
     "aten.topk.default": _top,
     "prims.signbit.default": _signbit,
     "aten.signbit.default": _signbit,

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from onnxscript import opset18 as op
+from onnxscript import opset18
 
 from aot_backward import torch_api
 
 from .onnx_pooling import windows
+
+op: Any = opset18
 
 _INEXACT = (
     *("special_erfcx", "special_log_ndtr", "_linalg_det", "linalg_det"),
