@@ -121,7 +121,7 @@ def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translat
     numbers = [names.numbers[i] for i in lowered.numbers]
     values = {name: tensor.detach() for name, (_, tensor) in zip(constants, weights, strict=True)}
     values |= {n.name: torch.tensor(n.value, dtype=torch.float64) for n in numbers}
-    inputs = dict(zip(names.inputs, graph.inputs, strict=True)) | {n: _spec(t) for n, t in values.items()}
+    inputs = {names.inputs[i]: graph.inputs[i] for i in lowered.inputs} | {n: _spec(t) for n, t in values.items()}
     outputs = [o for o in names.outputs if not o[1].startswith("first:") or o[0].removeprefix("updated.") in inputs]
     outputs += [(name, f"result:{len(graph.outputs) + i}") for i, name in enumerate(updated.values())]
     _name_ends(model, list(inputs), outputs, names)

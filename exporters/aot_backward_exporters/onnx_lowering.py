@@ -47,10 +47,12 @@ class Lowered:
     """``module``: placeholders are the graph's inputs, then ``constants``, then one float64 scalar for each element of ``vector`` that is read.
 
     Its results are the graph's, then the new values of ``updated``. ``constants`` and ``updated`` are attributes, as in ``Graph.constants``.
-    ``numbers``: the places in the vector of those scalars.
+    ``inputs``: which of the graph's inputs are left: a size that another one shows needs no tensor to carry it. ``numbers``: the places in the vector
+    of the scalars.
     """
 
     module: GraphModule
+    inputs: tuple[int, ...]
     constants: tuple[str, ...]
     updated: tuple[str, ...]
     numbers: tuple[int, ...]
@@ -70,11 +72,12 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
     length = graph.constants[vector][1].shape[0] if vector else 0
     fake_mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False, shape_env=torch_api.ShapeEnv())
     symbols = _symbols(graph.inputs, fake_mode.shape_env)
+    carried = _carried(graph.inputs)
     with fake_mode:
-        inputs = [_fake(spec, symbols) for spec in graph.inputs]
+        inputs = [_fake(spec, symbols) for i, spec in enumerate(graph.inputs) if i not in carried]
         held = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for _, t in (graph.constants[a] for a in constants)]
         scalars = [torch.empty((), dtype=torch.float64) for _ in range(length)]
-    again = _Again(graph.module, constants, alike, vector)
+    again = _Again(graph, carried, constants, alike, vector)
     table = _decompositions(known)
     with (
         fake_mode,
@@ -94,7 +97,7 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
     torch_api.InsertTypePromotion(flat).run()
     widen(flat)
     used = _without_unused(flat, len(inputs) + len(constants), length)
-    return Lowered(flat, constants, tuple(again.updated), used)
+    return Lowered(flat, tuple(i for i in range(len(graph.inputs)) if i not in carried), constants, tuple(again.updated), used)
 
 
 def _traced(again: _Again, table: Mapping[Any, Any], inputs: Any, held: Any, scalars: Any) -> GraphModule:
@@ -124,6 +127,19 @@ def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.Sy
     return out
 
 
+def _carried(inputs: Sequence[TensorSpec]) -> dict[int, dict[str, tuple[int, int]]]:
+    """The empty inputs that only carry a size, where other inputs tell it: which input and dimension shows each of its symbols."""
+    shown: dict[str, tuple[int, int]] = {}
+    carriers = [i for i, spec in enumerate(inputs) if spec.name.startswith("size ") and len(spec.shape) == 2 and spec.shape[1] == 0]
+    for i, spec in enumerate(inputs):
+        if i not in carriers:
+            for d, size in enumerate(spec.shape):
+                if isinstance(size, str) and size.isidentifier():
+                    shown.setdefault(size, (i, d))
+    needed = {i: symbols_of(inputs[i].shape[0]) for i in carriers}
+    return {i: {name: shown[name] for name in names} for i, names in needed.items() if names <= shown.keys()}
+
+
 def _fake(spec: TensorSpec, symbols: Mapping[str, torch.SymInt]) -> torch.Tensor:
     shape, stride = ([evaluate(size, symbols) for size in sizes] for sizes in (spec.shape, spec.stride))  # type: ignore[arg-type]
     return torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype))
@@ -132,8 +148,9 @@ def _fake(spec: TensorSpec, symbols: Mapping[str, torch.SymInt]) -> torch.Tensor
 class _Again(torch.fx.Interpreter):
     """Runs a graph for :func:`make_fx`, with tensors that are passed in for its constants, and without changing any in place."""
 
-    def __init__(self, module: GraphModule, constants: Sequence[str], alike: Mapping[str, str], vector: str):
-        super().__init__(module, garbage_collect_values=False)
+    def __init__(self, graph: Graph, carried: Mapping[int, Mapping[str, tuple[int, int]]], constants: Sequence[str], alike: Mapping[str, str], vector: str):
+        super().__init__(graph.module, garbage_collect_values=False)
+        self.specs, self.carried = graph.inputs, carried
         self.constants, self.alike, self.vector = constants, alike, vector
         self.held: dict[str, torch.Tensor] = {}
         self.scalars: list[torch.Tensor] = []
@@ -142,7 +159,12 @@ class _Again(torch.fx.Interpreter):
 
     def traced(self, inputs: list[torch.Tensor], held: list[torch.Tensor], scalars: list[torch.Tensor]) -> list[torch.Tensor]:
         self.held, self.scalars, self.updated = dict(zip(self.constants, held, strict=True)), scalars, {}
-        results = super().run(*inputs, enable_io_processing=False)
+        given = iter(inputs)
+        every = [None if i in self.carried else next(given) for i in range(len(self.specs))]
+        for i, shown in self.carried.items():
+            sizes = {name: every[j].shape[d] for name, (j, d) in shown.items()}  # type: ignore[union-attr]
+            every[i] = torch.empty([evaluate(self.specs[i].shape[0], sizes), 0])
+        results = super().run(*every, enable_io_processing=False)
         return [*results, *self.updated.values()]
 
     def run_node(self, n: Node) -> Any:

@@ -1,0 +1,49 @@
+"""ONNX files that tests share, and how somebody runs them who has onnxruntime and NumPy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+
+
+class Session:
+    """One ONNX file. ``inputs``: names of all, also of those that have a default."""
+
+    def __init__(self, path: Path):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 4
+        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.required = {i.name: i for i in self.session.get_inputs()}
+        self.defaults = {i.name: i for i in self.session.get_overridable_initializers()}
+        self.outputs = {o.name: o for o in self.session.get_outputs()}
+
+    def __call__(self, feeds: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Of ``feeds`` what it has inputs for."""
+        given = {n: array(v) for n, v in feeds.items() if n in self.required or n in self.defaults}
+        names = list(self.outputs)
+        return dict(zip(names, self.session.run(names, given), strict=True))
+
+
+def array(value: Any) -> np.ndarray:
+    return value.detach().contiguous().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def gradients(folder: Path, name: str, feeds: Mapping[str, Any], incoming: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """What ``NAME.forward.onnx`` and ``NAME.backward.onnx`` give together."""
+    results = Session(folder / f"{name}.forward.onnx")(feeds)
+    return results | Session(folder / f"{name}.backward.onnx")({**feeds, **results, **incoming})
+
+
+def train(path: Path, steps: int, feeds: Mapping[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The losses of a few steps from the stored state, and the state after them."""
+    step, state, losses = Session(path), dict[str, np.ndarray](), []
+    for _ in range(steps):
+        results = step({**feeds, **state})
+        state = {n.removeprefix("updated."): v for n, v in results.items() if n.startswith("updated.")}
+        losses.append(float(results["loss"]))
+    return losses, state
