@@ -22,11 +22,18 @@ class Session:
         self.defaults = {i.name: i for i in self.session.get_overridable_initializers()}
         self.outputs = {o.name: o for o in self.session.get_outputs()}
 
-    def __call__(self, feeds: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def __call__(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Of ``feeds`` what it has inputs for."""
-        given = {n: array(v) for n, v in feeds.items() if n in self.required or n in self.defaults}
+        given = {n: _value(v) for n, v in feeds.items() if n in self.required or n in self.defaults}
         names = list(self.outputs)
-        return dict(zip(names, self.session.run(names, given), strict=True))
+        found = zip(names, self.session.run_with_ort_values(names, given), strict=True)
+        return {n: v if v.data_type() == "tensor(bfloat16)" else v.numpy() for n, v in found}  # NumPy has no such numbers: only to be handed on
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, onnxruntime.OrtValue):
+        return value
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array(value))
 
 
 def array(value: Any) -> np.ndarray:

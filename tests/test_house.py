@@ -50,7 +50,7 @@ ALLOWED = {
     ),
     "aot_backward.onnx": (
         *(*LIBRARY, "aot_backward.build", "aot_backward.capture", "aot_backward.entries", "aot_backward.export", "aot_backward.graphcheck"),
-        "aot_backward_exporters",
+        *("aot_backward_exporters", "aot_backward.verify"),
     ),
     "aot_backward.export": (
         *LIBRARY,

@@ -118,7 +118,7 @@ def test_names_of_inputs_outputs_and_dimensions(files: Path) -> None:
     assert _ends(forward.graph.input) == {
         "batch.x": ["rows", 4], "batch.weight": ["rows", 1], "layer.weight": [3, 4], "layer.bias": [3],
     }  # fmt: skip
-    assert [i.name for i in forward.graph.initializer][:2] == ["layer.weight", "layer.bias"]  # defaults that a caller may replace
+    assert {"layer.weight", "layer.bias"} <= {i.name for i in forward.graph.initializer}  # defaults that a caller may replace
     outputs = _ends(forward.graph.output)
     assert outputs.pop("out") == ["rows", 3] and outputs.pop("largest") == ["rows"]
     assert all(n.startswith("saved.") for n in outputs)
@@ -159,7 +159,7 @@ def test_the_checker_finds_every_graph_whole(files: Path) -> None:
 
 def net() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def stepping(optimizer: torch.optim.Optimizer, module: nn.Module, **options: Any) -> ab.Step:
@@ -169,7 +169,7 @@ def stepping(optimizer: torch.optim.Optimizer, module: nn.Module, **options: Any
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=1e-3),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
 }
@@ -192,13 +192,12 @@ def test_ten_steps_equal_eagers(name: str, tmp_path: Path) -> None:
         value.backward()
         optimizer.step()
     for key, tensor in module.state_dict().items():
-        if key != "0.bias":  # before a BatchNorm: its true gradient is zero, and Adam makes whole steps of the noise
-            torch.testing.assert_close(torch.from_numpy(state[key]), tensor, rtol=2e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(torch.from_numpy(state[key]), tensor, rtol=2e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
     names = {id(p): n for n, p in module.named_parameters()}
     for parameter, slots in optimizer.state.items():
         for key, tensor in slots.items():
             found = state.get(f"optimizer.{key}.{names[id(parameter)]}")
-            if isinstance(tensor, torch.Tensor) and found is not None and names[id(parameter)] != "0.bias":
+            if isinstance(tensor, torch.Tensor) and found is not None:
                 torch.testing.assert_close(torch.from_numpy(found), tensor, rtol=2e-3, atol=1e-5)
     step = Session(path)
     assert step.defaults["optimizer.0.lr"].type == "tensor(double)" and {"input", "target"} == set(step.required)
@@ -289,7 +288,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "prims.lgamma.default": (torch.lgamma, "has no ONNX translation"),
     "aten.median.default": (torch.median, "has no ONNX translation"),
     "aten._fft_r2c.default": (lambda x: torch.fft.rfft(x).abs(), "complex64, and ONNX has no complex numbers"),
-    "aten.special_erfcx.default": (torch.special.erfcx, "has no ONNX translation"),
+    "prims.erfcx.default": (torch.special.erfcx, "has no ONNX translation"),
 }
 
 
@@ -309,7 +308,7 @@ def test_other_refusals_name_what_to_do(tmp_path: Path) -> None:
     for entries, words in (
         ({"m": twice}, "order=2"),
         ({"m": ab.Module(Calls(lambda x: (x, x * 2)), [ab.Variant((x,))])}, "return a copy"),
-        ({"m": ab.Module(Calls(lambda x: x.detach()), [ab.Variant((x,))])}, "no graph to write"),
+        ({"m": ab.Module(Calls(lambda x: x), [ab.Variant((x.detach(),))])}, "no graph to write"),
     ):
         with pytest.raises(ab.ExportError, match=words):
             ab.export_onnx(tmp_path / "x.onnx", entries)
