@@ -30,7 +30,7 @@ test-slow: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python -m tests.benchmarks
 
-# Half an hour on two cores. `make coverage MINUTES=20` runs a piece of it; the next call goes on where that one ended. WAY=record: as recorded passes.
+# Half an hour on two cores. `make coverage MINUTES=20` runs a piece of it; the next call goes on where that one ended. WAY=record: as recorded passes, WAY=onnx: as ONNX graphs.
 coverage: $(STAMP)
 	@$(BIN)/python -m tests.coverage --minutes $(or $(MINUTES),100) --way $(or $(WAY),export) --docs docs/coverage$(WAY:%=-%)
 

@@ -99,11 +99,11 @@ def test_an_unknown_operator_is_named() -> None:
     assert done.returncode == 2 and "no operator 'speed' in faults" in done.stderr
 
 
-@pytest.mark.parametrize("page", ["coverage", "coverage-record"])
-def test_the_figures_in_the_docs(page: str) -> None:
+@pytest.mark.parametrize(("page", "least"), [("coverage", (95, 95)), ("coverage-record", (95, 95)), ("coverage-onnx", (70, 90))])
+def test_the_figures_in_the_docs(page: str, least: tuple[int, int]) -> None:
     """All was run, nothing is wrong or crashed, and the page says what the JSON does."""
     found = json.loads((ROOT / "docs" / f"{page}.json").read_text())
     for name, d in found["databases"].items():
         assert d["run"] == d["operators"] and d["wrong"] == d["crashed"] == 0, name
-        assert d["pass_percent"] >= 95 or name not in ("op_db", "module_db")
+        assert d["pass_percent"] >= dict(zip(("op_db", "module_db"), least, strict=True)).get(name, 0)
     assert report.page(found) == (ROOT / "docs" / f"{page}.md").read_text()

@@ -32,7 +32,10 @@ def run(argv: list[str], folder: Path) -> None:
     assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/replay.md", "docs/training.md", "docs/rebuild.md", "docs/signatures.md"])
+PAGES = ("README.md", "docs/usage.md", "docs/replay.md", "docs/training.md", "docs/rebuild.md", "docs/signatures.md", "docs/onnx.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_program_of_a_page_works(page: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for kind, file, text in blocks(ROOT / page):

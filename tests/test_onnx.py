@@ -386,3 +386,19 @@ def test_without_onnx_the_error_says_how_to_get_it(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "error: ONNX graphs need onnx and onnxscript, which are not installed: pip install 'aot-backward[onnx]'\n"
+
+
+class Integers(nn.Module):
+    def forward(self, i: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        floor, cut = torch.div(i, 7, rounding_mode="floor"), torch.div(i, 7, rounding_mode="trunc")
+        return x.square().sum(), floor, cut, i // 5, i % 7, torch.div(x, 0.1, rounding_mode="floor"), torch.remainder(x, 0.3), torch.isinf(x * 1e300)
+
+
+def test_large_integers_and_float64_keep_every_digit(tmp_path: Path) -> None:
+    """torchlib divides integers in float32, and rounds Python's numbers to it."""
+    i = torch.tensor([-(2**40) - 3, 2**40 + 5, -1, 0, 17, -17, 2**60 + 1])
+    x = torch.tensor([1.0, -1.0, 0.3, 7.7, -1e20], dtype=torch.float64, requires_grad=True)
+    ab.export_onnx(tmp_path / "i.onnx", {"m": ab.Module(Integers(), [ab.Variant((i, x))])})
+    found = Session(tmp_path / "i.forward.onnx")({"i": i, "x": x})
+    for n, wanted in enumerate(Integers()(i, x)[1:], start=1):
+        np.testing.assert_array_equal(found[f"output.{n}"], wanted.detach().numpy(), err_msg=str(n))

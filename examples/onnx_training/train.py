@@ -1,6 +1,6 @@
 """Handwritten digits trained by onnxruntime, second half: no torch in the process.
 
-    python examples/onnx_training/train.py digits.onnx
+python examples/onnx_training/train.py digits.onnx
 """
 
 import sys

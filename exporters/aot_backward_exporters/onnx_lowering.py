@@ -148,7 +148,9 @@ def _fake(spec: TensorSpec, symbols: Mapping[str, torch.SymInt]) -> torch.Tensor
 class _Again(torch.fx.Interpreter):
     """Runs a graph for :func:`make_fx`, with tensors that are passed in for its constants, and without changing any in place."""
 
-    def __init__(self, graph: Graph, carried: Mapping[int, Mapping[str, tuple[int, int]]], constants: Sequence[str], alike: Mapping[str, str], vector: str):
+    def __init__(
+        self, graph: Graph, carried: Mapping[int, Mapping[str, tuple[int, int]]], constants: Sequence[str], alike: Mapping[str, str], vector: str
+    ):
         super().__init__(graph.module, garbage_collect_values=False)
         self.specs, self.carried = graph.inputs, carried
         self.constants, self.alike, self.vector = constants, alike, vector

@@ -135,6 +135,21 @@ def _extreme(operator: Any) -> Callable[..., Any]:
     return of_truths
 
 
+def _isinf(x: torch.Tensor) -> torch.Tensor:
+    return (x == math.inf) | (x == -math.inf)
+
+
+def _remainder(a: torch.Tensor, b: Any) -> Any:
+    if not a.dtype.is_floating_point:
+        return NotImplemented
+    rest = torch.fmod(a, b)
+    return torch.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+def _floor_divide(a: torch.Tensor, b: Any) -> torch.Tensor:
+    return torch.div(a, b, rounding_mode="floor")
+
+
 def _hypot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Without squares that overflow."""
     larger, smaller = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
@@ -172,6 +187,10 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "aten.where.self": _where,
     "aten.max.dim": _extreme(aten.max.dim),
     "aten.min.dim": _extreme(aten.min.dim),
+    "aten.isinf.default": _isinf,
+    "aten.remainder.Tensor": _remainder,
+    "aten.remainder.Scalar": _remainder,
+    "aten.floor_divide.default": _floor_divide,
     "aten.topk.default": _top,
     "prims.signbit.default": _signbit,
     "aten.signbit.default": _signbit,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from onnx import TensorProto, helper
 from onnxscript import opset18
 
 from aot_backward import torch_api
@@ -26,6 +27,48 @@ _INEXACT = (
 
 def _numel(x: Any) -> Any:
     return op.Size(x)
+
+
+def _number(value: Any, dtype: int) -> Any:
+    """torchlib takes a Python number for float32 first, and rounds it so, also where float64 is asked for."""
+    if isinstance(value, (bool, int, float)):
+        return op.Constant(value=helper.make_tensor("", dtype, [], [value]))
+    return op.Cast(value, to=dtype)
+
+
+def _scalar_tensor(value: Any, dtype: int = -1, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
+    return _number(value, TensorProto.FLOAT if dtype == -1 else dtype)
+
+
+def _full(size: Any, value: Any, dtype: int = -1, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
+    if dtype != -1:
+        value = _number(value, dtype)
+    return op.Expand(value, op.Cast(size, to=TensorProto.INT64))
+
+
+def _full_like(x: Any, value: Any, dtype: int = -1, layout: str = "", device: str = "", pin_memory: bool = False, memory_format: str = "") -> Any:
+    return op.Expand(_number(value, x.dtype.value if dtype == -1 else dtype), op.Shape(x))
+
+
+def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    """Integers exactly, which torchlib divides in float32; of floating-point numbers the floor of the true quotient, as Python's ``//``."""
+    if a.dtype.is_integer():
+        if rounding_mode is None:
+            return op.Div(op.Cast(a, to=TensorProto.FLOAT), op.Cast(b, to=TensorProto.FLOAT))
+        return op.Div(op.Sub(a, op.Mod(a, b)), b) if rounding_mode == "floor" else op.Div(a, b)
+    quotient = op.Div(a, b)
+    if rounding_mode is None:
+        return quotient
+    if rounding_mode == "trunc":
+        return op.Mul(op.Floor(op.Abs(quotient)), op.Sign(quotient))
+    rest = op.Mod(a, b, fmod=1)
+    zero, half, one = (_number(v, a.dtype.value) for v in (0.0, 0.5, 1.0))
+    below = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(b, zero)))
+    near = op.Div(op.Sub(a, rest), b)
+    near = op.Where(below, op.Sub(near, one), near)
+    floor = op.Floor(near)
+    floor = op.Where(op.Greater(op.Sub(near, floor), half), op.Add(floor, one), floor)
+    return op.Where(op.Equal(b, zero), quotient, floor)
 
 
 def _max_pool(spatial: int) -> Callable[..., Any]:
@@ -77,6 +120,11 @@ def registry() -> Any:
         if name.partition("::")[2].partition(".")[0] in _INEXACT:
             del out.functions[name]
     out.register_op(operator.floordiv, _floordiv)
+    for overload in (aten.div.Tensor_mode, aten.div.Scalar_mode):
+        out.register_op(overload, _divide)
+    out.register_op(aten.scalar_tensor.default, _scalar_tensor)
+    out.register_op(aten.full.default, _full)
+    out.register_op(aten.full_like.default, _full_like)
     out.register_op(aten.sym_numel.default, _numel)
     out.register_op(aten.max_pool2d_with_indices.default, _max_pool(2))
     out.register_op(aten.max_pool3d_with_indices.default, _max_pool(3))
