@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,20 @@ def require() -> None:
         )
 
 
+def checked_destination(path: str | os.PathLike[str]) -> Path:
+    """``path``; :class:`ExportError`, before any work, where no ONNX file could be written there."""
+    if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
+        raise ExportError(f"path is {path!r}; expected the name of the file to write, such as 'model.onnx'")
+    path = Path(path)
+    if path.suffix != ".onnx":
+        raise ExportError(f"{path} does not end in .onnx: name the ONNX file to write, such as model.onnx")
+    if not path.parent.is_dir():
+        raise ExportError(f"the folder {path.parent} does not exist: make it first")
+    if path.is_dir():
+        raise ExportError(f"{path} is a folder; name the file to write")
+    return path
+
+
 class Conversion:
     """The ONNX graphs of a package's entries: translated, compared, written."""
 
@@ -67,7 +82,7 @@ class Conversion:
         """``entry``, ``variant``: only those; by default all."""
         from aot_backward_exporters.onnx import translate
 
-        from . import names, writing
+        from . import names
 
         if entry is not None and entry not in manifest.entries:
             raise ExportError(f"there is no entry {entry!r}; there are: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}")
@@ -88,7 +103,8 @@ class Conversion:
             self.paths[part.library] = path.with_name(".".join(p for p in pieces if p) + ".onnx")
         if not parts:
             raise ExportError("there is no graph to write: every output is an input or a parameter as it is")
-        writing.check_destination([path, *self.paths.values()])
+        for one in self.paths.values():
+            checked_destination(one)
         self.parts = {part.library: part for part in parts}
         self.variants = list(dict.fromkeys((part.entry, part.variant) for part in parts))
         self.translated = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aot_backward_exporters import portable
@@ -18,7 +17,7 @@ from .. import graphcheck
 from ..capture.stated import stated
 from ..program import Graph
 from ..verify import verify_variant
-from .conversion import Conversion, OnnxFile, Progress, require
+from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +40,7 @@ def convert(
     :class:`PackageError` where ``source`` is no whole package, :class:`ExportError` where it has no graphs as data, or one has no translation.
     """
     require()
+    path = checked_destination(path)
     say = progress or (lambda *_: None)
     archive = open_package(source)
     archive.verify_digests()
@@ -60,7 +60,7 @@ def convert(
         for number, spec in enumerate(one.variants):
             if variant in (None, number):
                 graphs |= _graphs(archive, one, spec, weights)
-    made = Conversion(Path(path), manifest, graphs, weights, entry, variant, say)
+    made = Conversion(path, manifest, graphs, weights, entry, variant, say)
     examples = load_examples(archive)
 
     def check(package: Package) -> dict[tuple[str, int], str]:

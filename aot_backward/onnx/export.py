@@ -14,7 +14,7 @@ from ..build import Build
 from ..entries import Entries, Module
 from ..export import check_entries, everything_kept
 from ..program import Artifact, Graph
-from .conversion import Conversion, OnnxFile, Progress, require
+from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
 
 if TYPE_CHECKING:
     from aot_backward_runtime.manifest import Manifest
@@ -38,7 +38,9 @@ def export_onnx(
     """
     require()
     say = progress or (lambda *_: None)
-    path = Path(path)
+    path = checked_destination(path)
+    if not entries:
+        raise ExportError("nothing to export: entries is empty")
     check_entries(entries)
     with everything_kept(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         built = Captured(Path(folder), say)

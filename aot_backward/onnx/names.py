@@ -174,6 +174,8 @@ def _about(name: str, entry: EntrySpec, number: int, role: str) -> dict[str, str
     labels = {s.name: s.label for s in variant.symbols}
     if variant.guards:
         out["guards"] = json.dumps([labelled(g, labels) for g in variant.guards])
+    if variant.double is not None:
+        out["left out"] = "gradients of gradients"
     if variant.ambient.autocast:
         out["autocast"] = variant.ambient.autocast
     if entry.step is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,17 +38,6 @@ def write(models: Mapping[Path, Translated], data: Path, external: bool | None) 
     except OSError as error:
         raise ExportError(f"{error.filename or data.parent} could not be written: {error.strerror or error}") from error
     return data if outside else None
-
-
-def check_destination(paths: Sequence[Path]) -> None:
-    """:class:`ExportError` before any work where a file could not be written."""
-    for path in paths:
-        if path.suffix != ".onnx":
-            raise ExportError(f"{path} does not end in .onnx: name the ONNX file to write, such as model.onnx")
-        if not path.parent.is_dir():
-            raise ExportError(f"the folder {path.parent} does not exist: make it first")
-        if path.is_dir():
-            raise ExportError(f"{path} is a folder; name the file to write")
 
 
 def _values(translated: Translated) -> dict[str, torch.Tensor]:

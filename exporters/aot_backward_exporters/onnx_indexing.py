@@ -1,7 +1,6 @@
 """Writes and additions at positions, gradients of embeddings among them.
 
-Whatever is added up goes through ``scatter_add``, ONNX's ScatterElements: onnxruntime runs its ScatterND on several threads at once, also where
-they add to one place.
+Indices of any form become the rows of a matrix, which ONNX's ScatterElements writes to or adds to, one after another where a row comes twice.
 """
 
 from __future__ import annotations

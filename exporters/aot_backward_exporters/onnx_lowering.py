@@ -24,6 +24,7 @@ from aot_backward_runtime.manifest import TensorSpec
 
 from . import onnx_attention, onnx_convolution, onnx_indexing, onnx_pooling, onnx_precise, onnx_simple
 from .onnx_rewriting import rewrite, widen
+from .portable import LINE
 
 aten = torch.ops.aten
 _OURS: Mapping[str, Callable[..., Any]] = {
@@ -61,8 +62,25 @@ class Lowered:
 def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lowered:
     """``known``: whether an operator has a translation. ``vector``: the attribute that is an optimizer's vector of numbers, where there is one.
 
-    :class:`ExportError` names the operator that cannot be translated.
+    :class:`ExportError` names the operator that cannot be translated, and the person's line that calls it.
     """
+    try:
+        return _lowered(graph, known, vector)
+    except ExportError as error:
+        place = called_at(graph, error.operator)
+        raise ExportError.of(error.operator, f"{error}{place and f'; it is called {place}'}") from error
+
+
+def called_at(graph: Graph, operator: str) -> str:
+    """Where the person's own code calls the operator ("aten.mm.default"), as far as the capture noted it."""
+    lines = [n.meta[LINE] for n in graph.module.graph.nodes if str(n.target) == operator and LINE in n.meta]
+    line = next((one for one in lines if one.file), None)
+    if line is None:
+        return ""
+    return f"in {line.function}{f' of {line.module!r}' if line.module else ''} ({line.file}:{line.number}: {line.text})"
+
+
+def _lowered(graph: Graph, known: Callable[[Any], bool], vector: str) -> Lowered:
     _refuse(graph)
     first: dict[str, str] = {}
     for attribute, (key, _) in graph.constants.items():
@@ -92,7 +110,7 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
     _drop_checks(flat)
     flat.graph.eliminate_dead_code()
     flat.recompile()
-    _refuse_unknown(flat, known)
+    _refuse_unknown(flat, graph, known)
     rewrite(flat)
     torch_api.InsertTypePromotion(flat).run()
     widen(flat)
@@ -250,12 +268,14 @@ def _draws(node: Node) -> bool:
     return tagged and "scaled_dot_product" not in str(node.target)
 
 
-def _refuse_unknown(module: GraphModule, known: Callable[[Any], bool]) -> None:
+def _refuse_unknown(module: GraphModule, graph: Graph, known: Callable[[Any], bool]) -> None:
+    captured = {n.name: n for n in graph.module.graph.nodes if n.op == "call_function"}
     for node in module.graph.nodes:
         if node.op == "call_function" and not known(node.target):
+            source = next((captured[h.name] for h in node.meta.get("from_node") or [] if h.name in captured), node)
+            needs = f" ({node.target})" if source.target is not node.target else ""
             raise ExportError.of(
-                node.target,
-                f"{node.target} has no ONNX translation: leave this part to eager, or write it with other operators",
+                source.target, f"{source.target} has no ONNX translation{needs}: leave this part to eager, or write it with other operators"
             )
 
 
