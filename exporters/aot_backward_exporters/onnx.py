@@ -257,7 +257,7 @@ def _describe(model: Any, inputs: Mapping[str, TensorSpec], outputs: Sequence[tu
 
 
 def _type(value: Any, spec: TensorSpec, names: Names) -> None:
-    value.type = ir.TensorType(ir.DataType[_TYPES.get(spec.dtype, spec.dtype.upper())])
+    value.type = ir.TensorType(_element_type(spec.dtype))
     value.shape = ir.Shape([labelled(size, names.symbols) for size in spec.shape])
 
 
@@ -300,5 +300,11 @@ def _values(model: Any) -> Iterator[Any]:
 
 def element_type(dtype: torch.dtype) -> int:
     """ONNX's number for it."""
-    name = str(dtype).removeprefix("torch.")
-    return int(ir.DataType[_TYPES.get(name, name.upper())])
+    return int(_element_type(str(dtype).removeprefix("torch.")))
+
+
+def _element_type(name: str) -> Any:
+    known = _TYPES.get(name, name.upper())
+    if known not in ir.DataType.__members__:
+        raise ExportError(f"a tensor is {name}, and ONNX has no such numbers: convert it first")
+    return ir.DataType[known]

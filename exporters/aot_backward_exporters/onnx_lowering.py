@@ -198,6 +198,8 @@ class _Again(torch.fx.Interpreter):
             return self.scalars[n.args[2]]  # type: ignore[index]
         if n.op == "call_function" and n.target is aten.view.default:  # strides are not kept, and may not allow it
             return aten.reshape.default(*self.fetch_args_kwargs_from_env(n)[0])
+        if n.op == "call_function" and "as_strided" in str(n.target) and not n.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+            raise ExportError.of(n.target, f"{n.target} of a tensor that is not row-major has no ONNX translation: call .contiguous() first")
         if n.op == "call_function" and n.target is aten.copy_.default:
             target = n.args[0]
             if not isinstance(target, Node) or target.op != "get_attr" or target.target not in self.alike:
