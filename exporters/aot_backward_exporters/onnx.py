@@ -21,6 +21,7 @@ import onnx.numpy_helper
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from aot_backward import torch_api
 from aot_backward.program import VERSION, Graph
@@ -181,7 +182,10 @@ def _nodes(graph: Graph, lowered: Lowered, registry: Any) -> Any:
     except Exception as error:  # torchlib raises whatever its functions raise
         raise _refused(lowered, error) from error
     torch_api.add_opset_imports(model)
-    onnxscript.optimizer.optimize(model, output_size_limit=1024)
+    onnxscript.optimizer.inline(model)
+    onnxscript.optimizer.fold_constants(model, output_size_limit=1024)  # without its rules for fusing, which take most of the time
+    CommonSubexpressionEliminationPass()(model)
+    onnxscript.optimizer.remove_unused_nodes(model)
     _document(model, graph)
     return model
 
