@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from . import clock, processes, training
 from .processes import Peer
 from .report import Result, Target
@@ -74,7 +76,7 @@ model, batches = training.make(name, rows)
 optimizer = torch.optim.AdamW(model.parameters(), lr=training.LEARNING_RATE)
 ab.export_step(model, batches[0], loss_fn=torch.nn.functional.cross_entropy, optimizer=optimizer, path=package)
 (file,) = ab.convert(package, graph)
-print(json.dumps({"nodes": file.nodes}))
+print(json.dumps({"wrote": str(file.path)}))
 """
 
 
@@ -84,13 +86,15 @@ def measure(quick: bool, threads: list[int]) -> Result:
         for rows in (16,) if quick else ROWS:
             package = processes.package(f"onnx-{name}-{rows}")
             graph = package.with_suffix(".onnx")
-            _, said = processes.run(_EXPORT, name, rows, package, graph, threads=2)
+            if not (processes.REUSE and graph.exists()):
+                processes.run(_EXPORT, name, rows, package, graph, threads=2)
+            nodes = len(onnx.load(graph).graph.node)
             for count in threads:
-                _measure(result, name, rows, package, graph, count, said["nodes"], quick)
-    ratios = [d["times"]["onnx-held"]["median_s"] / d["times"]["step"]["median_s"] for d in result.data]
+                _measure(result, name, rows, package, graph, count, nodes, quick)
+    ratios = [min(d["times"][p]["median_s"] for p in ("onnx", "onnx-held")) / d["times"]["step"]["median_s"] for d in result.data]
     mean = statistics.geometric_mean(ratios)
-    reached = f"{mean:.2f} times onnxruntime's, geometric mean; {min(ratios):.2f} to {max(ratios):.2f}"
-    result.targets.append(Target("this runtime's step as fast as onnxruntime's", reached, min(ratios) >= 1, f"{1 - min(ratios):.0%} at worst"))
+    reached = f"onnxruntime takes {mean:.2f} times as long, geometric mean; {min(ratios):.2f} to {max(ratios):.2f}"
+    result.targets.append(Target("this runtime's step never slower than onnxruntime's", reached, min(ratios) >= 1, f"{1 - min(ratios):.0%} at worst"))
     return result
 
 
