@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aot_backward_exporters import portable
 from aot_backward_runtime.archive import Archive, open_package
@@ -13,7 +13,7 @@ from aot_backward_runtime.manifest import EntrySpec, VariantSpec
 from aot_backward_runtime.plan import ROLES
 from aot_backward_runtime.weights import filled, load_examples, load_weights
 
-from .. import graphcheck
+from .. import graphcheck, torch_api
 from ..capture.stated import stated
 from ..program import Graph
 from ..verify import verify_variant
@@ -97,9 +97,25 @@ def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: M
         if not isinstance(sizes, dict):
             raise PackageError(f"the portable graph {name} does not say the example's sizes")
         hints |= sizes
+    try:
+        return _read(archive, variant, forms, hints, weights, oblivious=True)
+    except PackageError:  # where that failed at export too, sizes were asked whether they are 0 or 1
+        return _read(archive, variant, forms, hints, weights, oblivious=False)
+
+
+def _read(
+    archive: Archive,
+    variant: VariantSpec,
+    forms: Mapping[str, Any],
+    hints: Mapping[str, int],
+    weights: Mapping[str, torch.Tensor],
+    *,
+    oblivious: bool,
+) -> dict[str, Graph]:
+    libraries = archive.manifest.libraries
     world = stated(variant.symbols, variant.guards, hints)
-    with world.oblivious():
+    with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
         return {
-            name: portable.graph_of(name, form, libraries[name], [world.fake(s) for s in libraries[name].inputs], world.mode, weights)
+            name: portable.graph_of(name, form, libraries[name], [world.fake(s) for s in libraries[name].inputs], world.mode, weights, world.carried)
             for name, form in forms.items()
         }
