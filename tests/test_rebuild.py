@@ -242,6 +242,17 @@ def test_a_training_goes_on_in_the_rebuilt_package(several: Path, rebuilt: Path,
         torch.testing.assert_close(other.parameters[name], parameter)
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault_of_a_rebuilt_step(tmp_path: Path) -> None:
+    """Adam divides it by its own size."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    path = tmp_path / "step.pt2"
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    ab.export(path, {"fit": ab.Step(net, [ab.Variant(batch(6))], optimizer, loss_fn=nn.functional.cross_entropy)})
+    ab.rebuild(path, path)
+    assert open_package(path).manifest.entries["fit"].variants[0].verdict.status == "verified"
+
+
 def test_verify_and_inspect_show_every_target(several: Path) -> None:
     done = aot_backward("verify", several)
     assert done.returncode == 0, done.stderr
