@@ -155,7 +155,8 @@ class Sizes:
 
     def _in_range(self, expression: Any) -> bool:
         """Whether the ranges that are stated make a guard true: a comparison of one symbol with a number. Those of the shape environment would
-        not do: a guard that came later has narrowed them, and would make itself true."""
+        not do: a guard that came later has narrowed them, and would make itself true. That a size is not 1 (or 0) the compiler asks to know that
+        nothing is broadcast, and its code holds without: such a size is judged by the self-check, which runs the smallest."""
         if type(expression).__name__ not in _COMPARISONS or len(expression.free_symbols) != 1:
             return False
         (symbol,) = expression.free_symbols
@@ -163,5 +164,5 @@ class Sizes:
         if stated is None:
             return False
         most = 1 << 62 if stated.maximum is None else stated.maximum  # no tensor is larger
-        known = torch_api.bound_sympy(expression, {symbol: torch_api.ValueRanges(stated.minimum, most)})
+        known = torch_api.bound_sympy(expression, {symbol: torch_api.ValueRanges(min(max(stated.minimum, 2), most), most)})
         return bool(known.is_singleton() and known.lower == True)  # noqa: E712
