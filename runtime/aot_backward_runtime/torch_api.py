@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 
 from .errors import GradientError
 
-SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.11 on the GPU machine, 2.12 was read
+SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.12 in `make rebuild-matrix`, 2.11 in `make cross`
 
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
 is_batched = _functorch.is_legacy_batchedtensor
