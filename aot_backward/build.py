@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from aot_backward_exporters import aoti, portable, targets
-from aot_backward_runtime.errors import ExportError, IncompatibleError
-from aot_backward_runtime.host import choose
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.host import hindrance
 from aot_backward_runtime.manifest import FORMAT_VERSION, EntrySpec, Manifest, StateSpec, Verdict, WeightSpec
 from aot_backward_runtime.package import Package
-from aot_backward_runtime.targets import seen_as, targets_of
+from aot_backward_runtime.targets import seen_as
 from aot_backward_runtime.tree import describe
 
 from . import selfcheck, torch_api, undisturbed
@@ -241,11 +241,9 @@ class Build:
 
     def _loaded(self, manifest: Manifest, number: int) -> Package | str:
         """The package as it would be loaded for that target; or why this machine cannot."""
-        target = targets_of(manifest)[number]
-        try:
-            choose(manifest, target.label)
-        except IncompatibleError as error:
-            return str(error).removeprefix("the package cannot run here: ").partition(". ")[0]
+        if reason := hindrance(manifest, number):
+            return reason
+        target = self.specs[number]
         paths = {name: self.artifacts[stem_of(name, target if number else None)].library for name in manifest.libraries}
         return selfcheck.loaded(seen_as(manifest, number), paths, self.weights)
 

@@ -34,7 +34,7 @@ from .capture.observation import Observation
 from .capture.observed import Shapes
 from .package import library_spec, write_package
 from .program import VERSION, Artifact, Graph
-from .selfcheck import RELATIVE
+from .selfcheck import RELATIVE, plain_ratio
 
 Progress = Callable[[str, int, int], None]
 _MOST = 8  # variants of one structure
@@ -267,7 +267,7 @@ def _checked(program: Program, spec: PassSpec, artifacts: Mapping[str, Artifact]
                 expected = example.values[number]
                 if expected is None or result.shape != expected.shape or result.dtype != expected.dtype:
                     raise ExportError(f"%v{number} has another shape or dtype than the recorded one")
-                ratio = _ratio(result, expected, largest, coarsest)
+                ratio = plain_ratio(result, expected, largest, coarsest)
                 if not ratio <= 1:
                     raise ExportError(f"%v{number} is wrong: {ratio:.3g} times what is allowed off the recorded numbers")
                 if ratio >= worst:
@@ -304,19 +304,6 @@ def _lies_as(result: torch.Tensor, spec: PassSpec, leaf: int, values: Mapping[st
 def _dtypes(example: Any) -> set[torch.dtype]:
     tensors = (*example.inputs.values(), *example.values.values())
     return {t.dtype for t in tensors if t is not None and t.dtype in RELATIVE and t.dtype not in (torch.float64, torch.complex128)}
-
-
-def _ratio(actual: torch.Tensor, expected: torch.Tensor, largest: float, coarsest: float) -> float:
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return 0.0 if torch.equal(actual, expected) else 2.0
-    finite = torch.isfinite(expected)
-    if not torch.equal(finite, torch.isfinite(actual)):
-        return float("inf")
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, e = (torch.where(finite, t.to(wide), 0) for t in (actual, expected))
-    allowed = max(RELATIVE[expected.dtype], coarsest) * max(float(torch.linalg.vector_norm(e)), 1e-2 * largest)
-    error = float(torch.linalg.vector_norm(a - e))
-    return error / allowed if allowed else (0.0 if error == 0 else 2.0)
 
 
 def _library(graph: Graph, artifact: Artifact) -> Library:

@@ -47,7 +47,7 @@ def export(
     check_entries(entries)
     check_destination(path)
     if target.startswith("cuda:"):
-        return _for_absent_gpus(path, entries, target, weights=weights, progress=progress)
+        return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, progress=progress)
     say = progress or (lambda *_: None)
     with everything_kept(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         built = Build(target, Path(folder), say, portable=portable)
@@ -62,14 +62,14 @@ def export(
     return path
 
 
-def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, progress: Progress | None) -> Path:
+def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, progress: Progress | None) -> Path:
     """Compiled for the CPU and compared with eager there; then the same graphs for the GPUs, which compares nothing where there is none."""
     from .rebuild import check_target, rebuild
 
     check_target(target)  # before minutes of compiling
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         checked = export(Path(folder) / "cpu.pt2", entries, weights=weights, progress=progress)
-        return rebuild(checked, path, target=target, progress=progress)
+        return rebuild(checked, path, target=target, with_graphs=portable, progress=progress)
 
 
 def export_module(

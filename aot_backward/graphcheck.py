@@ -141,18 +141,17 @@ class _Refused(Exception):
 @contextlib.contextmanager
 def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings, what: str) -> Iterator[None]:
     """Within, every graph that ``package`` opens is compared each time it is called."""
-    opened = plan.Library._open
+    loaded = plan.Library._load
 
-    def open_watched(library: Library) -> None:
-        opened(library)
+    def load_watched(library: Library) -> Any:
         name = next(n for n, spec in package.manifest.libraries.items() if spec is library.spec)
-        library._runner = _Watched(library._runner, name, library.spec, graphs[name], findings, what)
+        return _Watched(loaded(library), name, library.spec, graphs[name], findings, what)
 
-    plan.Library._open = open_watched  # type: ignore[method-assign, assignment]
+    plan.Library._load = load_watched  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        plan.Library._open = opened  # type: ignore[method-assign]
+        plan.Library._load = loaded  # type: ignore[method-assign]
 
 
 class _Watched:
@@ -246,11 +245,4 @@ def _ratio(a: torch.Tensor, e: torch.Tensor, largest: float, coarsest: float) ->
     if not (e.is_floating_point() or e.is_complex()):
         differing = int((a != e).sum())  # a mask, or where the largest is: what lies at the limit falls to either side by rounding
         return differing / (max(coarsest, 1e-6) * e.numel()) if differing else 0.0
-    if not torch.equal(torch.isfinite(a), torch.isfinite(e)):
-        return float("inf")
-    relative = max(selfcheck.RELATIVE[e.dtype], coarsest)
-    wide = torch.complex128 if e.is_complex() else torch.float64
-    a, e = _finite(a).to(wide), _finite(e).to(wide)
-    allowed = relative * max(float(torch.linalg.vector_norm(e)), 1e-2 * largest)
-    error = float(torch.linalg.vector_norm(a - e))
-    return error / allowed if allowed else (0.0 if error == 0 else 2.0)
+    return selfcheck.plain_ratio(a, e, largest, coarsest)

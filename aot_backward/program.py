@@ -15,6 +15,10 @@ if TYPE_CHECKING:  # the command line reads VERSION from here, and must not wait
 VERSION = "0.1.0"
 
 
+LINE = "aot_backward_line"
+"""The key in a node's ``meta`` under which its :class:`Line` is found."""
+
+
 @dataclass(frozen=True)
 class Line:
     """Where in the person's own code an operator comes from."""

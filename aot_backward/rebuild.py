@@ -19,8 +19,8 @@ import torch
 
 from aot_backward_exporters import aoti, cuda_cross, portable, targets
 from aot_backward_runtime.archive import Archive, open_package
-from aot_backward_runtime.errors import ExportError, IncompatibleError, PackageError
-from aot_backward_runtime.host import choose
+from aot_backward_runtime.errors import ExportError, PackageError
+from aot_backward_runtime.host import hindrance
 from aot_backward_runtime.manifest import (
     FORMAT_VERSION,
     EntrySpec,
@@ -53,6 +53,7 @@ def rebuild(
     path: str | os.PathLike[str],
     *,
     target: str = "",
+    with_graphs: bool = True,
     progress: Progress | None = None,
     signature: Policy | None = None,
     key: Key | None = None,
@@ -60,7 +61,8 @@ def rebuild(
     """Compiles every graph of the package ``source`` with this torch, compares, and writes the package ``path``, which may be the same file.
 
     ``target``: as for :func:`aot_backward.export`; without one, the targets that ``source`` was built for. Weights, examples, entries and their names
-    stay as they are. ``signature`` and ``key``, of ``source``, are those of :func:`aot_backward_runtime.load`; what is written is not signed.
+    stay as they are. ``with_graphs=False`` leaves the portable graphs out of what is written. ``signature`` and
+    ``key``, of ``source``, are those of :func:`aot_backward_runtime.load`; what is written is not signed.
     Raises :class:`PackageError` where ``source`` is no whole package or its graphs are no graphs, :class:`ExportError` where it has
     none, or the new code does not give what it should; then nothing is written.
     """
@@ -80,7 +82,7 @@ def rebuild(
         made.compile()
         manifest = made.checked()
         say("write", 0, 1)
-        graphs = {name: archive.read_member(spec.graph) for name, spec in archive.manifest.libraries.items()}
+        graphs = {name: archive.read_member(spec.graph) for name, spec in archive.manifest.libraries.items()} if with_graphs else {}
         write_package(path, manifest, made.artifacts, made.stored_weights(), made.examples(), graphs)
         say("write", 1, 1)
     return path
@@ -260,11 +262,7 @@ class _Rebuilt:
         target = self.specs[number]
         blank = (Verdict("not run"),) * (len(self.specs) - 1)
         manifest = dataclasses.replace(manifest, entries={n: _unjudged(e, blank) for n, e in manifest.entries.items()})
-        reason = "" if self.complete else "the package has no weights"
-        try:
-            choose(manifest, target.label)
-        except IncompatibleError as error:
-            reason = str(error).removeprefix("the package cannot run here: ").partition(". ")[0]
+        reason = hindrance(manifest, number) or ("" if self.complete else "the package has no weights")
         alone = seen_as(manifest, number)
         paths = {name: self.artifacts[stem_of(name, target if number else None)].library for name in manifest.libraries}
         for name, entry in alone.entries.items():

@@ -317,6 +317,21 @@ def compare(actual: Named, eager: Named, truth: Named, moved: Mapping[str, float
     return out
 
 
+def plain_ratio(actual: torch.Tensor, expected: torch.Tensor, largest: float, coarsest: float) -> float:
+    """‖a − e‖ over r·max(‖e‖, 1e-2·``largest``), r the tolerance of the dtype or of the coarsest one in the computation;
+    of integers and booleans 0 or 2."""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(actual, expected) else 2.0
+    finite = torch.isfinite(expected)
+    if not torch.equal(finite, torch.isfinite(actual)):
+        return float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, e = (torch.where(finite, t.to(wide), 0) for t in (actual, expected))
+    allowed = max(RELATIVE[expected.dtype], coarsest) * max(float(torch.linalg.vector_norm(e)), 1e-2 * largest)
+    error = float(torch.linalg.vector_norm(a - e))
+    return error / allowed if allowed else (0.0 if error == 0 else 2.0)
+
+
 def _same_form(entry: str, actual: Named, eager: Named) -> None:
     """Strides are part of what a caller may rely on."""
     for name, e in eager.items():

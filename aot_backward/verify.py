@@ -14,7 +14,6 @@ import torch
 
 from aot_backward_runtime import host, load
 from aot_backward_runtime.archive import open_package
-from aot_backward_runtime.errors import IncompatibleError
 from aot_backward_runtime.manifest import Ambient, EntrySpec, Manifest, VariantSpec
 from aot_backward_runtime.package import Package
 from aot_backward_runtime.signatures import Key, admission, signature_beside
@@ -116,9 +115,8 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
 
 def _runnable(manifest: Manifest) -> Iterator[str]:
     """The package's targets that this machine can run."""
-    for target in targets_of(manifest):
-        with contextlib.suppress(IncompatibleError):
-            host.choose(manifest, target.label)
+    for number, target in enumerate(targets_of(manifest)):
+        if not host.hindrance(manifest, number):
             yield target.label
 
 

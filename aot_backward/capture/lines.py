@@ -13,13 +13,11 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from aot_backward.program import Line
+from aot_backward.program import LINE, Line
 
 from .. import torch_api
 from . import place
 
-META = "aot_backward_line"
-"""Of a node: its :class:`Line`."""
 _ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 """Where a walk up the stack ends: what called the engine did not ask for this operator."""
 
@@ -33,10 +31,10 @@ def noted(program: nn.Module, outermost: CodeType) -> Iterator[None]:
 
     def create_node(self: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
         node = original(self, kind, *args, **kwargs)
-        if kind == "call_function" and META not in node.meta:
+        if kind == "call_function" and LINE not in node.meta:
             line = _line(sys._getframe(1), names, outermost)
             if line is not None:
-                node.meta[META] = line
+                node.meta[LINE] = line
         return node
 
     tracer.create_node = create_node
@@ -53,11 +51,11 @@ def spread(graph: GraphModule) -> None:
     """Gives the nodes of the backward the lines of the forward's operators that they belong to."""
     known: dict[int, Line] = {}
     for node in graph.graph.nodes:
-        if "seq_nr" in node.meta and META in node.meta and not node.meta.get("autograd_backward"):
-            known.setdefault(node.meta["seq_nr"], node.meta[META])
+        if "seq_nr" in node.meta and LINE in node.meta and not node.meta.get("autograd_backward"):
+            known.setdefault(node.meta["seq_nr"], node.meta[LINE])
     for node in graph.graph.nodes:
-        if node.meta.get("autograd_backward") and META not in node.meta and node.meta.get("seq_nr") in known:
-            node.meta[META] = known[node.meta["seq_nr"]]
+        if node.meta.get("autograd_backward") and LINE not in node.meta and node.meta.get("seq_nr") in known:
+            node.meta[LINE] = known[node.meta["seq_nr"]]
 
 
 def _line(frame: FrameType | None, names: dict[int, str], outermost: CodeType) -> Line | None:

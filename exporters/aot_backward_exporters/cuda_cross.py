@@ -31,7 +31,7 @@ from aot_backward import torch_api
 from aot_backward.program import Graph
 from aot_backward_runtime.errors import ExportError
 
-PROVED = {"2.11": "3.6", "2.12": "3.7"}
+PROVED = {"2.11": "3.6"}
 """torch minor -> triton minor."""
 
 

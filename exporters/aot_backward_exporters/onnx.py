@@ -24,13 +24,12 @@ import torch
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from aot_backward import torch_api
-from aot_backward.program import VERSION, Graph
+from aot_backward.program import LINE, VERSION, Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Size, TensorSpec
 
 from . import onnx_translations
 from .onnx_lowering import Lowered, lower
-from .portable import LINE
 
 OPSET = 18
 IR_VERSION = 8

@@ -17,14 +17,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from aot_backward import torch_api
-from aot_backward.program import Graph
+from aot_backward.program import LINE, Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.expressions import evaluate, symbols_of
 from aot_backward_runtime.manifest import TensorSpec
 
 from . import onnx_attention, onnx_convolution, onnx_indexing, onnx_pooling, onnx_precise, onnx_simple
 from .onnx_rewriting import rewrite, widen
-from .portable import LINE
 
 aten = torch.ops.aten
 _OURS: Mapping[str, Callable[..., Any]] = {

@@ -20,7 +20,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from aot_backward import torch_api
-from aot_backward.program import Graph, Line
+from aot_backward.program import LINE, Graph, Line
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.expressions import evaluate
 from aot_backward_runtime.manifest import LibrarySpec
@@ -29,8 +29,6 @@ from . import backends
 
 VERSION = 1
 """Of the form. 1: 2026-11-21, the first."""
-LINE = "aot_backward_line"
-"""The key in a node's ``meta`` under which its :class:`aot_backward.program.Line` is found."""
 
 _ARITHMETIC = ("add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "index", "le", "lshift", "lt", "mod", "mul", "ne", "neg", "not_", "or_", "pos",
                "pow", "rshift", "sub", "truediv", "xor")  # fmt: skip
@@ -88,8 +86,7 @@ def graph_of(
     """The graph that library ``name`` was compiled from.
 
     ``form``: of :func:`form_of`. ``inputs``: fake tensors as ``spec.inputs`` describes them. ``sizes``: the symbols of the package as sizes of
-    them. :class:`PackageError` where the form is no graph, or one
-    with other inputs, outputs or constants than the library has."""
+    them. :class:`PackageError` where the form is no graph, or one with other inputs, outputs or constants than the library has."""
     try:
         module = graph_from_json(form, inputs, fake_mode, weights, sizes)
     except PackageError as error:

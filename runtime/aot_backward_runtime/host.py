@@ -48,6 +48,11 @@ def choose(manifest: Manifest, target: str | None = None, device: torch.device |
     return max(kept, key=lambda n: (len(there[n].cpu_flags), _number(there[n].cuda_arch)))
 
 
+def hindrance(manifest: Manifest, number: int) -> str:
+    """What stands against running target ``number`` of the package here; "" where nothing does."""
+    return "; ".join(_problems(seen_as(manifest, number), None)) if manifest.libraries else ""
+
+
 def check_target(manifest: Manifest, device: torch.device | None = None) -> None:
     """Raises :class:`IncompatibleError`, which names both sides of every difference, unless the package's code can run here, as :func:`choose`."""
     choose(manifest, device=device)

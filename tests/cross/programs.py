@@ -13,17 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aot_backward as ab
 
-
-class Convolutional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.GELU()
-        )
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x).mean((2, 3)))
+from .. import zoo
 
 
 class Attentive(nn.Module):
@@ -47,7 +37,7 @@ def module(name: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     made: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
         "mlp": lambda: (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(5, 8, requires_grad=True)),
-        "convolutions": lambda: (Convolutional(), torch.randn(5, 3, 8, 8, requires_grad=True)),
+        "convolutions": lambda: (zoo.ConvNet(), torch.randn(5, 3, 8, 8, requires_grad=True)),
         "attention": lambda: (Attentive(), torch.randn(5, 6, 16, requires_grad=True)),
     }
     return made[name]()
