@@ -77,7 +77,7 @@ class Build:
         asked: tuple[tuple[str, Any], ...] = ()
         for i, variant in enumerate(entry.variants):
             self.say(f"capture {name}", i, len(entry.variants))
-            args, kwargs = prepared(variant, signature)
+            args, kwargs = prepared(variant, signature, self.specs[0].device)
             mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
             wanted: list[tuple[str, str]] | None
             if isinstance(entry, Grad):

@@ -307,7 +307,7 @@ def _dtypes(example: Any) -> set[torch.dtype]:
 
 
 def _library(graph: Graph, artifact: Artifact) -> Library:
-    library = Library(lambda: artifact.library, library_spec(graph, artifact), "cpu")
+    library = Library(lambda: artifact.library, library_spec(graph, artifact), torch.device("cpu"))
     library.bind((dict(graph.constants.values()), ()))
     return library
 

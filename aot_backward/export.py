@@ -160,7 +160,7 @@ def everything_kept(entries: Entries) -> Iterator[None]:
     programs = [p if isinstance(p, nn.Module) else joints.FunctionModule(p) for p in fns]
     buffers = [b for p in programs for b in p.buffers()]
     kept = [b.detach().clone() for b in buffers]
-    with torch.random.fork_rng(), contextlib.ExitStack() as stack:
+    with undisturbed.random_state_kept(), contextlib.ExitStack() as stack:
         for program in programs:
             stack.enter_context(undisturbed.slots_kept(program))
         try:

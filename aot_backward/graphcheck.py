@@ -18,10 +18,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aot_backward_runtime import plan
+from aot_backward_runtime.cuda import CudaLibrary
 from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
 from aot_backward_runtime.expressions import evaluate, symbols_of
 from aot_backward_runtime.manifest import LibrarySpec, Manifest, PassSpec, TensorSpec, Verdict
-from aot_backward_runtime.package import Package
+from aot_backward_runtime.package import Package, device_of
 from aot_backward_runtime.plan import Library
 
 from . import selfcheck
@@ -83,9 +84,10 @@ def check_pass(
     sizes = list[str]()
     for name in [s.library for s in variant.segments if s.library]:
         spec = manifest.libraries[name]
-        library = Library(partial(paths.__getitem__, name), spec, manifest.target.device)
-        library.bind(({c.weight: weights[c.weight] for c in spec.constants}, ()))
-        constants = {c.weight: weights[c.weight] for c in spec.constants}
+        device = device_of(manifest)
+        library = (Library if device.type == "cpu" else CudaLibrary)(partial(paths.__getitem__, name), spec, device)
+        constants = {c.weight: weights[c.weight].to(device) for c in spec.constants}
+        library.bind((constants, ()))
         for values in _sizes(variant, spec, graphs[name]):
             for most in (3, 1, 0):  # integers may be indices into what has but few elements: the operators, which are run first, say so
                 try:
@@ -98,6 +100,8 @@ def check_pass(
                             f"a recorded pass: PyTorch's own operators fail on made-up numbers: {error}; nothing was written"
                         ) from error
             sizes.append(", ".join(f"{s.label}={values[s.name]}" for s in variant.symbols if s.name in values))
+    if not findings.worst:
+        return Verdict("not run: it draws random numbers, which are others on a GPU than on the CPU")
     return Verdict("verified", findings.worst, round(findings.ratio, 6), tuple(dict.fromkeys(s for s in sizes if s)))
 
 
@@ -129,9 +133,10 @@ def _made_up(looks: TensorSpec, values: Mapping[str, int], seed: int, most: int)
         drawn = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
     else:
         drawn = torch.randint(0, 2 if dtype == torch.bool else most + 1, shape, generator=generator).to(dtype)
+    drawn = drawn.to(looks.device)
     if any(s == 0 and n > 1 for n, s in zip(shape, stride, strict=True)):
         return drawn[tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)].expand(shape)
-    return torch.empty_strided(shape, stride, dtype=dtype).copy_(drawn)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=drawn.device).copy_(drawn)
 
 
 class _Refused(Exception):
@@ -180,17 +185,20 @@ def _compared(
     name: str, spec: LibrarySpec, graph: Graph, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor], run: Any, findings: _Findings,
     what: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """What ``run`` gives, once it is compared."""
-    kept, weights = [_copy(t) for t in inputs], {key: _copy(t) for key, t in constants.items()}
+    """What ``run`` gives, once it is compared. The operators run on the CPU, where the graph was captured; one that draws random numbers draws others
+    there than on a GPU, and is not compared."""
+    if draws(graph) and any(t.device.type != "cpu" for t in (*inputs, *constants.values())):
+        return list(run(list(inputs)))
+    kept, weights = [_copy(t).cpu() for t in inputs], {key: _copy(t).cpu() for key, t in constants.items()}
     with torch.random.fork_rng(devices=[]):
         try:
             expected = run_graph(graph.module, kept, {target: weights[key] for target, (key, _) in graph.constants.items()})
         except Exception as error:  # an index out of range is an IndexError, of an operator written in Python it may be anything
             raise _Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     actual = run(list(inputs))
-    pairs = [(looks.name, a, e) for looks, a, e in zip(spec.outputs, actual, expected, strict=True)]
+    pairs = [(looks.name, a.cpu(), e) for looks, a, e in zip(spec.outputs, actual, expected, strict=True)]
     if not findings.trains:
-        pairs += [(f"what is written to {key}", constants[key], weights[key]) for key in constants]
+        pairs += [(f"what is written to {key}", constants[key].cpu(), weights[key]) for key in constants]
     largest = max((float(torch.linalg.vector_norm(_finite(e).double())) for _, _, e in pairs[: len(actual)] if e.is_floating_point()), default=0.0)
     coarsest = 2 * max((selfcheck.RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)  # both are rounded, each in its own order
     for label, a, e in pairs:
@@ -202,6 +210,11 @@ def _compared(
             )
         findings.note(f"{label} of {name}", ratio)
     return actual
+
+
+def draws(graph: Graph) -> bool:
+    """Whether it draws random numbers."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.module.graph.nodes)
 
 
 def run_graph(module: GraphModule, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -138,7 +138,7 @@ class _Rebuilt:
         for name, entry in manifest.entries.items():
             for i, variant in enumerate(entry.variants):
                 plans = [getattr(variant, role) for role in ROLES]
-                if any(_draws(self.graphs[p.call.library]) for p in plans if p is not None and p.call is not None):
+                if any(graphcheck.draws(self.graphs[p.call.library]) for p in plans if p is not None and p.call is not None):
                     stored = {key: tensor for key, tensor in stored.items() if not key.startswith(f"{name}/{i}/")}
         return stored
 
@@ -277,11 +277,6 @@ class _Rebuilt:
                 for i, variant in enumerate(structure.variants):
                     verdict = Verdict(f"not run: {reason}") if reason else graphcheck.check_pass(alone, variant, paths, self.weights, self.graphs)
                     yield (name, structure.fingerprint, i), verdict
-
-
-def _draws(graph: Graph) -> bool:
-    """Whether it draws random numbers."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.module.graph.nodes)
 
 
 def on_device(value: Any, device: str) -> Any:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from aot_backward_runtime.errors import ExportError, InputError
 from aot_backward_runtime.guards import Contract
 from aot_backward_runtime.manifest import Manifest, SymbolSpec, VariantSpec, Verdict
-from aot_backward_runtime.package import Package
+from aot_backward_runtime.package import Package, device_of
 
 from . import undisturbed
 
@@ -74,8 +74,9 @@ class _Unwritten:
 
 def loaded(manifest: Manifest, libraries: Mapping[str, Path], weights: Mapping[str, torch.Tensor]) -> Package:
     """The package as the runtime would load it, on copies of the weights."""
-    copies = {k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for k, t in weights.items()}
-    return Package(_Unwritten(manifest, libraries), copies, {})  # type: ignore[arg-type]
+    device = device_of(manifest)
+    copies = {k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for k, t in weights.items()}
+    return Package(_Unwritten(manifest, libraries), copies, {}, device)  # type: ignore[arg-type]
 
 
 def check(package: Package, entry: str, number: int, program: nn.Module, example: Example, stored: dict[str, torch.Tensor]) -> Verdict:

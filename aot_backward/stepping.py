@@ -39,7 +39,7 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
         if variant.requires_grad is not None:
             raise ExportError(f"entry {name!r}: requires_grad names inputs, and a training step gives no gradients of inputs")
         signature = program.signature(variant.args)
-        args, kwargs = prepared(variant, signature)
+        args, kwargs = prepared(variant, signature, build.specs[0].device)
         mode = variant.mode or ("train" if entry.module.training else "eval")
         prefix = f"{name}.{i}"
         with (

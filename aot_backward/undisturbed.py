@@ -14,6 +14,13 @@ from aot_backward_runtime.errors import ExportError
 
 
 @contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The random state is put back, on the CPU and on every GPU that this process uses."""
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        yield
+
+
+@contextlib.contextmanager
 def in_mode(program: nn.Module, mode: str) -> Iterator[None]:
     """``program`` in ``mode`` ("train", "eval", or "" for a function, which has none), and afterwards every submodule as it was.
 

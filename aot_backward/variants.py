@@ -20,8 +20,9 @@ from .capture import split, trees
 from .entries import Variant
 
 
-def prepared(variant: Variant, signature: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example inputs as leaves of their own."""
+def prepared(variant: Variant, signature: Callable[..., Any], device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example inputs as leaves of their own. Where the code is for a GPU (``device`` "cuda"), 0-d tensors on the CPU, which eager takes beside
+    those on a GPU, go there: compiled code would read them on the host, and a captured one would never look again."""
     if not isinstance(variant.args, tuple):
         raise ExportError(f"args is a {type(variant.args).__name__}; expected a tuple of the positional arguments, args=(x,)")
     if variant.kwargs is not None and not isinstance(variant.kwargs, Mapping):
@@ -31,11 +32,13 @@ def prepared(variant: Variant, signature: Callable[..., Any]) -> tuple[tuple[Any
         inspect.signature(signature).bind(*variant.args, **kwargs)
     except TypeError as error:
         raise ExportError(f"the example arguments do not fit {inspect.signature(signature)}: {error}") from error
-    return pytree.tree_map(lambda v: _leaf(v) if isinstance(v, torch.Tensor) else v, (variant.args, kwargs))
+    return pytree.tree_map(lambda v: _leaf(v, device) if isinstance(v, torch.Tensor) else v, (variant.args, kwargs))
 
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+def _leaf(tensor: torch.Tensor, device: str) -> torch.Tensor:
     plain = tensor.detach()
+    if device == "cuda" and plain.device.type == "cpu" and plain.dim() == 0 and not tensor.requires_grad:
+        plain = plain.cuda()
     if plain.layout is torch.strided and any(s == 0 and n > 1 for n, s in zip(plain.shape, plain.stride(), strict=True)):
         plain = plain.contiguous()  # expanded: one number in many places is no memory to be written to
     return plain.requires_grad_(tensor.requires_grad)

@@ -21,7 +21,7 @@ from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.tree import unflatten
 from aot_backward_runtime.weights import load_examples
 
-from . import selfcheck
+from . import selfcheck, undisturbed
 from .selfcheck import Named
 
 Progress = Callable[[str, int, int], None]
@@ -140,7 +140,7 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
     cotangents = [_as(s.dtype, kept[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in kept]
     example = example_of(spec, entry, number, examples)
     args, kwargs = example.args, example.kwargs
-    with _under(spec.ambient, spec), torch.random.fork_rng():
+    with _under(spec.ambient, spec), undisturbed.random_state_kept():
         if package.entries[entry] == "step":
             actual = _steps(package, entry, spec.mode, args, kwargs, kept)
         else:

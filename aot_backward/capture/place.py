@@ -59,7 +59,7 @@ def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
 
     kept = [(b, b.detach().clone()) for b in program.buffers()]
     try:
-        with undisturbed.slots_kept(program), torch.random.fork_rng(), contextlib.suppress(Exception), Watching():
+        with undisturbed.slots_kept(program), undisturbed.random_state_kept(), contextlib.suppress(Exception), Watching():
             program(*args, **kwargs)
     finally:
         with torch.no_grad():

@@ -78,7 +78,7 @@ class OnnxLibrary(Library):
     """One ONNX graph where the runtime expects a compiled one."""
 
     def __init__(self, spec: LibrarySpec, names: Names, translated: Translated, run: Run):
-        super().__init__(lambda: Path(), spec, "cpu")
+        super().__init__(lambda: Path(), spec, torch.device("cpu"))
         self._parts = names, translated, run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnnxLibrary:

@@ -34,10 +34,10 @@ class Admitted:
 class Entry:
     """An entry's variants and state."""
 
-    def __init__(self, name: str, spec: EntrySpec, libraries: Mapping[str, Library], state: State, types: Types):
-        self.name, self.spec, self.state, self.types = name, spec, state, types
+    def __init__(self, name: str, spec: EntrySpec, libraries: Mapping[str, Library], state: State, types: Types, device: torch.device):
+        self.name, self.spec, self.state, self.types, self.device = name, spec, state, types, device
         self.libraries = libraries
-        self.variants = [Variant(v, libraries) for v in spec.variants]
+        self.variants = [Variant(v, libraries, device) for v in spec.variants]
         by_mode: dict[str, set[frozenset[str]]] = {}
         for v in self.variants:
             by_mode.setdefault(v.spec.mode, set()).add(v.covered)
@@ -48,7 +48,7 @@ class Entry:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         libraries = {n: copy.deepcopy(lib, memo) for n, lib in self.libraries.items()}
-        return Entry(self.name, self.spec, libraries, self.state.copy(), self.types)
+        return Entry(self.name, self.spec, libraries, self.state.copy(), self.types, self.device)
 
     def index_plans(self, index: Mapping[str, int]) -> None:
         for variant in self.variants:

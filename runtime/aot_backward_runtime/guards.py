@@ -23,8 +23,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 class Contract:
     """The recorded contract of a list of tensors: specs, the symbols in them, and guards on those."""
 
-    def __init__(self, specs: Sequence[TensorSpec], symbols: Sequence[SymbolSpec], guards: Sequence[str]):
-        self.specs, self.symbols, self.guards = tuple(specs), tuple(symbols), tuple(guards)
+    def __init__(self, specs: Sequence[TensorSpec], symbols: Sequence[SymbolSpec], guards: Sequence[str], device: torch.device | None = None):
+        """``device``: which of the devices of its kind the code runs on; without one, any."""
+        self.specs, self.symbols, self.guards, self.device = tuple(specs), tuple(symbols), tuple(guards), device
         self.dtypes = tuple(dtype_of(s.dtype) for s in specs)
 
     def solve(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -59,7 +60,7 @@ class Contract:
         ``values``: the symbols' values where they are known already (of incoming gradients).
         """
         for tensor, spec, dtype in zip(tensors, self.specs, self.dtypes, strict=True):
-            check_kind(tensor, spec, dtype)
+            check_kind(tensor, spec, dtype, self.device)
         found = dict(values) if values is not None else self.solve(tensors)
         out, untouched = [], True
         for tensor, spec in zip(tensors, self.specs, strict=True):
@@ -67,7 +68,7 @@ class Contract:
                 wanted = tuple(evaluate(s, found) for s in spec.shape)
                 if tensor.shape != wanted:
                     raise InputError(f"{spec.name} has shape {tuple(tensor.shape)}; expected {wanted}")
-            fitting = laid_out(tensor, spec, found)
+            fitting = laid_out(tensor, spec, found, self.device)
             untouched = untouched and fitting is tensor
             out.append(fitting)
         return out, found, untouched
@@ -162,8 +163,10 @@ def _alignment(tensor: torch.Tensor) -> int:
     return 16 if tensor.is_cuda else tensor.itemsize  # Triton's vector loads; on CPU vectors load unaligned, scalars want their own size
 
 
-def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None) -> None:
-    """:class:`InputError` where ``tensor`` is of another type, layout, device, dtype or rank, or holds less than its sizes say."""
+def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+    """:class:`InputError` where ``tensor`` is of another type, layout, device, dtype or rank, or holds less than its sizes say.
+
+    ``device``: which of the devices of its kind the code runs on. A 0-d tensor on the CPU may stand for one on a GPU, as in eager."""
     dtype = dtype or dtype_of(spec.dtype)
     if type(tensor) not in _PLAIN:
         raise InputError(f"{spec.name} is a {type(tensor).__module__}.{type(tensor).__qualname__}; expected a plain torch.Tensor")
@@ -171,8 +174,10 @@ def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None
         raise InputError(f"{spec.name} is wrapped by a torch.func transform (vmap, grad, jvp); export the transformed function")
     if tensor.layout is not torch.strided:
         raise InputError(f"{spec.name} has layout {tensor.layout}; expected torch.strided: pass {spec.name}.to_dense()")
-    if tensor.device.type != spec.device:
-        raise InputError(f"{spec.name} is on {tensor.device}; expected {spec.device}: pass {spec.name}.to({spec.device!r})")
+    if not _is_there(tensor, spec, device):
+        wanted = str(device) if device is not None and device.type == spec.device else spec.device
+        elsewhere = f", or load(path, device={str(tensor.device)!r})" if tensor.device.type == spec.device else ""
+        raise InputError(f"{spec.name} is on {tensor.device}; expected {wanted}: pass {spec.name}.to({wanted!r}){elsewhere}")
     if tensor.dtype is not dtype:
         raise InputError(f"{spec.name} has dtype {tensor.dtype}; expected {dtype}: pass {spec.name}.to({dtype})")
     if tensor.dim() != len(spec.shape):
@@ -184,9 +189,17 @@ def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None
         )
 
 
-def laid_out(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int]) -> torch.Tensor:
+def _is_there(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | None) -> bool:
+    if tensor.device.type != spec.device:
+        return spec.device == "cuda" and tensor.device.type == "cpu" and tensor.dim() == 0 and not tensor.requires_grad
+    return device is None or device.type != spec.device or tensor.device == device
+
+
+def laid_out(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int], device: torch.device | None = None) -> torch.Tensor:
     """``tensor`` itself where it lies as recorded, else a copy that does."""
     plain = tensor.resolve_conj().resolve_neg()
+    if plain.device.type != spec.device:
+        return plain.detach().to(device or spec.device)
     wanted = tuple(evaluate(s, values) for s in spec.stride)
     fits = all(n <= 1 or s == w for n, s, w in zip(plain.shape, plain.stride(), wanted, strict=True))
     if plain.numel() and (not fits or plain.data_ptr() % _alignment(plain)):

@@ -103,7 +103,7 @@ def _problems(manifest: Manifest, device: torch.device | None) -> list[str]:
         if highest and numeric(highest) > numeric(found()):
             out.append(f"it needs {what} {highest}, this machine has {found()}")
     if device is not None and device.type != target.device:
-        out.append(f"it was built for {target.device}, but {device} was asked for")
+        out.append(f"it was built for {target.device}, and {device} was asked for")
     elif target.device == "cuda":
         out += _cuda_problems(target, device)
     return out
@@ -117,6 +117,8 @@ def _cuda_problems(target: Target, device: torch.device | None) -> list[str]:
         return [f"{built}, this torch {torch.__version__} has CUDA {torch.version.cuda}"]
     if not torch.cuda.is_available():
         return [f"{built}, this machine has no usable GPU"]
+    if device is not None and device.index is not None and device.index >= torch.cuda.device_count():
+        return [f"{built}, and {device} was asked for, where this machine has {torch.cuda.device_count()} GPU(s)"]
     major, minor = torch.cuda.get_device_capability(device)
     return [] if _runs(target.cuda_arch, major, minor) else [f"{built}, this GPU is sm_{major}{minor}"]
 

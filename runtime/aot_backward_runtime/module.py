@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from . import torch_api
 from .entry import Admitted, Entry
 from .errors import GradientError, InputError, WeightsError
 from .manifest import StateSpec
-from .plan import Binding, Runnable, Variant
+from .plan import Binding, Lease, Runnable, Variant
 from .tree import unflatten
 
 _NO_DOUBLE = (
@@ -173,7 +173,9 @@ def _refuse_change(name: str) -> None:
 class _Run:
     """One forward call, kept for its backward."""
 
-    __slots__ = ("admitted", "backward", "binding", "consumed", "current", "random", "runnable", "shared", "sources", "targets")
+    __slots__ = (
+        *("__weakref__", "admitted", "backward", "binding", "consumed", "current", "lease", "random", "runnable", "shared", "sources", "targets"),
+    )
 
     def __init__(self, admitted: Admitted, runnable: Runnable, binding: Binding, current: Sequence[torch.Tensor], targets: Sequence[str]):
         self.admitted, self.runnable, self.binding, self.current, self.targets = admitted, runnable, binding, current, targets
@@ -181,6 +183,7 @@ class _Run:
         self.sources: Sequence[torch.Tensor] = ()
         self.shared = False  # whether hooks have got hold of the saved tensors
         self.consumed = False  # whether a backward may have overwritten them
+        self.lease: Lease | None = None  # where what was saved lies at places that are used again
         self.random: list[torch.Tensor] = []  # the state that the random numbers were drawn from, where they must be drawn again
 
 
@@ -193,7 +196,9 @@ class _Native(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if double is not None and double.spec.random:
             run.random = _random_state(double)
-        results = runnable.call(run.binding, flat, run.admitted.sizes)
+        hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies, and keep what they got
+        results, run.lease = runnable.lend(run.binding, flat, run.admitted.sizes, run, hooked)
+        shown = results if run.lease is None else run.lease.shown(runnable.results)
         _note_writes(runnable, current)
 
         def pick(kind: str, where: Any) -> torch.Tensor:
@@ -206,17 +211,18 @@ class _Native(torch.autograd.Function):
             run.current = ()  # not to keep the parameters alive beside autograd's own references
         else:  # what is differentiated again comes back with its history, which only autograd knows
             read += [current[i] for i in double.plans["forward"].reads]
+        if run.lease is not None:
+            read += [shown[i] for kind, i in (*runnable.saved, *runnable.watched) if kind == "result" and shown[i] is not results[i]]
         ctx.save_for_backward(*kept, *(pick(*s) for s in runnable.watched), *read, *(sources if double is not None else ()))
         ctx.sources = len(sources)
         run.sources = sources
-        hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies
         run.shared = bool(run.backward.consumes) and hooked
         inputs = [] if hooked else [i for i, (kind, _) in enumerate(runnable.saved) if kind == "input"]
         ctx.memory = [(i, kept[i].data_ptr(), kept[i].shape) for i in inputs]
         ctx.run = run
         differentiable = run.admitted.variant.reaching(run.targets)
-        ctx.mark_non_differentiable(*(results[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
-        return tuple(results[i] for i in runnable.results)
+        ctx.mark_non_differentiable(*(shown[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
+        return tuple(shown[i] for i in runnable.results)
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -239,7 +245,9 @@ class _Native(torch.autograd.Function):
                     saved = run.backward.spared(saved)
                 else:
                     run.consumed = True
-            results = run.backward.call(run.binding, run.admitted.flat, sizes, saved, cotangents)
+            results = run.backward.call(run.binding, *_as_lent(run, saved), cotangents, run.lease)
+            if run.lease is not None and not torch_api.keeps_graph():
+                run.lease.end()
             made = run.backward.gradients if None not in given else run.backward.reached(given)
             gradients = [results[made[t]] if needed and t in made else None for t, needed in zip(run.targets, ctx.needs_input_grad[1:], strict=True)]
         if torch.is_grad_enabled():  # create_graph=True
@@ -247,6 +255,15 @@ class _Native(torch.autograd.Function):
             refusing = iter(_Refusing.apply(there, *run.sources, *(t for t in given if t is not None)))
             gradients = [None if g is None else next(refusing) for g in gradients]
         return (None, *gradients)
+
+
+def _as_lent(run: _Run, saved: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Mapping[str, int], Sequence[torch.Tensor]]:
+    """The forward's inputs, sizes and saved tensors, inputs where the forward read them: they still hold what they held, as autograd has checked."""
+    flat, sizes, lease = run.admitted.flat, run.admitted.sizes, run.lease
+    if lease is None:
+        return flat, sizes, saved
+    inputs = [lease.input(i, t) for i, t in enumerate(flat)]
+    return inputs, sizes, [lease.input(w, t) if kind == "input" else t for (kind, w), t in zip(run.runnable.saved, saved, strict=False)]
 
 
 def _once_more(run: _Run, sources: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -275,7 +292,7 @@ def _once_more(run: _Run, sources: Sequence[torch.Tensor], given: Sequence[torch
 
 
 def _random_state(variant: Variant) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if variant.device == "cuda" else [])]
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(variant.device)] if variant.device.type == "cuda" else [])]
 
 
 @contextlib.contextmanager
@@ -284,10 +301,10 @@ def _drawing_from(states: Sequence[torch.Tensor], variant: Variant) -> Iterator[
     if not states:
         yield
         return
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if variant.device == "cuda" else []):
+    with torch.random.fork_rng(devices=[variant.device] if variant.device.type == "cuda" else []):
         torch.set_rng_state(states[0])
         if len(states) > 1:
-            torch.cuda.set_rng_state(states[1])
+            torch.cuda.set_rng_state(states[1], variant.device)
         yield
 
 

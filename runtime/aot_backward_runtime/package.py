@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from .archive import Archive, open_package
+from .cuda import CudaLibrary
+from .cudagraphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .entry import Entry
-from .errors import AotBackwardError, WeightsError
+from .errors import AotBackwardError, InputError, WeightsError
 from .grad import LoadedGrad
 from .host import choose
 from .manifest import EntrySpec, Manifest, StructureSpec
@@ -26,13 +28,28 @@ from .weights import filled, load_weights
 class Package:
     """A loaded package. Entries of one package share their weights: training one is seen by the others."""
 
-    def __init__(self, archive: Archive, weights: Mapping[str, torch.Tensor], types: Mapping[str, type]):
+    def __init__(
+        self,
+        archive: Archive,
+        weights: Mapping[str, torch.Tensor],
+        types: Mapping[str, type],
+        device: torch.device | None = None,
+        graphs: Graphs | None = None,
+    ):
+        """``weights`` lie on ``device``; without one, on the current device of the package's kind. ``graphs``: what captures calls, if anything."""
+        self._graphs = graphs
         self._archive, self._weights, self._types = archive, dict(weights), dict(types)
+        self.device = device or device_of(archive.manifest)
         self._made: dict[str, LoadedModule | LoadedGrad | LoadedStep] = {}
 
     @property
     def manifest(self) -> Manifest:
         return self._archive.manifest
+
+    @property
+    def cudagraphs(self) -> GraphReport | None:
+        """What became of the calls so far; None where the package was not loaded with ``cudagraphs=True``."""
+        return self._graphs.report if self._graphs is not None else None
 
     @property
     def entries(self) -> dict[str, str]:
@@ -84,7 +101,7 @@ class Package:
         libraries = self._open(used)
         own = {s.weight for s in spec.state}
         fixed = {c.weight: self._weights[c.weight] for n in used for c in manifest.libraries[n].constants if c.weight not in own}
-        entry = Entry(name, spec, libraries, State(spec, manifest.weights, fixed), self._types)
+        entry = Entry(name, spec, libraries, State(spec, manifest.weights, fixed, self.device), self._types, self.device)
         tensors = {k: self._weights[k] for k in own}
         if spec.kind == "step":
             others = {s.weight for n, e in manifest.entries.items() if n != name for s in e.state}
@@ -94,9 +111,17 @@ class Package:
         return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors)
 
     def _open(self, names: Iterable[str]) -> dict[str, Library]:
-        manifest = self.manifest
-        device = manifest.target.device if manifest.target.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
-        return {n: Library(partial(self._archive.library, n), manifest.libraries[n], device) for n in sorted(set(names))}
+        kind = Library if self.device.type == "cpu" else CudaLibrary
+        made = {n: kind(partial(self._archive.library, n), self.manifest.libraries[n], self.device) for n in sorted(set(names))}
+        return made if self._graphs is None else {n: GraphedLibrary(library, self._graphs) for n, library in made.items()}
+
+
+def device_of(manifest: Manifest, asked: torch.device | None = None) -> torch.device:
+    """Where the package's code runs: the device that was asked for, or the current one of its kind."""
+    if manifest.target.device == "cpu":
+        return torch.device("cpu")
+    index = asked.index if asked is not None else None
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def load(
@@ -104,7 +129,8 @@ def load(
     *,
     weights: Mapping[str, torch.Tensor] | None = None,
     types: Iterable[type] = (),
-    device: str | None = None,
+    device: str | torch.device | None = None,
+    cudagraphs: bool = False,
     target: str | None = None,
     signature: Policy | None = None,
     key: Key | None = None,
@@ -113,7 +139,9 @@ def load(
 
     ``weights``: tensors by their key, for a package written without (``weights=False``), or instead of its own. ``types``: classes that
     results may be made of (a package only names them). ``target``: of several in one package, the one to run ("cpu:avx2"); without it, the best that
-    this processor can.
+    this processor can. ``device``: the GPU that a package for GPUs runs on ("cuda:1"), its weights with it; without one, the current one. A call
+    then takes tensors on that device, and runs on the caller's current stream of it. ``cudagraphs``: calls are captured as CUDA graphs, one for each
+    list of shapes, and replayed (:mod:`.cudagraphs`); ``Package.cudagraphs`` counts them, and why a call could not be.
 
     ``signature``, ``key``: the signature in ``PATH.sig`` must be by the owner of the public key in the file ``key``: always ("require", the
     default with a key), where there is one ("if-present"), or is not looked at ("off", the default without). It is checked before anything in
@@ -124,7 +152,8 @@ def load(
     Loading a package, like importing a module, lets its author's code run when it is called.
     """
     archive = open_package(Path(path), admit=admission(signature, key))
-    archive.choose(choose(archive.manifest, target, path=path))
+    asked = _device(device)
+    archive.choose(choose(archive.manifest, target, asked, path))
     manifest = archive.manifest
     tensors = load_weights(archive) if manifest.has_weights else {}
     if weights is not None:
@@ -135,8 +164,10 @@ def load(
             check_weight(key, tensor, manifest.weights[key])
         tensors.update(weights)
     tensors = filled(archive) | tensors
-    if manifest.target.device == "cuda":
-        tensors = {name: tensor.to(f"cuda:{torch.cuda.current_device()}") for name, tensor in tensors.items()}
+    where = device_of(manifest, asked)
+    if cudagraphs and where.type != "cuda":
+        raise InputError(f"cudagraphs=True is for packages for a GPU; the target of {path} that runs here is {manifest.target.label}")
+    tensors = {name: tensor.to(where) for name, tensor in tensors.items()}
     missing = sorted(manifest.weights.keys() - tensors.keys())
     if missing:
         raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")
@@ -145,4 +176,11 @@ def load(
     unproved = [n for n, v in verdicts if v.status != "verified"]
     if unproved:
         warnings.warn(f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}", stacklevel=2)
-    return Package(archive, tensors, {f"{t.__module__}.{t.__qualname__}": t for t in types})
+    return Package(archive, tensors, {f"{t.__module__}.{t.__qualname__}": t for t in types}, where, Graphs(Gpu(where)) if cudagraphs else None)
+
+
+def _device(device: str | torch.device | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device is {device!r}; expected 'cpu', 'cuda' or 'cuda:1'") from error

@@ -51,8 +51,8 @@ class Admitted:
 class PassContract(Contract):
     """What the tensors and sizes of a pass must be. Strides must be the recorded ones: a gradient takes them over."""
 
-    def __init__(self, spec: PassSpec):
-        super().__init__(spec.inputs, spec.symbols, spec.guards)
+    def __init__(self, spec: PassSpec, device: torch.device | None = None):
+        super().__init__(spec.inputs, spec.symbols, spec.guards, device)
         self.spec = spec
         self._sizes: Sequence[int] = ()
 
@@ -62,7 +62,7 @@ class PassContract(Contract):
         if len(operands.inputs) != len(spec.inputs) or len(operands.sizes) != len(spec.sizes) or len(operands.scalars) != len(spec.scalars):
             raise InputError("the pass has another number of tensors or sizes than the recorded one")
         for tensor, expected, dtype in zip(operands.inputs, self.specs, self.dtypes, strict=True):
-            check_kind(tensor, expected, dtype)
+            check_kind(tensor, expected, dtype, self.device)
         self._sizes = operands.sizes
         values = self.solve(operands.inputs)
         for i, (size, wanted) in enumerate(zip(operands.sizes, spec.sizes, strict=True)):
@@ -76,7 +76,7 @@ class PassContract(Contract):
             wanted_strides = tuple(evaluate(s, values) for s in expected.stride)
             if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), wanted_strides, strict=True)):
                 raise InputError(f"{expected.name} has strides {tensor.stride()}; expected {wanted_strides}")
-            fitting.append(laid_out(tensor, expected, values))
+            fitting.append(laid_out(tensor, expected, values, self.device))
             untouched = untouched and fitting[-1] is tensor
         return fitting, values, untouched
 
@@ -96,7 +96,7 @@ class CompiledPass:
 
     def __init__(self, spec: PassSpec, tape: Tape, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
         self.spec, self.tape = spec, tape
-        self.contract = PassContract(spec)
+        self.contract = PassContract(spec, next((library.device for library in libraries.values()), None))
         self.device = next((s.device for s in spec.inputs), "cpu")
         self._binding = (constants, ())
         self._libraries = libraries
@@ -198,7 +198,7 @@ class _Call:
             else:
                 given.append(torch.empty((evaluate(where, admitted.values), 0)))
         for place, number, spec in self.checked:
-            given[place] = _admit_value(run.values[number], spec, admitted.values)
+            given[place] = _admit_value(run.values[number], spec, admitted.values, self.library.device)
         return given
 
 
@@ -310,14 +310,14 @@ def _telling(variants: Sequence[PassSpec]) -> list[tuple[int, int]]:
     return list(dict.fromkeys(found))
 
 
-def _admit_value(value: Any, spec: TensorSpec, values: Mapping[str, int]) -> torch.Tensor:
+def _admit_value(value: Any, spec: TensorSpec, values: Mapping[str, int], device: torch.device) -> torch.Tensor:
     if value is None:
         raise InputError(f"{spec.name} is undefined; a tensor was recorded")
-    check_kind(value, spec)
+    check_kind(value, spec, device=device)
     wanted = tuple(evaluate(s, values) for s in spec.shape)
     if value.shape != wanted:
         raise InputError(f"{spec.name} has shape {tuple(value.shape)}; expected {wanted}")
-    return laid_out(value, spec, values)
+    return laid_out(value, spec, values, device)
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:

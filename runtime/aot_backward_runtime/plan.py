@@ -10,7 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,29 +31,32 @@ Binding = tuple[Mapping[str, torch.Tensor], tuple[int, ...]]
 class Library:
     """One compiled graph, opened when it is first run. A copy (``deepcopy``) opens it again: constants are bound to each by itself."""
 
-    def __init__(self, path: Callable[[], Path], spec: LibrarySpec, device: str):
-        self._path, self.spec, self._device = path, spec, device
+    def __init__(self, path: Callable[[], Path], spec: LibrarySpec, device: torch.device):
+        self.path, self.spec, self.device = path, spec, device
         self._runner: Any = None
         self._bound: tuple[int, ...] | None = None
         self._keep: list[torch.Tensor] = []
         self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Library:
-        return Library(self._path, self.spec, self._device)
+        return type(self)(self.path, self.spec, self.device)
 
-    def bind(self, binding: Binding) -> None:
-        """Points the constants at the tensors of ``binding``, unless they already are; the addresses are compared by identity first."""
+    def bind(self, binding: Binding) -> bool:
+        """Points the constants at the tensors of ``binding``, unless they already are; the addresses are compared by identity first. Whether the
+        addresses are others than before."""
         tensors, addresses = binding
         if self._bound is addresses:
-            return
+            return False
         if self._runner is None:
             self._open()
-        if self._bound != addresses and self.spec.constants:
+        moved = self._bound != addresses
+        if moved and self.spec.constants:
             # aliases keep the memory alive for as long as the library points at it, whatever becomes of the tensors
             keep = {c.name: tensors[c.weight].detach() for c in self.spec.constants}
             self._runner.update_constant_buffer(keep, False, True, True)
             self._keep = list(keep.values())
         self._bound = addresses
+        return moved
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Calls the graph. Inputs must have been checked; results are new tensors."""
@@ -62,13 +65,20 @@ class Library:
                 return self._runner.run(inputs)
         return self._runner.run(inputs)
 
+    def lend(
+        self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], holder: Any, hooked: bool
+    ) -> tuple[list[torch.Tensor], Lease | None]:
+        """:meth:`run` for a forward whose backward is to come: results that may lie where a later call would write, and what sees to it that none
+        does while ``holder`` lives. ``operands``: what the inputs are. ``hooked``: saved-tensor hooks get hold of the results."""
+        return self.run(inputs), None
+
     @property
     def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         """What :meth:`run` comes to, without the call in between; the library must have been bound."""
         return self.run if self.spec.operators else self._runner.run
 
     def _load(self) -> Any:
-        return torch_api.runner(str(self._path()), self._device)
+        return torch_api.runner(str(self.path()), self.device)
 
     def _open(self) -> None:
         try:
@@ -86,11 +96,28 @@ class Library:
         return f"; it calls {', '.join(self.spec.operators)}: import the modules that register these operators before load()"
 
 
+class Lease(Protocol):
+    """Results of a forward that lie at places which are used again."""
+
+    def input(self, number: int, given: torch.Tensor) -> torch.Tensor:
+        """Input ``number`` of the forward, where it lies; ``given`` where that is not known."""
+
+    def shown(self, to_caller: Iterable[int]) -> list[torch.Tensor]:
+        """The results, with copies of those that go to the caller."""
+
+    def run(self, library: Library, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The backward, by ``library``. Its results are new tensors."""
+
+    def end(self) -> None:
+        """The places may be used again."""
+
+
 class State:
     """The parameters and buffers that an entry's libraries are bound to, one per distinct weight."""
 
-    def __init__(self, entry: EntrySpec, weights: Mapping[str, WeightSpec], fixed: Mapping[str, torch.Tensor]):
-        """``fixed``: tensors by weight key that are constants of the program, not state of the entry."""
+    def __init__(self, entry: EntrySpec, weights: Mapping[str, WeightSpec], fixed: Mapping[str, torch.Tensor], device: torch.device):
+        """``fixed``: tensors by weight key that are constants of the program, not state of the entry. ``device``: where the code runs."""
+        self._device = device
         self.names = tuple(s.name for s in entry.state)
         self._weights = [(s.name, s.weight, weights[s.weight]) for s in entry.state]
         keys = [s.weight for s in entry.state]
@@ -112,13 +139,13 @@ class State:
             addresses = tuple(map(torch.Tensor.data_ptr, current))
         except RuntimeError:
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
-                check_weight(name, tensor, spec)
+                check_weight(name, tensor, spec, self._device)
             raise
         if addresses != self.binding[1] or self._same is None or not self._looks_the_same(current):
             self._same = None
             tensors = dict(self._fixed)
             for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
-                check_weight(name, tensor, spec)
+                check_weight(name, tensor, spec, self._device)
                 if key not in tensors:
                     tensors[key] = tensor.detach()  # what is there now, also if the parameter is given other memory (.data = …) later
                 elif tensors[key].data_ptr() != tensor.data_ptr():
@@ -139,10 +166,14 @@ class State:
         )
 
 
-def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec) -> None:
-    """:class:`WeightsError` where native code compiled for ``spec`` could not read ``tensor``."""
+def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec, device: torch.device | None = None) -> None:
+    """:class:`WeightsError` where native code compiled for ``spec``, which runs on ``device``, could not read ``tensor``."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch_api.is_functorch_wrapped(tensor):
         raise WeightsError(f"{name} is a {type(tensor).__qualname__} that native code cannot read; expected a plain tensor or Parameter")
+    if device is not None and tensor.device != device:
+        raise WeightsError(
+            f"{name} is on {tensor.device}; the loaded code runs on {device}: move it back, or load(path, device={str(tensor.device)!r}) another"
+        )
     if tensor.dtype is not dtype_of(spec.dtype):
         raise WeightsError(f"{name} has dtype {tensor.dtype}; the package was compiled for torch.{spec.dtype}: export it with that dtype")
     if tuple(tensor.shape) != spec.shape:
@@ -156,13 +187,12 @@ def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec) -> None:
 class Variant:
     """A variant made ready: contracts, the fast check of what was accepted last, and the plans with their libraries."""
 
-    def __init__(self, spec: VariantSpec, libraries: Mapping[str, Library]):
-        self.spec = spec
-        self.contract = Contract(spec.inputs, spec.symbols, spec.guards)
-        self.cotangents = Contract(spec.cotangents, (), ())
+    def __init__(self, spec: VariantSpec, libraries: Mapping[str, Library], device: torch.device):
+        self.spec, self.device = spec, device
+        self.contract = Contract(spec.inputs, spec.symbols, spec.guards, device)
+        self.cotangents = Contract(spec.cotangents, (), (), device)
         self.plans = {role: Runnable(plan, libraries) for role in ROLES if (plan := getattr(spec, role)) is not None}
-        self.device = next((s.device for s in (*spec.inputs, *spec.outputs)), "cpu")
-        self.double = Variant(spec.double, libraries) if spec.double is not None else None
+        self.double = Variant(spec.double, libraries, device) if spec.double is not None else None
         backward = spec.backward
         self.gradient_targets = frozenset(g.of for g in backward.gradients) if backward else frozenset()
         self.covered = self.gradient_targets.union(spec.unreached)
@@ -229,7 +259,7 @@ class Variant:
         return fitting
 
     def check_ambient(self) -> None:
-        check_ambient(self.spec.ambient, self.device)
+        check_ambient(self.spec.ambient, self.device.type)
 
 
 class Runnable:
@@ -280,10 +310,30 @@ class Runnable:
         sizes: Mapping[str, int],
         saved: Sequence[torch.Tensor] = (),
         cotangents: Sequence[torch.Tensor] = (),
+        lease: Lease | None = None,
     ) -> list[torch.Tensor]:
-        """The results of the library. Every tensor must have been checked."""
+        """The results of the library. Every tensor must have been checked. ``lease``: of the forward that ``saved`` comes from."""
         if self.library is None:
             return []
+        operands = self._operands(inputs, sizes, saved, cotangents)
+        with self.library.lock:  # else another thread could bind other tensors in between
+            self.library.bind(binding)
+            return self.library.run(operands) if lease is None else lease.run(self.library, operands)
+
+    def lend(
+        self, binding: Binding, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int], holder: Any, hooked: bool
+    ) -> tuple[list[torch.Tensor], Lease | None]:
+        """:meth:`call` of a forward whose backward is to come (:meth:`Library.lend`)."""
+        if self.library is None:
+            return [], None
+        operands = self._operands(inputs, sizes, (), ())
+        with self.library.lock:
+            self.library.bind(binding)
+            return self.library.lend(self.operands, operands, holder, hooked)
+
+    def _operands(
+        self, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int], saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         operands = []
         for kind, where in self.operands:
             if kind == "input":
@@ -294,9 +344,7 @@ class Runnable:
                 operands.append(cotangents[where])
             else:
                 operands.append(torch.empty((evaluate(where, sizes), 0)))
-        with self.library.lock:  # else another thread could bind other tensors in between
-            self.library.bind(binding)
-            return self.library.run(operands)
+        return operands
 
 
 def parse(operand: str) -> tuple[str, Any]:

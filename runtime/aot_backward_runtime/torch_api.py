@@ -34,6 +34,7 @@ SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.12 in `make rebuild-mat
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
 is_batched = _functorch.is_legacy_batchedtensor
 foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
 call_cpp_tensor_pre_hooks = _engine.call_cpp_tensor_pre_hooks
 clear_cache = _engine.clear_cache
 is_cache_empty = _engine.is_cache_empty
@@ -60,6 +61,7 @@ __all__ = [
     "engine_run_backward",
     "execution_engine",
     "foreach_add_",
+    "foreach_copy_",
     "in_a_mode",
     "in_forward_mode",
     "in_functorch",
@@ -156,13 +158,16 @@ def opaque_to_dynamo(function: Function) -> Function:
     return outside  # type: ignore[return-value]
 
 
-def runner(library: str, device: str) -> Any:
-    """Opens a compiled library on ``device`` ("cpu" or "cuda:0"), one instance of the model."""
-    if device == "cpu":
+def runner(library: str, device: torch.device) -> Any:
+    """Opens a compiled library on ``device``, one instance of the model.
+
+    On a GPU in its single-threaded form: the other one waits in each call until the one before it has come to its end on the GPU, and records events,
+    which a stream that is being captured does not allow. One caller at a time is ours to see to."""
+    if device.type == "cpu":
         return AOTIModelContainerRunnerCpu(library, 1)
     from torch._C._aoti import AOTIModelContainerRunnerCuda  # only CUDA builds of torch have it
 
-    return AOTIModelContainerRunnerCuda(library, 1, device)
+    return AOTIModelContainerRunnerCuda(library, 1, str(device), "", True)  # type: ignore[call-overload]
 
 
 _NUMBERED = (

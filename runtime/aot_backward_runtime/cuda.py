@@ -1,0 +1,45 @@
+"""Compiled graphs on a GPU: the device and the stream are the caller's, and what fails says in which state it left the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .errors import ExecutionError
+from .plan import Library
+
+
+class CudaLibrary(Library):
+    """A library whose kernels run on :attr:`device`. Its memory is PyTorch's, from the caching allocator."""
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Queues the graph on the current stream of its device. What only shows when the kernels run is raised by whatever waits for them next, as in
+        eager: with ``CUDA_LAUNCH_BLOCKING=1`` by this call."""
+        try:
+            if torch.cuda.current_device() == self.device.index:
+                return super().run(inputs)
+            with torch.cuda.device(self.device):  # the runner takes the current stream of the current device
+                return super().run(inputs)
+        except RuntimeError as error:
+            if torch.cuda.is_current_stream_capturing():
+                raise
+            reason = str(error).partition("\n")[0]
+            raise ExecutionError(f"{self.spec.member}: native code failed on {self.device} ({reason}); {_condition(self.device)}") from error
+
+    @property
+    def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+        return self.run
+
+
+def _condition(device: torch.device) -> str:
+    """Whether the GPU still answers, and how much memory is left: compiled code gives no reason of its own."""
+    try:
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        return (
+            f"the GPU no longer answers this process ({str(error).partition(chr(10))[0]}): start it again, under CUDA_LAUNCH_BLOCKING=1 to have the "
+            "call named that made the fault"
+        )
+    return f"{free / 1e9:.1f} of {total / 1e9:.1f} GB of its memory are free, and the next call may go well"
