@@ -166,6 +166,7 @@ def everything_kept(entries: Entries) -> Iterator[None]:
         try:
             yield
         finally:
+            torch.clear_autocast_cache()
             with torch.no_grad():
                 for buffer, value in zip(buffers, kept, strict=True):
                     if not torch.equal(buffer, value):

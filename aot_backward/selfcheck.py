@@ -194,6 +194,7 @@ def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotange
     else:
         targets = _targets(spec, parameters, args, kwargs)
     torch.manual_seed(SEED)
+    torch.clear_autocast_cache()  # it keeps casts of weights for as long as the caller's autocast lasts, whatever becomes of the weights
     with (
         undisturbed.in_mode(program, example.mode),
         undisturbed.slots_kept(program),

@@ -162,6 +162,7 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, 
             generator = torch.Generator().manual_seed(selfcheck.SEED)
             for i in range(STEPS):
                 optimizer.zero_grad(set_to_none=True)
+                torch.clear_autocast_cache()
                 for half in (" first half", "") if waiting else ("",):
                     with torch.enable_grad():
                         value = pytree.tree_leaves(case.program(*args, **kwargs))[0]

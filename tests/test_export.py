@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from collections import namedtuple
@@ -199,6 +200,18 @@ def test_custom_backwards_and_autocast_and_constants(tmp_path: Path) -> None:
         path = ab.export_module(module, (x,), path=tmp_path / "custom.pt2")
         loaded = load(path).module()
         assert_same(run(loaded, (x,), 1), run(module, (x,), 1), 2e-2)
+
+
+def test_the_callers_autocast_at_several_sizes(tmp_path: Path) -> None:
+    """Its cache of cast weights outlives a pass of eager's."""
+    torch.manual_seed(0)
+    module, rows = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)), ({0: Dim("rows", min=2, max=64)},)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        path = ab.export_module(module, (torch.randn(4, 8),), dynamic_shapes=rows, path=tmp_path / "cast.pt2")
+        assert torch.equal(module(torch.ones(1, 8)), copy.deepcopy(module)(torch.ones(1, 8)))
+    x = torch.randn(6, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(run(load(path).module(), (x,), 1), run(module, (x,), 1), 2e-2)
 
 
 def _hooked() -> nn.Module:

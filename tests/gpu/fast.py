@@ -1,0 +1,149 @@
+"""How fast: training steps from ten launches to large matrices, memory, and the time to a first gradient."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import aot_backward as ab
+from aot_backward_runtime import load
+from aot_backward_runtime.package import Package
+from tests.cross import programs
+
+from .compared import Row, interleaved, settle
+
+SIZES = ((32, 16), (256, 64), (1024, 512), (4096, 4096))
+"""Width and rows of an MLP of four layers. The first two are bound by launches, the last by matrix products."""
+MODES = ("default", "reduce-overhead", "max-autotune")
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU())], nn.Linear(width, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def _loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (y - target).square().mean()
+
+
+def speed(device: str, quick: bool) -> Iterator[Row]:
+    """A training step with AdamW: one call, with and without CUDA graphs, beside eager's and torch.compile's."""
+    for width, rows in SIZES[:1] if quick else SIZES:
+        torch.manual_seed(0)
+        x, y = torch.randn(rows, width, device=device), torch.randn(rows, 1, device=device)
+        with tempfile.TemporaryDirectory() as folder:
+            ways, packages = _ways(width, x, y, device, Path(folder), quick)
+            rounds, batch = (3, 2) if quick else (30, 20 if width <= 256 else 3)
+            queued, alone = interleaved(ways, device, rounds, batch), interleaved(ways, device, rounds)
+            memory = {name: _peak(call, device) for name, call in ways.items()}
+            best = "ours, CUDA graph" if "ours, CUDA graph" in ways else "ours"
+            for way in ways:
+                what = f"{width} wide, {rows} rows, {way}"
+                figure = f"{queued[way] * 1e6:.0f} µs queued, {alone[way] * 1e6:.0f} µs alone, {queued[way] / queued[best]:.2f} times {best}"
+                yield what, "right", figure + (f", {memory[way] / 1e6:.1f} MB at the peak" if device == "cuda" else "")
+            for package in packages:
+                yield "", "right", str(package.cudagraphs).replace("\n", ";")
+
+
+def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Path, quick: bool) -> tuple[dict[str, Callable[[], Any]], list[Package]]:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        net = Net(width).to(device)
+        return net, torch.optim.AdamW(net.parameters(), lr=1e-4)
+
+    net, optimizer = made()
+    path = ab.export_step(net, (x, y), loss_fn=_loss, optimizer=optimizer, path=folder / "s.pt2", target=device)
+    ours = load(path).step()
+    ways: dict[str, Callable[[], Any]] = {"ours": lambda: ours(x, y)}
+    packages = []
+    if device == "cuda":
+        packages.append(load(path, cudagraphs=True))
+        graphed = packages[0].step()
+        for _ in range(3):
+            graphed(x, y)
+        (replay,) = _replays(graphed)
+        ways |= {"ours, CUDA graph": lambda: graphed(x, y), "the graph's replay alone": replay}
+
+    def trained(forward: Callable[..., Any], optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> None:
+            optimizer.zero_grad()
+            _loss(forward(x), y).backward()
+            update()
+
+        return call
+
+    ways["eager"] = trained(net, optimizer, optimizer.step)
+    for mode in () if quick else MODES:
+        other, opt = made()
+        ways[f"torch.compile {mode}"] = trained(torch.compile(other, mode=mode), opt, torch.compile(opt.step))
+    return ways, packages
+
+
+def _replays(step: Any) -> list[Callable[[], None]]:
+    """What replays the graphs of a step that has been captured."""
+    return [g._replay for library in step._entry.libraries.values() for at in library._at.values() for g in at.graphs]
+
+
+def _peak(call: Callable[[], Any], device: str) -> int:
+    """Bytes that a call needs beyond what was there."""
+    if device != "cuda":
+        return 0
+    settle(device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    settle(device)
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+_BASE = """
+import time; started = time.perf_counter()
+import sys, torch
+torch.zeros(1, device=sys.argv[2]).item()
+print(time.perf_counter() - started)
+"""
+_START = """
+import time; started = time.perf_counter()
+import sys, torch, aot_backward_runtime
+module = aot_backward_runtime.load(sys.argv[1]).module()
+module(torch.randn(5, 8, device=sys.argv[2])).sum().backward()
+next(module.parameters()).grad.sum().item()
+print(time.perf_counter() - started)
+"""
+_EAGER = """
+import time; started = time.perf_counter()
+import sys, torch
+module = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(sys.argv[2])
+module(torch.randn(5, 8, device=sys.argv[2])).sum().backward()
+next(module.parameters()).grad.sum().item()
+print(time.perf_counter() - started)
+"""
+
+
+def start(device: str, quick: bool) -> Iterator[Row]:
+    """Seconds from the start of Python to the first gradient, each in a fresh process, in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        module, x = programs.module("mlp")
+        path = ab.export_module(module.to(device), (x.detach().to(device),), path=Path(folder) / "m.pt2", target=device)
+        found: dict[str, list[float]] = {"import and device": [], "ours": [], "eager": []}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        for _ in range(1 if quick else 4):
+            for name, code in zip(found, (_BASE, _START, _EAGER), strict=True):
+                done = subprocess.run([sys.executable, "-c", code, path, device], env=environment, capture_output=True, text=True, check=True)
+                found[name].append(float(done.stdout))
+        least = {name: min(times) for name, times in found.items()}
+        for name, seconds in least.items():
+            beyond = f", {seconds - least['import and device']:.2f} s beyond import and device (asked: at most 0.30)" if name == "ours" else ""
+            yield f"start to first gradient: {name}", "right", f"{seconds:.2f} s{beyond}"
