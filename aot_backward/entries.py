@@ -68,6 +68,7 @@ class Step:
     ``accumulate``: ``step(x, y, update=False)`` only adds up gradients. ``distributed``: gradients are averaged over processes.
     ``clip_norm``, ``clip_value``: as ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` over the optimizer's parameters, before it.
     ``skip_nonfinite``: where a gradient (with ``clip_norm``: their norm) has Inf or NaN, parameters and the optimizer's state stay as they were.
+    ``loss_scale``: for float16: what the loss is scaled by at first, and the gradients back; it then follows ``torch.amp.GradScaler``'s rule.
     """
 
     module: nn.Module
@@ -80,6 +81,7 @@ class Step:
     clip_norm: float | None = None
     clip_value: float | None = None
     skip_nonfinite: bool = False
+    loss_scale: float | None = None
 
 
 Entry = Module | Grad | Step

@@ -122,6 +122,7 @@ def export_step(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     skip_nonfinite: bool = False,
+    loss_scale: float | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """A whole training step, in the module's present mode: forward, backward and optimizer in one native call. See :class:`Step` and
@@ -136,6 +137,7 @@ def export_step(
         clip_norm=clip_norm,
         clip_value=clip_value,
         skip_nonfinite=skip_nonfinite,
+        loss_scale=loss_scale,
     )
     return export(path, {"step": step}, target=target, progress=progress)
 

@@ -160,6 +160,7 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, 
             before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss)
             losses, gradients = {}, []
             generator = torch.Generator().manual_seed(selfcheck.SEED)
+            scale = settings.loss_scale or 1.0
             for i in range(STEPS):
                 optimizer.zero_grad(set_to_none=True)
                 torch.clear_autocast_cache()
@@ -167,7 +168,10 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, 
                     with torch.enable_grad():
                         value = pytree.tree_leaves(case.program(*args, **kwargs))[0]
                         losses[f"loss {i}{half}"] = value.detach().clone()
-                        value.backward()
+                        (value if settings.loss_scale is None else value * scale).backward()
+                for p in trained if settings.loss_scale is not None else ():
+                    if p.grad is not None:
+                        p.grad *= 1 / scale
                 gradients.append({case.names[id(p)]: p.grad.detach().clone() for p in trained if p.grad is not None})
                 for p in trained if noise is not None else ():
                     assert p.grad is not None and noise is not None
@@ -180,6 +184,7 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, 
                 finite = all(bool(torch.isfinite(p.grad).all()) for p in trained if p.grad is not None)
                 if finite or not settings.skip_nonfinite:
                     type(optimizer).step(optimizer)
+                scale *= 1.0 if finite else 0.5  # as torch.amp.GradScaler, which grows it after 2000 steps
             slots = {
                 f"{key} of {case.names[id(p)]}": t
                 for p, state in optimizer.state.items()

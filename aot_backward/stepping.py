@@ -27,7 +27,7 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
         raise ExportError(f"entry {name!r}: module is a {type(entry.module).__name__}; a training step needs a torch.nn.Module")
     program = steps.Fit(entry.module, entry.loss_fn)
     names = optimizers.parameters_of(entry.optimizer, entry.module)
-    settings = optimizers.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite)
+    settings = optimizers.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite or entry.loss_scale is not None, entry.loss_scale)
     trained = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
     wanted = [("parameter", steps.MODULE + names[id(p)]) for p in trained]
     state = joints.state_of(program)
@@ -51,7 +51,7 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]
                 raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")
-            split.from_a_scalar(joint, prefix, weights)
+            unscaled = split.from_a_scalar(joint, prefix, weights)
             optimized = optimizers.look_at(entry.optimizer, names, steps.gets_gradient(joint))
             if shared is None:
                 shared = steps.share(optimized, settings, program, waiting=entry.accumulate or entry.distributed)
@@ -59,6 +59,8 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
             elif optimized.trained != shared.optimized.trained:
                 odd = sorted(set(optimized.trained) ^ set(shared.optimized.trained))
                 raise ExportError(f"entry {name!r}: {odd[0]} gets a gradient in some variants only; the optimizer would treat it differently")
+            if settings.loss_scale is not None:
+                steps.scale_the_loss(joint, shared, unscaled)
             pieces, update = steps.split_step(joint, prefix, weights, shared)
             if i == 0:
                 shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, numbers=update.allowed, in_place=update.in_place))

@@ -56,9 +56,8 @@ def trace(about: Optimized, gradients: Sequence[torch.Tensor], parameters: Seque
                 f"the gradient of {name!r} is sparse, which compiled code cannot hand to an optimizer; build its layer with sparse=False"
             )
     env = torch_api.ShapeEnv()
-    clips = [v for v in (settings.clip_norm, settings.clip_value) if v is not None]
-    labels = [n.label for n in about.numbers] + [n for n in ("clip_norm", "clip_value") if getattr(settings, n) is not None]
-    values = [n.value for n in about.numbers] + clips
+    labels = [n.label for n in about.numbers] + list(settings.numbers)
+    values = [n.value for n in about.numbers] + list(settings.numbers.values())
     symbols = [_symbol(env, f"number{i}", v) for i, v in enumerate(values)]
     with fake_mode:
         slots = [torch.empty_strided(s.value.shape, s.value.stride(), dtype=s.value.dtype, device=s.value.device) for s in about.slots]

@@ -65,8 +65,17 @@ class Settings:
     clip_norm: float | None = None
     clip_value: float | None = None
     skip_nonfinite: bool = False
+    loss_scale: float | None = None
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Those that are read when the graph runs, in the order in which they follow the optimizer's own."""
+        return {key: float(v) for key in ("clip_norm", "clip_value", "loss_scale") if (v := getattr(self, key)) is not None}
 
     def __post_init__(self) -> None:
+        scale = self.loss_scale
+        if scale is not None and not (type(scale) in (int, float) and 0 < scale < math.inf):
+            raise ExportError(f"loss_scale is {scale!r}; expected a positive number, 65536.0 as torch.amp.GradScaler begins with")
         for key, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
                 raise ExportError(f"{key} is {value!r}; expected a finite number (a large one clips nothing; clip_norm gives grad_norm even so)")

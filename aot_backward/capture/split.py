@@ -96,8 +96,8 @@ def split_grad(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch.T
     return pieces
 
 
-def from_a_scalar(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch.Tensor]]) -> None:
-    """Makes of the joint graph one that needs no incoming gradient: the loss is a scalar, and its own gradient is one."""
+def from_a_scalar(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Node:
+    """Makes of the joint graph one that needs no incoming gradient: the loss is a scalar, and its own gradient is one, the node that is returned."""
     graph = joint.graph
     graph.graph.set_codegen(torch.fx.CodeGen())
     if not joint.has_backward or joint.outputs[0] is None or not joint.output_requires_grad[0]:
@@ -106,16 +106,15 @@ def from_a_scalar(joint: Joint, name: str, weights: Mapping[str, tuple[str, torc
     if not isinstance(loss, Node) or tuple(loss.meta["val"].shape) != ():
         raise ExportError(f"{name}: a gradient needs a scalar loss, got shape {tuple(loss.meta['val'].shape)}; reduce it with .sum() or .mean()")
     sum_ties(joint, weights)
-    for node in graph.graph.find_nodes(op="placeholder"):
-        if joint.placeholders[node.name][0] != "cotangent":  # the loss's; nothing else is differentiated
-            continue
-        value = node.meta["val"]
-        with graph.graph.inserting_after(node), joint.fake_mode:
-            settings = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            one = graph.graph.call_function(aten.full.default, ([], 1.0), settings)
-            one.meta["val"] = aten.full.default([], 1.0, **settings)
-        node.replace_all_uses_with(one)
-        graph.graph.erase_node(node)
+    (node,) = [n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][0] == "cotangent"]  # nothing else is differentiated
+    value = node.meta["val"]
+    with graph.graph.inserting_after(node), joint.fake_mode:
+        settings = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        one = graph.graph.call_function(aten.full.default, ([], 1.0), settings)
+        one.meta["val"] = aten.full.default([], 1.0, **settings)
+    node.replace_all_uses_with(one)
+    graph.graph.erase_node(node)
+    return one
 
 
 class Cut:

@@ -102,7 +102,12 @@ def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bo
         for parameter in optimized.trained:
             gradients[parameter] = f"gradient.{parameter}"
             tensors[gradients[parameter]] = torch.zeros_like(parameters[parameter], requires_grad=False)
-    values = [n.value for n in optimized.numbers] + [v for v in (settings.clip_norm, settings.clip_value) if v is not None]
+    if settings.loss_scale is not None and (low := [n for n in optimized.trained if parameters[n].dtype in number_vector.LOW]):
+        raise ExportError(
+            f"loss_scale keeps gradients of float32 parameters whole, and {low[0]} is {parameters[low[0]].dtype}, whose gradient would vanish when "
+            "it is scaled back: keep parameters in float32, and compute in float16 under torch.autocast"
+        )
+    values = [n.value for n in optimized.numbers] + list(settings.numbers.values())
     device = parameters[optimized.trained[0]].device
     tensors[NUMBERS] = torch.tensor([0.0] * number_vector.FIRST_NUMBER + values, dtype=torch.float64, device=device)
     defaults = {k: plain(v) for k, v in optimized.optimizer.defaults.items()}
@@ -118,6 +123,31 @@ def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bo
         finite=settings.skip_nonfinite,
     )
     return Shared(optimized, settings, tensors, spec, gradients)
+
+
+def scale_the_loss(joint: Joint, shared: Shared, unscaled: Node) -> None:
+    """``unscaled``, the loss's own gradient, becomes the scale, and every gradient is scaled back, as ``torch.amp.GradScaler`` does."""
+    graph = joint.graph
+    numbers = _state(graph, joint, shared, NUMBERS)
+    place = number_vector.FIRST_NUMBER + len(shared.optimized.numbers) + list(shared.settings.numbers).index("loss_scale")
+    convert = torch.ops.prims.convert_element_type.default
+    with graph.graph.inserting_after(unscaled), joint.fake_mode:
+        placed = graph.graph.call_function(aten.select.int, (numbers, 0, place))
+    placed.meta["val"] = aten.select.int(numbers.meta["val"], 0, place)
+    with graph.graph.inserting_after(placed), joint.fake_mode:
+        scale = _call(graph, convert, placed, unscaled.meta["val"].dtype)
+    unscaled.replace_all_uses_with(scale)
+    graph.graph.erase_node(unscaled)
+    output = _output(graph)
+    with graph.graph.inserting_before(output), joint.fake_mode:
+        back = _call(graph, convert, _call(graph, aten.reciprocal.default, placed), torch.float32)
+        made = {node: _call(graph, aten.mul.Tensor, node, back) for node in dict.fromkeys(joint.gradients.values()) if isinstance(node, Node)}
+    results = split.results_of(graph)
+    gradients = [made.get(node, node) for node in results[joint.forward_values :]]
+    output.args = ((*results[: joint.forward_values], *gradients),)
+    for target, node in joint.gradients.items():
+        joint.gradients[target] = made.get(node, node)
+    graph.recompile()
 
 
 def gets_gradient(joint: Joint) -> Callable[[str], bool]:

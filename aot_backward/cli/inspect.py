@@ -160,6 +160,7 @@ def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any
         "gradients": tensors(g.state for g in step.gradients),
         "clip_norm": clips.get("clip_norm"),
         "clip_value": clips.get("clip_value"),
+        "loss_scale": clips.get("loss_scale"),
         "skip_nonfinite": step.finite,
     }
 
@@ -323,6 +324,8 @@ def _show_step(s: dict[str, Any]) -> None:
     for key, what in (("clip_norm", "norm"), ("clip_value", "elements")):
         if s[key] is not None:
             click.echo(f"  clips the gradients' {what} at {s[key]:g}")
+    if s["loss_scale"] is not None:
+        click.echo(f"  scales the loss, at first by {s['loss_scale']:g}, as torch.amp.GradScaler")
     if s["skip_nonfinite"]:
         click.echo("  skips an update whose gradients have Inf or NaN")
     if s["gradients_can_wait"]:

@@ -18,6 +18,7 @@ from .entry import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
 from .grad import BoundParameter
 from .guards import Fast
+from .loss_scale import LossScale
 from .plan import Binding, Runnable
 from .training_state import TrainingState
 from .tree import unflatten
@@ -115,9 +116,13 @@ class LoadedStep(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(self._writes)
         if spec.norm:
             self.grad_norm = results[-2 if spec.finite else -1]
-        if spec.finite and not results[-1].item():
-            state.skipped += 1
-            return
+        if spec.finite:
+            finite = bool(results[-1].item())
+            if state.scaler is not None:
+                state.scaler.update(finite)
+            if not finite:
+                state.skipped += 1
+                return
         state.count += 1
         if state.fresh:
             state.fresh = False
@@ -297,6 +302,11 @@ class LoadedStep(torch.optim.Optimizer):
             for name in names:
                 out.setdefault(self._state.parameters[name], {})[key] = tensor
         return MappingProxyType({p: MappingProxyType(slots) for p, slots in out.items()})
+
+    @property
+    def scaler(self) -> LossScale | None:
+        """What the loss is scaled by, of a step that was exported with ``loss_scale``."""
+        return self._state.scaler
 
     @property
     def count(self) -> int:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from . import state_file
+from . import loss_scale, state_file
 from .errors import AotBackwardError, StateError
 from .manifest import StepSpec
 from .parameter_groups import Group, Numbers, plain
 
+Notes = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | None]
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
 _PROGRESS = ("count", "skipped", "accumulated")
 _LOSS = "loss_fn."
@@ -47,6 +48,8 @@ class TrainingState:
                 self.numbers.follow(s.starts_as, others[s.state])
         self.count = self.skipped = self.accumulated = 0
         self.fresh = spec.fresh
+        scale = [n.value for n in spec.numbers if (n.group, n.key) == (-1, loss_scale.KEY)]
+        self.scaler = loss_scale.LossScale(self.numbers, scale[0]) if scale else None
 
     @property
     def fresh(self) -> bool:
@@ -88,6 +91,7 @@ class TrainingState:
             "module": {n: t.detach().clone() for n, t in self._module.items()},
             "optimizer": {"state": dict(sorted(state.items())), "param_groups": groups},
             **self.progress(),
+            **({"scaler": self.scaler.state_dict()} if self.scaler is not None else {}),
         }
 
     def progress(self) -> dict[str, int]:
@@ -129,7 +133,12 @@ class TrainingState:
             )
         progress["accumulated"] = 0  # gradients that wait are no part of it
         untouched = state.get("count") == 0 and self._first is not None and all(map(_equal, (v for _, v in slots), self._first))
+        scaler = state.get("scaler")
+        if self.scaler is not None and scaler:  # an eager scaler that is switched off has an empty one
+            self.scaler.check(scaler)
         self._write(copies + slots, options)
+        if self.scaler is not None and scaler:
+            self.scaler.load_state_dict(scaler)
         self.fresh = not named or untouched
         for name, value in progress.items():
             setattr(self, name, value)
@@ -182,6 +191,7 @@ class TrainingState:
             "groups": [{"parameters": list(s.parameters), "options": plain(g.options())} for s, g in zip(self.spec.groups, self.groups, strict=True)],
             "fresh": self.fresh,
             **self.progress(),
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "extra": extra,
         }
         state_file.write_state(path, tensors, about)
@@ -213,12 +223,18 @@ class TrainingState:
             copies += self._fitting("gradient", self.gradients, parts["gradient"])
         options = [g["options"] for g in about["groups"]]
         self._check_options(options)
-        extra, fresh = about["extra"], bool(about["fresh"])
+        extra, fresh, scaler = about["extra"], bool(about["fresh"]), about.get("scaler")
+        if (scaler is None) != (self.scaler is None):
+            raise StateError(f"it has {'no' if scaler is None else 'a'} loss scale, and this step has {'one' if scaler is None else 'none'}")
+        if self.scaler is not None:
+            self.scaler.check(scaler)
         self._write(copies, options)
-        self._go_on(progress, fresh)
+        self._go_on(progress, fresh, scaler)
         return parts["random"], extra
 
-    def _go_on(self, progress: Mapping[str, int], fresh: bool) -> None:
+    def _go_on(self, progress: Mapping[str, int], fresh: bool, scaler: Mapping[str, Any] | None) -> None:
+        if self.scaler is not None and scaler is not None:
+            self.scaler.load_state_dict(scaler)
         for name, value in progress.items():
             setattr(self, name, value)
         self.fresh = fresh
@@ -231,15 +247,15 @@ class TrainingState:
         own = [*self.parameters.values(), *self.buffers.values(), *self.loss.values(), *(t for *_, t in self.slots)]
         return [t.detach() for t in (*own, *(self.gradients.values() if self.accumulated else ()))]
 
-    def notes(self) -> tuple[list[dict[str, Any]], dict[str, int], bool]:
+    def notes(self) -> Notes:
         """What :meth:`follow` takes: what is not in tensors."""
-        return [plain(g.options()) for g in self.groups], self.progress(), self.fresh
+        return [plain(g.options()) for g in self.groups], self.progress(), self.fresh, self.scaler.state_dict() if self.scaler is not None else None
 
-    def follow(self, notes: tuple[list[dict[str, Any]], dict[str, int], bool]) -> None:
+    def follow(self, notes: Notes) -> None:
         """Options, counts and all become those of a process with the same package. :meth:`tensors` are not changed."""
-        options, progress, fresh = notes
+        options, progress, fresh, scaler = notes
         self._write([], options)
-        self._go_on(progress, fresh)
+        self._go_on(progress, fresh, scaler)
 
     def _check_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         for group, given in zip(self.groups, options, strict=True):

@@ -1,0 +1,79 @@
+"""The factor that a step's loss is scaled by, so that small gradients in float16 do not vanish: the rule of ``torch.amp.GradScaler``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .errors import StateError
+from .parameter_groups import Numbers
+
+KEY = "loss_scale"
+
+
+class LossScale:
+    """What a compiled step scales its loss by, and its gradients back before anything else looks at them.
+
+    After an update that was skipped the scale is multiplied by ``backoff_factor``, after ``growth_interval`` updates in a row that were made by
+    ``growth_factor``; all three may be set. ``state_dict`` is that of a ``torch.amp.GradScaler``, to and from which it can be handed.
+    """
+
+    def __init__(self, numbers: Numbers, initial: float):
+        self._numbers, self._scale, self._tracker = numbers, initial, 0
+        self.growth_factor, self.backoff_factor, self.growth_interval = 2.0, 0.5, 2000
+
+    def get_scale(self) -> float:
+        return self._scale
+
+    def set_scale(self, scale: float) -> None:
+        """:class:`StateError` where it is not a positive number, which float32 can hold."""
+        rounded = _float32(scale)
+        if not (rounded > 0 and math.isfinite(rounded)):
+            raise StateError(f"the loss scale is {scale!r}; expected a positive, finite number")
+        self._scale = rounded
+        self._numbers.set(-1, KEY, -1, rounded)
+
+    def update(self, finite: bool) -> None:
+        """After an update that was made, or skipped because a gradient was not finite."""
+        if not finite:
+            self._tracker = 0
+            self.set_scale(max(_float32(self._scale * self.backoff_factor), torch.finfo(torch.float32).tiny))
+            return
+        self._tracker += 1
+        if self._tracker == self.growth_interval:
+            self._tracker = 0
+            if math.isfinite(grown := _float32(self._scale * self.growth_factor)):
+                self.set_scale(grown)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": self._scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._tracker,
+        }
+
+    def check(self, state: Any) -> None:
+        """:class:`StateError` where ``state`` is not one of :meth:`state_dict`."""
+        expected = self.state_dict()
+        if not isinstance(state, Mapping) or state.keys() != expected.keys():
+            raise StateError(f"the state of the loss scale is {state!r:.120}; expected {sorted(expected)}, as torch.amp.GradScaler has it")
+        for key, value in state.items():
+            whole = key in ("growth_interval", "_growth_tracker")
+            if type(value) not in ((int,) if whole else (int, float)) or not 0 <= value < math.inf or (key != "_growth_tracker" and not value):
+                raise StateError(f"the loss scale's {key} is {value!r}; expected a positive number")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check(state)
+        self.set_scale(state["scale"])
+        self.growth_factor, self.backoff_factor = state["growth_factor"], state["backoff_factor"]
+        self.growth_interval, self._tracker = state["growth_interval"], state["_growth_tracker"]
+
+
+def _float32(value: float) -> float:
+    """As ``GradScaler`` holds it."""
+    return float(torch.tensor(value, dtype=torch.float32))
