@@ -26,7 +26,8 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
 
     Of a module: ``output[0]`` …, and where ``tensors`` holds the incoming gradient of an output, ``gradient of output[0]``, also
     ``gradient of NAME`` for each parameter and input that gets one. Of a gradient function: ``value`` and ``gradient of NAME``.
-    A gradient that is None is left out. ``mode``: "train" or "eval", by default what the entry was exported in.
+    A gradient that is None is left out. ``tensors`` are moved to the package's device. ``mode``: "train" or "eval", by default what the entry was
+    exported in.
     """
     name = name if name is not None else _sole(package)
     if name not in package.entries:
@@ -36,8 +37,9 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
         raise AotBackwardError(f"entry {name!r} {_ELSEWHERE[spec.kind]}")
     modes = {v.mode for v in spec.variants}
     mode = "" if modes == {""} else mode or ("train" if spec.training and "train" in modes else sorted(modes)[0])
-    incoming = {n.removeprefix(GRADIENT): t for n, t in tensors.items() if n.startswith(GRADIENT)}
-    inputs = {n: t for n, t in tensors.items() if not n.startswith(GRADIENT)}
+    there = {n: t.to(package.device) for n, t in tensors.items()}
+    incoming = {n.removeprefix(GRADIENT): t for n, t in there.items() if n.startswith(GRADIENT)}
+    inputs = {n: t for n, t in there.items() if not n.startswith(GRADIENT)}
     variants = [v for v in spec.variants if v.mode == mode]
     if not variants:
         raise InputError(f"entry {name!r} was not exported in mode {mode!r}; it has {', '.join(sorted(modes))}")

@@ -22,9 +22,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from aot_backward_runtime import InputError, Package, StateError, load
+from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.guards import Contract
 from aot_backward_runtime.manifest import VariantSpec
-from aot_backward_runtime.signatures import Key, Policy
+from aot_backward_runtime.signatures import Key, Policy, admission
 from aot_backward_runtime.step import LoadedStep
 from aot_backward_runtime.tensor_bytes import tensor_chunks
 from aot_backward_runtime.tree import unflatten
@@ -81,6 +82,8 @@ def train(
     entry: str | None = None,
     seed: int = 0,
     watcher: Watcher | None = None,
+    device: str | None = None,
+    cudagraphs: bool = False,
     signature: Policy | None = None,
     key: Key | None = None,
 ) -> Outcome:
@@ -90,21 +93,24 @@ def train(
     is a sample. ``batch_size``: samples of a call; by default what was exported, or :data:`BATCH` where that is dynamic. Samples left over at
     the end of an epoch are a smaller batch where the package takes one, else they are left out of that epoch.
     ``save``: the state, written after each epoch and on SIGINT and SIGTERM, which end the training early, after the step at hand.
-    ``resume``: go on from ``save``; with other data, another seed or batch size it is refused. ``signature`` and ``key`` are those of
-    :func:`aot_backward_runtime.load`.
+    ``resume``: go on from ``save``; with other data, another seed or batch size it is refused. ``device``, ``cudagraphs``, ``signature`` and ``key``
+    are those of :func:`aot_backward_runtime.load`; samples are moved to the device batch by batch.
 
     Where ``WORLD_SIZE`` says that it is one of several processes (``torchrun``), each takes ``batch_size`` samples of every batch, and
-    gradients are averaged. Raises :class:`InputError` where samples do not fit, before anything is trained, and :class:`StateError`.
+    gradients are averaged; of a package for GPUs each has the GPU of its ``LOCAL_RANK``. Raises :class:`InputError` where samples do not fit, before
+    anything is trained, and :class:`StateError`.
     """
     save = Path(save)
     if not resume and save.exists():
         raise StateError(f"{save} is there already: resume from it, or save to another file")
-    loaded = load(package, signature=signature, key=key)
+    if device is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and _on_gpu(package, signature, key):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    loaded = load(package, device=device, cudagraphs=cudagraphs, signature=signature, key=key)
     name = _step_entry(loaded, entry)
     spec = loaded.manifest.entries[name]
     mode = "train" if any(v.mode == "train" for v in spec.variants) else "eval"
-    samples = _samples(Path(data), name, [v for v in spec.variants if v.mode == mode])
-    with _processes(loaded.manifest.target.device) as (rank, world):
+    samples = _samples(Path(data), name, [v for v in spec.variants if v.mode == mode], loaded.device)
+    with _processes(loaded.device) as (rank, world):
         watcher = (watcher or Watcher()) if rank == 0 else Watcher()
         batches = _batches(samples, batch_size, rank, world, watcher)
         step = loaded.step(name).train(mode == "train")
@@ -140,10 +146,10 @@ def _train(
     with _signals() as caught:
         while epoch < epochs:
             began, first = time.perf_counter(), done
-            sums = torch.tensor(total if batches.rank == 0 else 0.0, dtype=torch.float64)
+            sums = torch.tensor(total if batches.rank == 0 else 0.0, dtype=torch.float64, device=samples.device)
             for rows in batches.of(seed, epoch)[first:]:
                 loss = samples.call(step, rows)
-                sums += loss.double().cpu() * len(rows)
+                sums += loss.double() * len(rows)
                 done += 1
                 watcher.step(epoch + 1, done, len(batches.shares), loss)
                 ended = batches.largest(caught[0] if caught else 0)
@@ -161,6 +167,10 @@ def _train(
     return Outcome(epoch, 0, 0, batches.rank)
 
 
+def _on_gpu(package: str | os.PathLike[str], signature: Policy | None, key: Key | None) -> bool:
+    return open_package(Path(package), admit=admission(signature, key)).manifest.target.device == "cuda"
+
+
 def _step_entry(package: Package, entry: str | None) -> str:
     steps = [n for n, kind in package.entries.items() if kind == "step"]
     if entry is None and len(steps) == 1:
@@ -173,7 +183,7 @@ def _step_entry(package: Package, entry: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _processes(device: str) -> Iterator[tuple[int, int]]:
+def _processes(device: torch.device) -> Iterator[tuple[int, int]]:
     """The number of this process and how many there are, joined where there are several."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -181,9 +191,9 @@ def _processes(device: str) -> Iterator[tuple[int, int]]:
         return
     import torch.distributed as dist
 
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield dist.get_rank(), world
     finally:
@@ -199,13 +209,14 @@ class _Samples:
     count: int
     digests: dict[str, str]
     data: Path
+    device: torch.device
 
     def refusal(self, size: int) -> InputError | None:
         """Why no variant takes ``size`` samples at once; None where one does."""
         refused = None
-        for variant, contract in self.variants:
+        for _, contract in self.variants:
             try:
-                contract.admit([t[:size].to(s.device) for t, s in zip(self.tensors, variant.inputs, strict=True)])
+                contract.admit([t[:size].to(self.device) for t in self.tensors])
                 return None
             except InputError as error:
                 refused = refused or error
@@ -214,12 +225,12 @@ class _Samples:
     def call(self, step: LoadedStep, rows: torch.Tensor) -> torch.Tensor:
         """One step on these samples; its loss."""
         variant = self.variants[0][0]
-        args, kwargs = unflatten(variant.in_tree, [t[rows].to(s.device) for t, s in zip(self.tensors, variant.inputs, strict=True)], {}, {})
+        args, kwargs = unflatten(variant.in_tree, [t[rows].to(self.device) for t in self.tensors], {}, {})
         loss: torch.Tensor = pytree.tree_leaves(step(*args, **kwargs))[0]
         return loss
 
 
-def _samples(data: Path, name: str, variants: Sequence[VariantSpec]) -> _Samples:
+def _samples(data: Path, name: str, variants: Sequence[VariantSpec], device: torch.device) -> _Samples:
     given = read_tensors(data)
     fitting = [v for v in variants if {s.name for s in v.inputs} == given.keys()]
     if not fitting:
@@ -240,7 +251,8 @@ def _samples(data: Path, name: str, variants: Sequence[VariantSpec]) -> _Samples
     first = [s.name for s in fitting[0].inputs]
     alike = [v for v in fitting if [s.name for s in v.inputs] == first and v.in_tree == fitting[0].in_tree]
     tensors = [given[n] for n in first]
-    return _Samples(tensors, [(v, Contract(v.inputs, v.symbols, v.guards)) for v in alike], count, {n: _digest(t) for n, t in given.items()}, data)
+    contracts = [(v, Contract(v.inputs, v.symbols, v.guards, device)) for v in alike]
+    return _Samples(tensors, contracts, count, {n: _digest(t) for n, t in given.items()}, data, device)
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -15,6 +15,7 @@ import aot_backward as ab
 from aot_backward_runtime import IncompatibleError, InputError, cudagraphs, load
 
 from . import exports
+from .conftest import aot_backward
 from .oracle import assert_same
 from .simulated_gpu import graphed
 
@@ -299,6 +300,10 @@ def test_only_on_a_gpu(package: Path) -> None:
     with pytest.raises(InputError, match="device is 'gpu'; expected 'cpu', 'cuda' or 'cuda:1'"):
         load(package, device="gpu")
     assert load(package, device="cpu").cudagraphs is None
+    trained = ("train", package, "--entry", "fit", "--data", "none", "--epochs", 1, "--save", "none")
+    assert "cudagraphs=True is for packages for a GPU" in aot_backward(*trained, "--cudagraphs").stderr
+    ran = aot_backward("run", package, "--entry", "energy", "--inputs", "none", "--outputs", "none", "--device", "cuda:3")
+    assert ran.returncode == 3 and "it was built for cpu, and cuda:3 was asked for" in ran.stderr
 
 
 def test_weights_elsewhere_are_refused(package: Path) -> None:

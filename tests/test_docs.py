@@ -32,7 +32,7 @@ def run(argv: list[str], folder: Path) -> None:
     assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}{done.stderr}"
 
 
-PAGES = ("README.md", "docs/usage.md", "docs/replay.md", "docs/training.md", "docs/rebuild.md", "docs/signatures.md", "docs/onnx.md")
+PAGES = ("README.md", "docs/usage.md", "docs/replay.md", "docs/training.md", "docs/rebuild.md", "docs/signatures.md", "docs/onnx.md", "docs/cuda.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

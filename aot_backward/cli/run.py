@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 )
 @click.option("--entry", metavar="NAME", help="Which entry to call; a sole one needs no name.")
 @click.option("--mode", type=click.Choice(["train", "eval"]), help="By default the one in which it was exported.")
+@click.option("--device", metavar="DEVICE", help="Of a package for GPUs: which, such as cuda:1; by default the current one.")
 @signature_options
 @debug_option
-def run(package: Path, inputs: Path, outputs: Path, entry: str | None, mode: str | None, signature: Policy | None, key: Path | None) -> None:
+def run(
+    package: Path, inputs: Path, outputs: Path, entry: str | None, mode: str | None, device: str | None, signature: Policy | None, key: Path | None
+) -> None:
     """Call one entry of OUT.pt2 once.
 
     A module gives output[0], output[1] …; where IN.safetensors also holds "gradient of output[0]", it gives "gradient of NAME" for every
@@ -45,6 +48,6 @@ def run(package: Path, inputs: Path, outputs: Path, entry: str | None, mode: str
     from ..once import call_entry
     from ..tensor_file import read_tensors, write_tensors
 
-    results = call_entry(load(package, signature=signature, key=key), entry, mode, read_tensors(inputs))
+    results = call_entry(load(package, device=device, signature=signature, key=key), entry, mode, read_tensors(inputs))
     write_tensors(outputs, results)
     click.echo(f"wrote {outputs}: {', '.join(results)}")

@@ -41,6 +41,8 @@ _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
 @click.option("--entry", metavar="NAME", help="Which training step; a sole one needs no name.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the samples' order, and of dropout.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per epoch on standard output.")
+@click.option("--device", metavar="DEVICE", help="Of a package for GPUs: which, such as cuda:1; by default the current one, or that of LOCAL_RANK.")
+@click.option("--cudagraphs", is_flag=True, help="Of a package for GPUs: replay steps as CUDA graphs.")
 @signature_options
 @debug_option
 @click.pass_context
@@ -55,6 +57,8 @@ def train(
     entry: str | None,
     seed: int,
     as_json: bool,
+    device: str | None,
+    cudagraphs: bool,
     signature: Policy | None,
     key: Path | None,
 ) -> None:
@@ -88,6 +92,8 @@ def train(
             entry=entry,
             seed=seed,
             watcher=watcher,
+            device=device,
+            cudagraphs=cudagraphs,
             signature=signature,
             key=key,
         )
