@@ -59,7 +59,7 @@ cross: $(STAMP)
 # On a machine with a GPU, with its own Python: torch 2.11 for CUDA, click and rich must be there; nothing is installed. Each part takes minutes.
 GPU_PYTHON ?= python3
 gpu:
-	@PYTHONPATH=.:runtime:exporters $(GPU_PYTHON) -m tests.gpu --docs docs/benchmarks/$$(date +%F)-gpu
+	@PYTHONPATH=.:runtime:exporters $(GPU_PYTHON) -m tests.gpu --docs $(or $(DOCS),docs/benchmarks/$$(date +%F)-gpu)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -24,6 +24,9 @@ class Simulated:
     def __init__(self) -> None:
         self.refuse = 0
 
+    def hindrance(self) -> str:
+        return ""
+
     def in_order(self) -> None:
         pass
 

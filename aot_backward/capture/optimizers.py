@@ -312,7 +312,8 @@ def _slots(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Ma
             else:
                 out += [Slot(key, (n,), t) for n, t in counts.items()]
             out += [Slot(key, (n,), t) for n, t in tensors.items() if n not in counts]
-    return tuple(out)
+    devices = {names[id(p)]: p.device for group in optimizer.param_groups for p in group["params"]}
+    return tuple(dataclasses.replace(s, value=s.value.to(devices[s.parameters[0]])) for s in out)  # eager counts on the CPU what a GPU trains
 
 
 def form(group: Mapping[str, Any]) -> dict[str, Any]:

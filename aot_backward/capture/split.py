@@ -494,7 +494,8 @@ def joint_passes(graph: GraphModule, joint: Joint) -> GraphModule:
 
 
 def _partition_settings() -> Any:
-    return torch_api.inductor_config.patch(fallback_random=True, layout_optimization=False)
+    """``shape_padding``: on a GPU it makes matrices larger where that is faster, asks the sizes for it, which would be guards, and the clock."""
+    return torch_api.inductor_config.patch(fallback_random=True, layout_optimization=False, shape_padding=False)
 
 
 def _written(graph: GraphModule) -> set[str]:

@@ -57,6 +57,7 @@ _OPTIONS: Options = {
     "freezing": False,
     # With it, gradients of ResNet-18 are off by 7e-2 (DESIGN.md, section 4).
     "layout_optimization": False,
+    "shape_padding": False,  # asks sizes, and the clock, on a GPU
     "fallback_random": True,  # the dropout masks are eager's
     "cpp.dynamic_threads": True,  # else the builder's number of cores is in the code
     # What is parallel is decided for so many, wherever it is built. Decided for one, the code of several would run single loops in each thread.

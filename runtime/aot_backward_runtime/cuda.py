@@ -17,12 +17,13 @@ class CudaLibrary(Library):
         """Queues the graph on the current stream of its device. What only shows when the kernels run is raised by whatever waits for them next, as in
         eager: with ``CUDA_LAUNCH_BLOCKING=1`` by this call."""
         try:
-            if torch.cuda.current_device() == self.device.index:
-                return super().run(inputs)
-            with torch.cuda.device(self.device):  # the runner takes the current stream of the current device
-                return super().run(inputs)
+            with self.lock:  # one caller at a time: it was opened in its single-threaded form
+                if torch.cuda.current_device() == self.device.index:
+                    return super().run(inputs)
+                with torch.cuda.device(self.device):  # the runner takes the current stream of the current device
+                    return super().run(inputs)
         except RuntimeError as error:
-            if torch.cuda.is_current_stream_capturing():
+            if capturing():
                 raise
             reason = str(error).partition("\n")[0]
             raise ExecutionError(f"{self.spec.member}: native code failed on {self.device} ({reason}); {_condition(self.device)}") from error
@@ -30,6 +31,14 @@ class CudaLibrary(Library):
     @property
     def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         return self.run
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured."""
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # after a fault every question to the GPU is answered with it
+        return False
 
 
 def _condition(device: torch.device) -> str:

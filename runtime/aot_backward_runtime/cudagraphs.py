@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from . import torch_api
+from .cuda import capturing
 from .plan import Binding, Lease, Library
 
 SHAPES = 64  # lists of shapes of one library that have graphs
@@ -51,6 +52,9 @@ class GraphReport:
 class Recorder(Protocol):
     """What captures: a GPU, or what stands for one in a test."""
 
+    def hindrance(self) -> str:
+        """Why nothing may be captured or replayed now; "" where nothing stands against it."""
+
     def in_order(self) -> None:
         """Has what comes next wait for what was replayed last."""
 
@@ -62,9 +66,19 @@ class Gpu:
     """Captures on a stream of its own, into a pool that all its graphs share."""
 
     def __init__(self, device: torch.device):
-        with torch.cuda.device(device):
-            self._device, self._pool, self._stream = device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._device = device
         self._last: torch.cuda.Stream | None = None
+        self._kept: list[Any] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new pool and stream. A graph of nothing much stays as long as this: a pool ends with its last graph, whatever else lies in it."""
+        with torch.cuda.device(self._device):
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        self._kept.append(self._captured(lambda: [torch.zeros(1, device=self._device)]))
+
+    def hindrance(self) -> str:
+        return "the caller captures a CUDA graph of its own" if capturing() else ""
 
     def in_order(self) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -73,10 +87,25 @@ class Gpu:
         self._last = current
 
     def capture(self, call: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        before, pool = torch.cuda.current_stream(self._device), self._pool
+        try:
+            return self._captured(call)
+        except RuntimeError as error:
+            # torch.cuda.graph is left half-way: its stream is the current one, the allocator goes on filling the pool, and the generator of random
+            # numbers believes that it is captured, until a capture comes to its end
+            torch.cuda.set_stream(before)
+            torch_api.end_allocating_to_pool(self._device, pool)
+            self._begin()
+            raise RuntimeError(str(error.__context__ or error)) from error
+
+    def _captured(self, call: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], list[torch.Tensor]]:
         graph = torch.cuda.CUDAGraph()
-        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), capturing:
-            results = call()
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device):
+            with torch.cuda.stream(self._stream):
+                torch.cuda.current_blas_handle()  # its workspace outlives the graph, and may not lie in the pool
+            with capture:
+                results = call()
         return graph.replay, results
 
 
@@ -284,8 +313,8 @@ class GraphedLibrary(Library):
 
     def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int]) -> _Graph | None:
         """A graph that may be replayed now, captured if need be; None, and counted, where there is none."""
-        if self._unfit:
-            self._graphs.plain(self._unfit)
+        if reason := self._unfit or self._graphs.recorder.hindrance():
+            self._graphs.plain(reason)
             return None
         if not at.warm:
             at.warm = True

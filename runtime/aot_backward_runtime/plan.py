@@ -172,7 +172,7 @@ def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec, device: torc
         raise WeightsError(f"{name} is a {type(tensor).__qualname__} that native code cannot read; expected a plain tensor or Parameter")
     if device is not None and tensor.device != device:
         raise WeightsError(
-            f"{name} is on {tensor.device}; the loaded code runs on {device}: move it back, or load(path, device={str(tensor.device)!r}) another"
+            f"{name} is on {tensor.device}; the loaded code runs on {device}: move it back, or load(path, device={str(tensor.device)!r})"
         )
     if tensor.dtype is not dtype_of(spec.dtype):
         raise WeightsError(f"{name} has dtype {tensor.dtype}; the package was compiled for torch.{spec.dtype}: export it with that dtype")
@@ -180,6 +180,8 @@ def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec, device: torc
         raise WeightsError(f"{name} has shape {tuple(tensor.shape)}; the package was compiled for {spec.shape}")
     if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), spec.stride, strict=True)):
         raise WeightsError(f"{name} has strides {tensor.stride()}; the package was compiled for {spec.stride}: copy it into the old tensor instead")
+    if tensor.is_cuda and tensor.numel() and tensor.data_ptr() % 16:
+        raise WeightsError(f"{name} lies at an address that is no multiple of 16 bytes, which kernels on a GPU count on: copy it (.clone())")
     if tensor.is_conj() or tensor.is_neg():
         raise WeightsError(f"{name} is a lazily conjugated or negated view; resolve it first (tensor.resolve_conj().resolve_neg())")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -58,6 +59,7 @@ __all__ = [
     "clear_cache",
     "deterministic",
     "dtype_of_number",
+    "end_allocating_to_pool",
     "engine_run_backward",
     "execution_engine",
     "foreach_add_",
@@ -168,6 +170,12 @@ def runner(library: str, device: torch.device) -> Any:
     from torch._C._aoti import AOTIModelContainerRunnerCuda  # only CUDA builds of torch have it
 
     return AOTIModelContainerRunnerCuda(library, 1, str(device), "", True)  # type: ignore[call-overload]
+
+
+def end_allocating_to_pool(device: torch.device, pool: Any) -> None:
+    """What a CUDA graph does when its capture ends, where a capture that failed did not."""
+    with contextlib.suppress(RuntimeError):  # it did
+        _C._cuda_endAllocateToPool(device.index, pool)
 
 
 _NUMBERED = (

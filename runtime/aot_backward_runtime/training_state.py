@@ -83,7 +83,8 @@ class TrainingState:
         if whole or not self.fresh:
             for key, names, tensor in self.slots:
                 for name in names:
-                    state.setdefault(order[name], {})[key] = tensor.detach().clone()
+                    # what counts steps is on the CPU in eager, wherever the parameter is
+                    state.setdefault(order[name], {})[key] = tensor.detach().clone() if tensor.dim() else tensor.detach().cpu().clone()
         groups = []
         for spec, group in zip(self.spec.groups, self.groups, strict=True):
             groups.append({**group.options(), "params": [order[n] for n in spec.parameters]})

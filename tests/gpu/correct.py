@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,27 +70,22 @@ def _case(name: str, device: str) -> Case:
     if name.startswith("flash"):
         module = Attention(SDPBackend.FLASH_ATTENTION, 0.1 if "dropout" in name else 0.0, True).to(device, torch.bfloat16)
         x = torch.randn(3, 10, 64, device=device, dtype=torch.bfloat16)
-        return Case(module, x, [_rows(x, 4), _rows(x, 2)])
+        return Case(module, x, [_rows(x, 4), _rows(x, 2)], relative=3e-2)  # its kernels have no float64 to compare with
     if name.startswith("efficient"):
         module = Attention(SDPBackend.EFFICIENT_ATTENTION, 0.1 if "dropout" in name else 0.0, False).to(device)
         x = torch.randn(3, 10, 64, device=device)
         return Case(module, x, [_rows(x, 4), _rows(x, 2)], relative=1e-3)
-    module = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 8)).to(device)
+    dropout = [nn.Dropout(0.1)] if "dropout" in name else []
+    module = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), *dropout, nn.Linear(64, 8)).to(device)
     x = torch.randn(6, 32, device=device)
     inputs = [_rows(x, 9), _rows(x, 2)]
     if name == "TF32":
         return Case(module, x, inputs, _tf32, relative=2e-3)
     dtype = torch.float16 if "fp16" in name else torch.bfloat16
-    if name.endswith("weights"):
-        return Case(module.to(dtype), x.to(dtype), [t.to(dtype) for t in inputs])
-    return Case(module, x, inputs, lambda: torch.autocast(device, dtype=dtype))
-
-
-CASES = (
-    *("mlp", "convolutions", "attention", "channels last", "misaligned", "TF32", "bf16 weights", "fp16 weights", "bf16 autocast", "fp16 autocast"),
-    *("flash", "flash, dropout", "efficient", "efficient, dropout"),
-)
-ON_CPU = ("mlp", "misaligned", "bf16 autocast")
+    relative = 3e-2 if dropout else None  # in float64 a GPU draws other masks
+    if "weights" in name:
+        return Case(module.to(dtype), x.to(dtype), [t.to(dtype) for t in inputs], relative=relative)
+    return Case(module, x, inputs, lambda: torch.autocast(device, dtype=dtype), relative)
 
 
 @contextlib.contextmanager
@@ -105,7 +100,27 @@ def _tf32() -> Iterator[None]:
 
 def native(device: str, quick: bool) -> Iterator[Row]:
     """Forward and every gradient, at sizes that no example had; with dropout the masks are eager's."""
-    for name in ON_CPU if device == "cpu" else CASES[:2] if quick else CASES:
+    every = ("mlp", "misaligned", "convolutions", "channels last", "attention", "TF32")
+    yield from _cases(every[:2] if device == "cpu" or quick else every, device)
+
+
+def precision(device: str, quick: bool) -> Iterator[Row]:
+    """16 bits, as weights and by autocast."""
+    every = ("bf16 autocast", "fp16 autocast", "bf16 weights", "fp16 weights", "bf16 autocast, dropout", "fp16 weights, dropout")
+    yield from _cases(every[:1] if device == "cpu" or quick else every, device)
+
+
+def attention(device: str, quick: bool) -> Iterator[Row]:
+    """The kernels of scaled dot-product attention, with eager's masks from the same seed."""
+    if device == "cpu":
+        yield "flash, memory-efficient", "right", "not without a GPU"
+        return
+    every = ("flash", "efficient, dropout", "flash, dropout", "efficient")
+    yield from _cases(every[:1] if quick else every, device)
+
+
+def _cases(names: Sequence[str], device: str) -> Iterator[Row]:
+    for name in names:
         try:
             yield f"{name}, native", *_case_beside(name, device)
         except Exception as error:  # the others go on
@@ -169,7 +184,8 @@ def _scaled(device: str) -> tuple[str, str]:
         found.append((scaler.get_scale(), {n: p.detach() for n, p in module.named_parameters()}))
     (scale, eagers), (ours_scale, ours) = found
     worst = max(_error(ours[n], e) for n, e in eagers.items())
-    right = scale == ours_scale and scale < 2.0**24 and worst <= 2e-3
+    # fused code rounds to 16 bits less often than eager, so that a gradient at the very limit may overflow in one of the two alone
+    right = 0.5 <= scale / ours_scale <= 2 and scale < 2.0**24 and worst <= (2e-3 if scale == ours_scale else 0.1)
     return "right" if right else "off", f"{worst:.1e} relative after 12 steps, scale {ours_scale:g} and eager's {scale:g}"
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.cross import programs
 
 from .compared import Row, interleaved, settle
 
-SIZES = ((32, 16), (256, 64), (1024, 512), (4096, 4096))
+SMALL, LARGE = ((32, 16), (256, 64)), ((1024, 512), (4096, 4096))
 """Width and rows of an MLP of four layers. The first two are bound by launches, the last by matrix products."""
 MODES = ("default", "reduce-overhead", "max-autotune")
 
@@ -39,8 +39,20 @@ def _loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def speed(device: str, quick: bool) -> Iterator[Row]:
-    """A training step with AdamW: one call, with and without CUDA graphs, beside eager's and torch.compile's."""
-    for width, rows in SIZES[:1] if quick else SIZES:
+    """A training step with AdamW, bound by launches: one call, with and without CUDA graphs, beside eager's and torch.compile's."""
+    yield from _steps(SMALL[:1] if quick else SMALL, device, quick)
+
+
+def large(device: str, quick: bool) -> Iterator[Row]:
+    """The same, bound by matrix products."""
+    if device == "cpu" or quick:
+        yield "large steps", "right", "not without a GPU"
+        return
+    yield from _steps(LARGE, device, quick)
+
+
+def _steps(sizes: Sequence[tuple[int, int]], device: str, quick: bool) -> Iterator[Row]:
+    for width, rows in sizes:
         torch.manual_seed(0)
         x, y = torch.randn(rows, width, device=device), torch.randn(rows, 1, device=device)
         with tempfile.TemporaryDirectory() as folder:

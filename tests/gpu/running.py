@@ -39,7 +39,7 @@ def runtime(device: str, quick: bool) -> Iterator[Row]:
             yield "memory over 200 calls", *_flat(path, x)
             yield "the second GPU", *_second(path, module, x)
             yield "a fault in a kernel", *_fault(Path(folder))
-            yield "out of memory", *_exhausted(path, x)
+            yield "out of memory", *_exhausted(Path(folder))
 
 
 def _placed(path: Path, x: torch.Tensor) -> Iterator[Row]:
@@ -129,7 +129,7 @@ grad(table, torch.tensor([1, 2, 3], device="cuda"))
 try:
     grad(table, torch.tensor([1, 2, 10_000_000], device="cuda"))
 except ab.AotBackwardError as error:
-    print(type(error).__name__, error)
+    print(type(error).__name__, error, flush=True)
 """
 
 
@@ -146,12 +146,13 @@ def _fault(folder: Path) -> tuple[str, str]:
     return _outcome(said.startswith("ExecutionError") and "the GPU no longer answers this process" in said, "not an error of that call"), said[:200]
 
 
-def _exhausted(path: Path, x: torch.Tensor) -> tuple[str, str]:
-    loaded = load(path).module()
-    big = x[torch.arange(64, device=x.device) % x.shape[0]]
+def _exhausted(folder: Path) -> tuple[str, str]:
+    """A call that needs 64 MB, where the process may have no more than it has."""
+    module, big = nn.Linear(8, 1 << 18).cuda(), torch.randn(64, 8, device="cuda")
+    loaded = load(ab.export_module(module, (big,), path=folder / "big.pt2", target="cuda")).module()
     expected = loaded(big).detach().clone()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_allocated() / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory)
     try:
         loaded(big)
         raised = "nothing was raised"
@@ -159,8 +160,8 @@ def _exhausted(path: Path, x: torch.Tensor) -> tuple[str, str]:
         raised = str(error)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    again = loaded(big)
-    return _outcome("failed" in raised and torch.equal(again, expected)), raised[:200]
+    again = loaded(big).detach()
+    return _outcome("failed" in raised and torch.equal(again, expected), "not an error of that call"), raised[:200]
 
 
 def graphs(device: str, quick: bool) -> Iterator[Row]:
@@ -174,6 +175,44 @@ def graphs(device: str, quick: bool) -> Iterator[Row]:
         yield "forward and backward, two sizes", *beside(package.module(), module, inputs, 2e-3 if device == "cuda" else 1e-4)
         yield "", "right", str(package.cudagraphs).replace("\n", ";")
         yield "dropout, AdamW, ten steps", *_trained(Path(folder), device)
+
+
+class Waits(nn.Module):
+    """Has a size that comes from values: the host waits for the GPU, which no capture allows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).nonzero().float().sum() + x.sin().sum()
+
+
+def recapture(device: str, quick: bool) -> Iterator[Row]:
+    """What follows where a capture fails, and where parameters move: other graphs, random numbers and streams are as before."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        drops = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 4)).to(device)
+        x = torch.randn(6, 8, device=device)
+        path = Path(folder) / "p.pt2"
+        entries = {"drops": ab.Module(drops, [ab.Variant((x.clone().requires_grad_(),))])}
+        if device == "cuda":
+            entries["waits"] = ab.Module(Waits(), [ab.Variant((x.clone(),), mode="eval")])
+        ab.export(path, entries, target=device)
+        package = _graphed(path, device)
+        module, eager = package.module("drops"), drops
+        if device == "cuda":
+            before, waits = torch.cuda.current_stream(), package.module("waits").eval()
+            with torch.no_grad():
+                right = all(torch.allclose(waits(x + i), Waits()(x + i), rtol=1e-4) for i in range(4))
+            drawn = torch.rand(3, device=device)
+            same = torch.cuda.current_stream() == before and bool(((drawn >= 0) & (drawn < 1)).all())
+            yield "a capture that fails", _outcome(right and same), str(package.cudagraphs).replace("\n", ";")
+        yield "dropout after it", *beside(module, eager, [x + i for i in range(4)], 1e-4)
+        with torch.no_grad():
+            for m in (module, eager):
+                weight = m.get_parameter("0.weight")
+                weight.data = weight.data * 1.5
+        yield "parameters that moved", *beside(module, eager, [x - i for i in range(4)], 1e-4)
+        report = package.cudagraphs
+        assert report is not None
+        yield "what was captured", _outcome(report.captured >= 4), str(report).replace("\n", ";")
 
 
 def _graphed(path: Path, device: str) -> Package:
