@@ -19,7 +19,7 @@ from .conftest import aot_backward
 from .oracle import assert_same
 from .simulated_gpu import graphed
 
-ROWS = {0: Dim("rows", min=2, max=64)}
+ROWS = {0: Dim("rows", min=3, max=64)}  # with two rows, BatchNorm leaves nothing but rounding of most gradients
 
 
 class Net(nn.Module):
