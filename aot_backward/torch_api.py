@@ -72,6 +72,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "OpOverload": ("torch._ops", _ALL),
     "HigherOrderOperator": ("torch._ops", _ALL),
     "_dispatch_has_kernel": ("torch._C", _ALL),
+    "make_fx": ("torch.fx.experimental.proxy_tensor", _ALL),
     "PythonKeyTracer": ("torch.fx.experimental.proxy_tensor", _ALL),
     "aot_export_module": ("torch._functorch.aot_autograd", _ALL),
     "is_non_overlapping_and_dense": ("torch._prims_common", _ALL),

@@ -93,8 +93,9 @@ def compile_graphs(
     """
     report = progress or (lambda stage, done, total: None)
     if target.startswith("cuda:"):
-        with cuda_cross.crossing(cuda_cross.check(target)):
-            retargeted = [cuda_cross.retargeted(graph, fake_mode) for graph in graphs]
+        device = cuda_cross.check(target)
+        with cuda_cross.crossing(device):
+            retargeted = [cuda_cross.retargeted(graph, fake_mode, device) for graph in graphs]
             return _compiled(retargeted, folder, fake_mode, target, report)
     return _compiled(graphs, folder, fake_mode, target, report)
 
@@ -358,7 +359,7 @@ def _key(form: Canonical, target: str, round_as_eager: bool = False, donated: Se
 def _exporter() -> str:
     """A digest of the code that makes a library."""
     folder = Path(__file__).parent
-    sources = [Path(__file__), folder / "cuda_cross.py", *sorted(folder.glob("native_*"))]
+    sources = [Path(__file__), *sorted(folder.glob("cuda_*")), folder / "splice.py", *sorted(folder.glob("native_*"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 

@@ -31,6 +31,8 @@ from aot_backward import torch_api
 from aot_backward.program import Graph
 from aot_backward_runtime.errors import ExportError
 
+from . import cuda_attention
+
 PROVED = {"2.11": "3.6"}
 """torch minor -> triton minor."""
 
@@ -58,8 +60,7 @@ DEVICES = {
 }
 
 
-_CPU_ONLY = ("aten._scaled_dot_product_flash_attention_for_cpu", "mkldnn.", "mkl.", "aten.mkldnn_")
-_ADVICE = ": export attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+_CPU_ONLY = ("mkldnn.", "mkl.", "aten.mkldnn_")
 
 
 def check(target: str) -> Device:
@@ -318,37 +319,40 @@ def _folding(device: Device, stack: contextlib.ExitStack) -> None:
     _replace(stack, Folder, run=wrapped(Folder.run), __init__=wrapped(Folder.__init__))
 
 
-def retargeted(graph: Graph, fake_mode: Any) -> Graph:
-    """``graph``, captured on the CPU, as one of CUDA tensors. Within :func:`crossing`."""
+def retargeted(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = torch.device("cuda:0")) -> Graph:  # noqa: B008
+    """``graph``, captured on the CPU, as one of CUDA tensors for ``device``; attention by the kernels of a GPU. Within :func:`crossing`."""
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
-    cuda = torch.device("cuda:0")
 
     def moved(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        with fake_mode, torch.no_grad():
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=cuda)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=onto) if isinstance(value, torch.Tensor) else value
 
     values: dict[Node, Any] = {}
-    constants = {}
+    constants, replaced = {}, []
     with fake_mode, torch.no_grad(), torch_api.enable_python_dispatcher():
-        for node in module.graph.nodes:
+        for node in list(module.graph.nodes):
             if node.op == "placeholder":
                 node.meta["val"] = moved(node.meta["val"])
             elif node.op == "get_attr":
                 key, tensor = graph.constants[str(node.target)]
                 node.meta["val"] = moved(tensor)
                 constants[str(node.target)] = (key, node.meta["val"])
+            elif node.target in (cuda_attention.FORWARD, cuda_attention.BACKWARD):
+                cuda_attention.replace(node, values, (device.major, device.minor))
+                replaced.append(node)
+                continue
             elif node.op == "call_function":
                 if node.kwargs.get("device") is not None:
-                    node.kwargs = {**node.kwargs, "device": cuda}
+                    node.kwargs = {**node.kwargs, "device": onto}
                 if node.target is torch.ops.prims.device_put.default:
-                    node.args = (node.args[0], cuda, *node.args[2:])
+                    node.args = (node.args[0], onto, *node.args[2:])
                 if str(node.target).startswith(_CPU_ONLY):
-                    raise ExportError(f"{graph.name}: {node.target} is an operator of the CPU alone, and has no counterpart on a GPU yet{_ADVICE}")
+                    raise ExportError(f"{graph.name}: {node.target} is an operator of the CPU alone, and has no counterpart on a GPU yet")
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 node.meta["val"] = node.target(*args, **kwargs)
             values[node] = node.meta.get("val")
+    for node in replaced:
+        for dead in (*node.users, node):
+            module.graph.erase_node(dead)
     for before, after in zip(_results(graph.module), _results(module), strict=True):
         if isinstance(after, Node) and after.meta["val"].stride() != before.meta["val"].stride():
             raise ExportError(

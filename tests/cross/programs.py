@@ -28,8 +28,30 @@ class Attentive(nn.Module):
             return self.block(x)
 
 
+class Heads(nn.Module):
+    """Attention alone, by the kernel that a GPU has for it: flash attention for half precision, else the memory-efficient one, else a formula."""
+
+    def __init__(self, depth: int, dtype: torch.dtype, causal: bool, masked: bool):
+        super().__init__()
+        self.depth, self.causal, self.masked = depth, causal, masked
+        self.mix = nn.Linear(2 * depth, 6 * depth, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(x).unflatten(-1, (3, 2, self.depth)).permute(2, 0, 3, 1, 4)
+        mask = x.new_zeros(x.shape[1], x.shape[1]).fill_(-1).tril() if self.masked else None
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal).transpose(1, 2).flatten(2)
+
+
+KERNELS = {
+    "flash": (16, torch.bfloat16, True, False),
+    "padded": (12, torch.bfloat16, True, False),
+    "efficient": (8, torch.float32, True, False),
+    "masked": (8, torch.float32, False, True),
+    "formula": (6, torch.float32, True, False),
+}
 ROWS: Any = ({0: Dim("batch", min=2, max=64)},)
-NAMES = ("mlp", "convolutions", "attention", "step", "recorded")
+BOTH: Any = ({0: ROWS[0][0], 1: Dim("length", min=2, max=512)},)
+NAMES = ("mlp", "convolutions", "attention", *KERNELS, "step", "recorded")
 
 
 def module(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -40,6 +62,9 @@ def module(name: str) -> tuple[nn.Module, torch.Tensor]:
         "convolutions": lambda: (zoo.ConvNet(), torch.randn(5, 3, 8, 8, requires_grad=True)),
         "attention": lambda: (Attentive(), torch.randn(5, 6, 16, requires_grad=True)),
     }
+    if name in KERNELS:
+        net = Heads(*KERNELS[name])
+        return net, torch.randn(5, 6, 2 * net.depth, dtype=net.mix.weight.dtype, requires_grad=True)
     return made[name]()
 
 
@@ -57,7 +82,8 @@ def write(path: Path, name: str, dynamic: bool, target: str) -> None:
         ab.export(path, {name: ab.Step(net, [variant], optimizer, loss_fn=nn.functional.cross_entropy)}, target=target)
     else:
         program, x = module(name)
-        ab.export(path, {name: ab.Module(program, [ab.Variant((x,), dynamic_shapes=rows)])}, target=target)
+        shapes = BOTH if dynamic and name in KERNELS else rows
+        ab.export(path, {name: ab.Module(program, [ab.Variant((x,), dynamic_shapes=shapes)])}, target=target)
 
 
 def _record(path: Path, dynamic: bool) -> None:

@@ -1,0 +1,247 @@
+"""Scaled dot-product attention, captured with the CPU's kernel, by the kernel that eager takes on a GPU.
+
+``scaled_dot_product_attention`` chooses a kernel when it is called, and a trace on the CPU holds the CPU's. Forward and backward are graphs of their
+own, linked by the tensors that the forward saves (the result, and the logarithm of the softmax's denominators, one for each row of queries): what is
+chosen depends on nothing but what both have, sizes, dtypes and the mask, so that both choose alike, and what is saved looks as it does on the CPU.
+
+The conditions are those of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and ``attention.cpp`` (torch 2.11), with one difference: on H100
+and B200 eager prefers cuDNN's kernel to flash attention where it has one. Without dropout all of them compute the same but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from aot_backward import torch_api
+from aot_backward_runtime.errors import ExportError
+
+from .splice import laid_out, spliced
+
+aten = torch.ops.aten
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+Kernel = Literal["flash", "efficient", "math"]
+_HALVES = (torch.float16, torch.bfloat16)
+_Tensors = tuple[torch.Tensor, ...]
+
+
+def kernel_for(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, capability: tuple[int, int]
+) -> Kernel:
+    """What serves these (B, H, S, D) tensors: what is not known of a dynamic size is taken not to hold."""
+    known = torch_api.statically_known_true
+    depth, half = query.shape[-1], query.dtype in _HALVES
+    equal_depths = known(key.shape[-1] == depth) and known(value.shape[-1] == depth)
+    # Flash attention's causal mask begins at the bottom right where there are more keys than queries; eager's is from the top left.
+    square = not causal or known(query.shape[2] == key.shape[2])
+    # its backward needs more shared memory than these GPUs have
+    narrow = capability not in ((8, 6), (8, 9)) or known(depth <= 192) or known(depth > 224)
+    if half and mask is None and equal_depths and known(depth <= 256) and square and narrow:
+        return "flash"
+    aligned = 8 if half else 4  # elements in 128 bits; with tensor cores, which half precision needs
+    fits = known(depth % aligned == 0) and known(value.shape[-1] % aligned == 0) and known(key.shape[-1] == depth)
+    if (half or query.dtype is torch.float32) and fits and (mask is None or mask.dtype is query.dtype):
+        return "efficient"
+    return "math"
+
+
+def replace(node: Node, values: dict[Node, Any], capability: tuple[int, int]) -> None:
+    """Makes what uses ``node``, the CPU's forward or backward, use the GPU's kernel; ``node`` and its own users are left without any.
+    ``values``: the fake tensor of each node before; those of the new nodes are added."""
+    backward = node.target is BACKWARD
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if given.get("dropout_p"):
+        raise ExportError(f"{node.target} with dropout {given['dropout_p']} has no counterpart on a GPU: export on a GPU, target='cuda'")
+    causal, scale = bool(given.get("is_causal", False)), given.get("scale")
+    tensors: list[Node] = [given[n] for n in names if isinstance(given.get(n), Node) and n != "attn_mask"]
+    mask: Any = given.get("attn_mask")
+    query, key, value = (values[given[n]] for n in ("query", "key", "value"))
+    kernel = kernel_for(query, key, value, None if mask is None else values[mask], causal, capability)
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])  # before the padding
+    function = (_BACKWARD if backward else _FORWARD)[kernel]
+    like = node.meta["val"]
+
+    def called(*operands: torch.Tensor) -> _Tensors:
+        own, bias = (operands, None) if mask is None else (operands[:-1], operands[-1])
+        return tuple(laid_out(made.to(wanted.dtype), wanted) for made, wanted in zip(function(*own, bias, causal, scale), like, strict=True))
+
+    results, made = spliced(node, called, [*tensors, *([] if mask is None else [mask])], values)
+    values |= made
+    values[node] = tuple(made.get(result, values.get(result)) for result in results)
+    for user in node.users:
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+
+
+def _flash_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, causal: bool, scale: float) -> _Tensors:
+    depth = query.shape[-1]
+    padded = (_padded(t, 8) for t in (query, key, value))
+    out, logs, *_ = aten._scaled_dot_product_flash_attention.default(*padded, 0.0, causal, False, scale=scale)
+    return out[..., :depth], logs
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logs: torch.Tensor,
+    mask: None,
+    causal: bool,
+    scale: float,
+) -> _Tensors:
+    depth = query.shape[-1]
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of the dropout that there is not
+    unused = torch.empty(0, dtype=torch.uint64, device=query.device)
+    padded = (_padded(t, 8) for t in (grad, query, key, value, out))
+    lengths = (None, None, query.shape[2], key.shape[2])
+    grads = aten._scaled_dot_product_flash_attention_backward.default(*padded, logs.contiguous(), *lengths, 0.0, causal, seed, unused, scale=scale)
+    return tuple(g[..., :depth] for g in grads)
+
+
+def _efficient_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> _Tensors:
+    heads = query.shape[1]
+    key, value, bias = _with_bias(query, _repeated(key, heads), _repeated(value, heads), mask)
+    out, logs, *_ = aten._scaled_dot_product_efficient_attention.default(query, key, value, bias, True, 0.0, causal, scale=scale)
+    return out, _first(logs, query.shape[2], 2)
+
+
+def _efficient_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logs: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> _Tensors:
+    heads, few, rows, columns = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
+    key, value, bias = _with_bias(query, _repeated(key, heads), _repeated(value, heads), mask)
+    # kernel_forward.h fills up to a multiple of kAlignLSE rows with infinity: their probabilities come out as zeros
+    logs = nn.functional.pad(logs.contiguous(), (0, _lacking(rows, 32)), value=math.inf)
+    seed, offset = (torch.empty(1, dtype=torch.int64, device=query.device).view(()) for _ in range(2))  # of the dropout that there is not
+    grads = aten._scaled_dot_product_efficient_attention_backward.default(
+        grad, query, key, value, bias, out, logs, seed, offset, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    of_key, of_value = (_summed(_first(g, columns, 2), few) for g in grads[1:3])
+    return grads[0], of_key, of_value
+
+
+def _math_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> _Tensors:
+    heads = query.shape[1]
+    weights, logs = _weights(query, _repeated(key, heads), mask, causal, scale)
+    return (weights @ _wide(_repeated(value, heads))).to(query.dtype), logs
+
+
+def _math_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logs: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> _Tensors:
+    """The backward of flash attention (arXiv:2205.14135, appendix B.4) with whole matrices. The weights are computed again from the scores: torch's
+    rule for the saved logarithms says float32, and of float64 that would leave half the digits."""
+    heads, few, dtype = query.shape[1], key.shape[1], query.dtype
+    key, value = _repeated(key, heads), _repeated(value, heads)
+    weights, _ = _weights(query, key, mask, causal, scale)
+    query, key, value, grad, out = map(_wide, (query, key, value, grad, out))
+    of_value = weights.transpose(-2, -1) @ grad
+    of_scores = weights * (grad @ value.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)) * scale
+    of_query, of_key = of_scores @ key, of_scores.transpose(-2, -1) @ query
+    return of_query.to(dtype), _summed(of_key, few).to(dtype), _summed(of_value, few).to(dtype)
+
+
+_FORWARD: dict[Kernel, Callable[..., _Tensors]] = {"flash": _flash_forward, "efficient": _efficient_forward, "math": _math_forward}
+_BACKWARD: dict[Kernel, Callable[..., _Tensors]] = {"flash": _flash_backward, "efficient": _efficient_backward, "math": _math_backward}
+
+
+def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The softmax of the scores, and the logarithm of its denominators. A row that may look at nothing gets zeros."""
+    scores = _wide(query) @ _wide(key).transpose(-2, -1) * scale
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        scores = torch.where(allowed, scores, -math.inf)
+    most = scores.amax(-1, keepdim=True)
+    most = torch.where(most == -math.inf, 0.0, most)
+    weights = (scores - most).exp()
+    total = weights.sum(-1, keepdim=True)
+    total = torch.where(total == 0, 1.0, total)
+    return weights / total, (most + total.log()).squeeze(-1)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In the precision that eager's formula computes in."""
+    return tensor.float() if tensor.dtype in _HALVES else tensor
+
+
+def _lacking(size: Any, multiple: int) -> Any:
+    """How much brings ``size`` to a multiple. With a symbol in it, a form in which torch sees that the sum is one."""
+    return (size + multiple - 1) // multiple * multiple - size
+
+
+def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """With zeros behind the last dimension, up to a multiple."""
+    lacking = _lacking(tensor.shape[-1], multiple)
+    return nn.functional.pad(tensor, (0, lacking)) if lacking else tensor
+
+
+def _with_bias(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys, values, and the mask of every head, whose rows the kernel wants to begin at multiples of 8 elements.
+
+    Eager makes the rows longer and takes a part of them (``preprocess_mask`` in attention.cpp). Whether that part is the whole is a question that a
+    dynamic size must not be asked, so there the keys are made a multiple of 8, too, of which the mask lets nothing see the new ones.
+    """
+    if mask is None:
+        return key, value, None
+    columns = key.shape[2]
+    lacking = _lacking(columns, 8)
+    behind: list[Any] = [0, lacking]
+    mask = mask.expand(*mask.shape[:-1], columns)
+    if isinstance(lacking, torch.SymInt):
+        mask = nn.functional.pad(mask, behind, value=-math.inf)
+        key, value = (nn.functional.pad(t, [0, 0, *behind]) for t in (key, value))
+    elif lacking:
+        mask = nn.functional.pad(mask, behind)[..., :columns]
+    return key, value, mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _first(tensor: torch.Tensor, count: Any, dim: int) -> torch.Tensor:
+    """The first ``count`` in that dimension, as a copy: of a view torch would ask whether it is the whole, and guard a dynamic size."""
+    if torch_api.statically_known_true(tensor.shape[dim] == count):
+        return tensor
+    return tensor.index_select(dim, torch.arange(count, device=tensor.device))
+
+
+def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """One head for each of the query's (grouped-query attention)."""
+    few = tensor.shape[1]
+    return tensor if few == heads else tensor.repeat_interleave(heads // few, dim=1)
+
+
+def _summed(grad: torch.Tensor, few: int) -> torch.Tensor:
+    """The gradient of what :func:`_repeated` made of ``few`` heads."""
+    return grad if grad.shape[1] == few else grad.unflatten(1, (few, grad.shape[1] // few)).sum(2)

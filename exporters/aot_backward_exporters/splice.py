@@ -1,0 +1,45 @@
+"""Puts a function's operators into a graph: it is traced on the values of the nodes that it is given, and what was traced stands before a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from aot_backward import torch_api
+
+
+def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node], values: Mapping[Node, Any]) -> tuple[list[Node], dict[Node, Any]]:
+    """``function`` of ``operands``, whose fake tensors are in ``values``, before ``place``: the nodes of its results (a flat tuple), and the value of
+    each new node. To be called within the operands' fake mode, as retargeting is."""
+    with torch.no_grad(), torch_api.enable_python_dispatcher():
+        traced = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table())(*(values[node] for node in operands))
+    traced.graph.eliminate_dead_code()
+    found: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
+    made: dict[Node, Any] = {}
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            return [found[result] for result in node.args[0]], made
+        if node.op == "call_function":
+            with place.graph.inserting_before(place):
+                found[node] = place.graph.node_copy(node, found.__getitem__)
+            found[node].meta = {**place.meta, "val": node.meta["val"]}
+            made[found[node]] = node.meta["val"]
+    raise AssertionError("a graph ends with its output")
+
+
+def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which has the sizes of ``like``, with its strides: itself, or a copy. For strides without gaps; the result's own show otherwise."""
+    known = torch_api.statically_known_true
+    if all(known(a == b) for a, b in zip(tensor.stride(), like.stride(), strict=True)):
+        return tensor
+    order = sorted(range(like.dim()), key=lambda d: (-hint(like.stride(d)), -hint(like.shape[d])))
+    back = sorted(range(like.dim()), key=order.__getitem__)
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def hint(size: Any) -> int:
+    """The number that a size is in the example."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
