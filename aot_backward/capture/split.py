@@ -443,7 +443,8 @@ def _replace_sizes(graph: GraphModule, joint: Joint) -> None:
         if node.users:
             expression = expression_of(value)
             if expression not in shown:
-                with graph.graph.inserting_before(placeholders[0]), joint.fake_mode:
+                first = next(iter(graph.graph.find_nodes(op="placeholder")))  # of those that are left
+                with graph.graph.inserting_before(first), joint.fake_mode:
                     carrier = graph.graph.placeholder(f"carrier_{len(shown)}")
                     carrier.meta["val"] = torch.empty((value, 0))
                 joint.placeholders[carrier.name] = ("size", str(joint.sizes.size(value)))
