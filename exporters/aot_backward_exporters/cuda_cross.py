@@ -32,6 +32,7 @@ from aot_backward.program import Graph
 from aot_backward_runtime.errors import ExportError
 
 from . import cuda_attention
+from .splice import laid_out, spliced
 
 PROVED = {"2.11": "3.6"}
 """torch minor -> triton minor."""
@@ -353,17 +354,34 @@ def retargeted(graph: Graph, fake_mode: Any, device: Device, onto: torch.device 
     for node in replaced:
         for dead in (*node.users, node):
             module.graph.erase_node(dead)
-    for before, after in zip(_results(graph.module), _results(module), strict=True):
-        if isinstance(after, Node) and after.meta["val"].stride() != before.meta["val"].stride():
-            raise ExportError(
-                f"{graph.name}: {after.target} lays its result out otherwise on a GPU ({list(after.meta['val'].stride())}, and "
-                f"{list(before.meta['val'].stride())} on the CPU): make it contiguous in the program"
-            )
+    _as_recorded(graph, module, values, fake_mode)
     for name, (_, tensor) in constants.items():
         delattr(module, name)
         module.register_buffer(name, tensor)
     module.recompile()
     return dataclasses.replace(graph, module=module, constants=constants)
+
+
+def _as_recorded(graph: Graph, module: GraphModule, values: dict[Node, Any], fake_mode: Any) -> None:
+    """Copies the results that an operator lays out otherwise on a GPU: strides are part of the package's contract."""
+    output = next(iter(module.graph.find_nodes(op="output")))
+    results = list(output.args[0])
+    for i, (before, after) in enumerate(zip(_results(graph.module), results, strict=True)):
+        if not isinstance(after, Node) or (wanted := before.meta["val"]).stride() == values[after].stride():
+            continue
+        with fake_mode:
+            (results[i],), made = spliced(output, functools.partial(_copied, wanted), [after], values)
+        values |= made
+        if values[results[i]].stride() != wanted.stride():
+            raise ExportError(
+                f"{graph.name}: {after.target} lays its result out otherwise on a GPU ({list(values[after].stride())}, and {list(wanted.stride())} "
+                "on the CPU): make it contiguous in the program"
+            )
+    output.args = (tuple(results),)
+
+
+def _copied(like: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor]:
+    return (laid_out(result, like),)
 
 
 def _results(module: GraphModule) -> list[Any]:
