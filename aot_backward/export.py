@@ -17,6 +17,7 @@ from aot_backward_runtime.errors import ExportError
 from . import undisturbed
 from .build import Build, Progress
 from .capture import joint as joints
+from .capture.as_on_gpu import as_on_gpu
 from .entries import Entries, Grad, Module, Step, Variant
 from .package import check_destination, write_package
 
@@ -63,13 +64,15 @@ def export(
 
 
 def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, progress: Progress | None) -> Path:
-    """Compiled for the CPU and compared with eager there; then the same graphs for the GPUs, which compares nothing where there is none."""
+    """Compiled for the CPU and compared with eager there, which casts under autocast as it would on a GPU; then the same graphs for the GPUs, which
+    compares nothing where there is none."""
     from .rebuild import check_target, rebuild
 
     check_target(target)  # before minutes of compiling
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        checked = export(Path(folder) / "cpu.pt2", entries, weights=weights, progress=progress)
-        return rebuild(checked, path, target=target, with_graphs=portable, progress=progress)
+        with as_on_gpu():
+            checked = export(Path(folder) / "cpu.pt2", entries, weights=weights, progress=progress)
+        return rebuild(checked, path, target=target, with_graphs=portable, captured_for="cuda", progress=progress)
 
 
 def export_module(

@@ -54,6 +54,7 @@ def rebuild(
     *,
     target: str = "",
     with_graphs: bool = True,
+    captured_for: str = "",
     progress: Progress | None = None,
     signature: Policy | None = None,
     key: Key | None = None,
@@ -61,7 +62,8 @@ def rebuild(
     """Compiles every graph of the package ``source`` with this torch, compares, and writes the package ``path``, which may be the same file.
 
     ``target``: as for :func:`aot_backward.export`; without one, the targets that ``source`` was built for. Weights, examples, entries and their names
-    stay as they are. ``with_graphs=False`` leaves the portable graphs out of what is written. ``signature`` and
+    stay as they are. ``with_graphs=False`` leaves the portable graphs out of what is written. ``captured_for``: the device whose autocast the graphs
+    follow, where it is not the one that ``source`` was compiled for. ``signature`` and
     ``key``, of ``source``, are those of :func:`aot_backward_runtime.load`; what is written is not signed.
     Raises :class:`PackageError` where ``source`` is no whole package or its graphs are no graphs, :class:`ExportError` where it has
     none, or the new code does not give what it should; then nothing is written.
@@ -74,6 +76,7 @@ def rebuild(
     archive = open_package(source, admit=admission(signature, key))
     archive.verify_digests()
     names = names or targets.parsed(",".join(_named(t) for t in targets_of(archive.manifest)))
+    _refuse_other_autocast(archive.manifest, captured_for or archive.manifest.target.device, targets.target_spec(names[0]).device)
     if lacking := sorted(name for name, spec in archive.manifest.libraries.items() if not spec.graph):
         why = archive.manifest.notes.get(f"no portable graph of {lacking[0]}", "")
         raise ExportError(f"{source} has no portable graph of {lacking[0]}{why and f' ({why})'}; export it again from the model's source")
@@ -95,6 +98,19 @@ def check_target(target: str) -> None:
             raise ExportError(f"target cuda is for modules that are on this machine's GPU; here name its architecture, such as {targets.KNOWN[-2]}")
         if name.startswith("cuda:"):
             cuda_cross.check(name)
+
+
+def _refuse_other_autocast(manifest: Manifest, before: str, after: str) -> None:
+    """What autocast casts is another list on each device, and the casts are in the graphs."""
+    if before == after:
+        return
+    for name, entry in manifest.entries.items():
+        ambients = [*(v.ambient for v in entry.variants), *(v.ambient for s in entry.structures for v in s.variants)]
+        if cast := {a.autocast for a in ambients} - {""}:
+            raise ExportError(
+                f"entry {name!r} was captured under autocast {cast.pop()} for {before}, and {after} casts other operators: export it from the "
+                f"model's source with target={after!r}"
+            )
 
 
 def _named(target: Target) -> str:

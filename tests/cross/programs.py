@@ -42,6 +42,18 @@ class Heads(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal).transpose(1, 2).flatten(2)
 
 
+class Mixed(nn.Module):
+    """A transformer's block in mixed precision, as it is written for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.block(x).softmax(-1)
+
+
 KERNELS = {
     "flash": (16, torch.bfloat16, True, False),
     "padded": (12, torch.bfloat16, True, False),
@@ -51,7 +63,8 @@ KERNELS = {
 }
 ROWS: Any = ({0: Dim("batch", min=2, max=64)},)
 BOTH: Any = ({0: ROWS[0][0], 1: Dim("length", min=2, max=512)},)
-NAMES = ("mlp", "convolutions", "attention", *KERNELS, "step", "recorded")
+LAST = torch.channels_last
+NAMES = ("mlp", "convolutions", "channels_last", "attention", "mixed", *KERNELS, "step", "recorded")
 
 
 def module(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -60,6 +73,8 @@ def module(name: str) -> tuple[nn.Module, torch.Tensor]:
     made: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
         "mlp": lambda: (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(5, 8, requires_grad=True)),
         "convolutions": lambda: (zoo.ConvNet(), torch.randn(5, 3, 8, 8, requires_grad=True)),
+        "channels_last": lambda: (zoo.ConvNet().to(memory_format=LAST), torch.randn(5, 3, 8, 8).to(memory_format=LAST).requires_grad_()),
+        "mixed": lambda: (Mixed(), torch.randn(5, 6, 16, requires_grad=True)),
         "attention": lambda: (Attentive(), torch.randn(5, 6, 16, requires_grad=True)),
     }
     if name in KERNELS:

@@ -1,0 +1,221 @@
+"""What eager does otherwise on a GPU than on a CPU, for programs that are captured on a CPU and compiled for a GPU.
+
+**Autocast.** Which operators it casts is a list for each device: under CUDA's, softmax, normalisations, losses, powers and sums compute in float32,
+and under the CPU's most of them in what their input has. Within :func:`as_on_gpu` the CPU's autocast follows CUDA's lists, read from the header that
+torch was built with (``ATen/autocast_mode.h``; what each list does is written there, ``CastPolicy``), in capture and in the eager that it is compared
+with. ``torch.autocast("cuda")``, which a machine without a GPU switches off with a warning, takes effect, and so does ``torch.autocast("cpu")``: a
+program that asks its tensors for their device would say "cuda" there. The cache of cast weights is off, as in every trace.
+
+**Dropout in attention.** On a CPU it is a formula with ``dropout``; a GPU's attention kernels make masks of their own from the same seed. Refused,
+unless ``sdpa_kernel(SDPBackend.MATH)`` says that eager takes the formula there, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aot_backward_runtime.errors import ExportError
+
+from .. import torch_api
+
+_Kernel = Callable[..., Any]
+_BANNED = "binary_cross_entropy"
+_WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype", "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype"}
+"""What CUDA's autocast calls instead, with float32 for the result."""
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Within, eager on a CPU casts as it would on a GPU; attention with dropout raises :class:`ExportError`."""
+    kernels = [("AutocastCPU", name, kernel) for name, kernel in _kernels().items()]
+    kernels.append(("AutogradCPU", "scaled_dot_product_attention", _attention))
+    with contextlib.ExitStack() as stack:
+        stack.callback(_forget)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that a kernel is replaced
+            for key in ("AutocastCPU", "AutogradCPU"):
+                library = torch.library.Library("aten", "IMPL", key)
+                stack.callback(library._destroy)
+                for of, name, kernel in kernels:
+                    if of == key:
+                        library.impl(name, kernel)
+        _forget()
+        stack.enter_context(_both_devices())
+        yield
+
+
+def lists() -> dict[str, tuple[str, ...]]:
+    """CUDA's lists: the policy's name -> the operators, "aten::pow.Tensor_Scalar" as "pow.Tensor_Scalar"."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    text = header.read_text()
+    out = {}
+    for policy in ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "DIFFERENT_REDISPATCH_SIGNATURE", "PROMOTE"):
+        found = re.search(rf"#define AT_FORALL_{policy}\(_\)((?:.*\\\n)*.*\n)", text)
+        if found is None:
+            raise ExportError(
+                f"torch {torch.__version__} does not say what autocast casts on a GPU (AT_FORALL_{policy}, {header.name}): export there"
+            )
+        quoted = re.findall(r'"([\w.]+)"', found[1])  # where the list says more than names
+        out[policy] = tuple(quoted or [f"{n}.{o}" if o else n for n, o in re.findall(r"\b_\((\w+)(?:, (\w+))?\)", found[1])])
+    return out
+
+
+@functools.cache
+def _kernels() -> dict[str, Any]:
+    """Operator -> what autocast does to it on a GPU; those that only the CPU's lists have are left alone."""
+    of_cpu = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    out: dict[str, Any] = {name.removeprefix("aten::"): torch.library.fallthrough_kernel for name in of_cpu if name.startswith("aten::")}
+    policies = {
+        "LOWER_PRECISION_FP": _lower_precision,
+        "FP32": _float32,
+        "FP32_SET_OPT_DTYPE": _float32_result,
+        "DIFFERENT_REDISPATCH_SIGNATURE": _with_dtype,
+        "PROMOTE": _promoted,
+    }
+    for policy, names in lists().items():
+        out |= {name: functools.partial(_called, policies[policy], _operator(name)) for name in names}
+    out[_BANNED] = _banned
+    return out
+
+
+def _forget() -> None:
+    """Empties what torch's Python dispatcher remembers of which kernel an operator has."""
+    for name in _kernels():
+        _operator(name)._dispatch_cache.clear()
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _called(policy: _Kernel, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch_api._ExcludeDispatchKeyGuard(torch_api.DispatchKeySet(torch_api.DispatchKey.AutocastCPU)):
+        return policy(operator, args, kwargs)
+
+
+def _lower_precision(operator: Any, args: Any, kwargs: Any) -> Any:
+    to = torch.get_autocast_dtype("cpu")
+    return operator(*_cast(args, to), **_cast(kwargs, to))
+
+
+def _float32(operator: Any, args: Any, kwargs: Any) -> Any:
+    return operator(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+
+
+def _float32_result(operator: Any, args: Any, kwargs: Any) -> Any:
+    """A dtype that the program gives stays; else, of a floating-point argument, the result is float32."""
+    named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
+    if _eligible(args[0]) and named.get("dtype") is None:
+        named["dtype"] = torch.float32
+    return operator(**named)
+
+
+def _with_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
+    other = getattr(torch.ops.aten.norm, _WITH_DTYPE[f"norm.{operator._overloadname}"])
+    named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
+    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+    return other(**(defaults | named), dtype=torch.float32 if _eligible(args[0]) else args[0].dtype)
+
+
+def _promoted(operator: Any, args: Any, kwargs: Any) -> Any:
+    """In float32 where one of the tensors has it, else in the lower precision."""
+    low = torch.get_autocast_dtype("cpu")
+    found = {t.dtype for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _eligible(t)}
+    if odd := found - {low, torch.float32}:
+        raise RuntimeError(f"{operator} under autocast {low}: got {odd.pop()}; expected {low} or torch.float32")
+    to = torch.float32 if torch.float32 in found else low
+    return operator(*_cast(args, to), **_cast(kwargs, to))
+
+
+def _banned(*args: Any, **kwargs: Any) -> Any:
+    raise ExportError(
+        "binary_cross_entropy under autocast raises on a GPU (its input would be 0 or 1 in half precision): use binary_cross_entropy_with_logits, "
+        'or torch.autocast("cuda", enabled=False) around it'
+    )
+
+
+def _cast(value: Any, to: torch.dtype) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(v, to) for v in value)
+    if isinstance(value, dict):
+        return {k: _cast(v, to) for k, v in value.items()}
+    return value.to(to) if _eligible(value) else value
+
+
+def _eligible(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == "cpu"
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    operator = torch.ops.aten.scaled_dot_product_attention.default
+    dropout = args[1] if len(args) > 1 else kwargs.get("dropout_p", 0.0)
+    cuda = torch.backends.cuda
+    if dropout and (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
+        raise ExportError(
+            f"scaled_dot_product_attention with dropout {dropout}: on a GPU eager draws the mask in its attention kernel, another one than a package "
+            "captured without a GPU would draw. Export on a GPU (target='cuda'), or call it, in training, too, under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+    return operator.decompose(query, key, value, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _both_devices() -> Iterator[None]:
+    """Within, ``torch.autocast`` for either device is for both."""
+    module, kind = torch.amp.autocast_mode, torch.amp.autocast_mode.autocast
+    originals = {name: vars(kind)[name] for name in ("__init__", "__enter__", "__exit__")}
+    cast = module._cast
+    states = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
+
+    def agree() -> None:
+        torch.set_autocast_enabled("cuda", torch.is_autocast_enabled("cpu"))
+        torch.set_autocast_dtype("cuda", torch.get_autocast_dtype("cpu"))
+
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if device_type == "cuda":
+            dtype = dtype or (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states["cuda"][1])
+        originals["__init__"](self, "cpu" if device_type == "cuda" else device_type, dtype, enabled, cache_enabled)
+
+    def enter(self: Any) -> Any:
+        if self.device == "cuda":
+            raise ExportError(
+                'torch.autocast("cuda") was made before the export, where torch switches it off because there is no GPU: make it in the forward '
+                '(with torch.autocast("cuda", dtype=torch.bfloat16):), not as a decorator'
+            )
+        entered = originals["__enter__"](self)
+        agree()
+        return entered
+
+    def exit(self: Any, *raised: Any) -> Any:
+        done = originals["__exit__"](self, *raised)
+        agree()
+        return done
+
+    def cast_inputs(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
+
+    for name, method in (("__init__", init), ("__enter__", enter), ("__exit__", exit)):
+        setattr(kind, name, method)
+    module._cast = cast_inputs
+    try:
+        if states["cuda"][0] and not states["cpu"][0]:  # set by hand: torch.autocast("cuda") does not, where there is no GPU
+            torch.set_autocast_enabled("cpu", True)
+            torch.set_autocast_dtype("cpu", states["cuda"][1])
+        agree()
+        yield
+    finally:
+        module._cast = cast
+        for name, method in originals.items():
+            setattr(kind, name, method)
+        for device, (enabled, dtype) in states.items():
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
