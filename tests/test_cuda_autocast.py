@@ -170,6 +170,10 @@ def test_the_program_sees_a_gpu_s_autocast() -> None:
             with torch.autocast("cuda", enabled=False):
                 assert (X @ X).dtype is torch.float32
             assert (X @ X).dtype is torch.float16
+        with torch.autocast(X.device.type):  # as a program says it that asks its input
+            assert (X @ X).dtype is torch.float16
+        with torch.autocast("cuda", torch.bfloat16), torch.autocast("cuda", enabled=False), torch.autocast("cuda"):
+            assert (X @ X).dtype is torch.bfloat16
         assert not torch.is_autocast_enabled("cuda") and (X @ X).dtype is torch.float32
     assert states == (
         torch.is_autocast_enabled("cuda"),

@@ -180,10 +180,8 @@ def _both_devices() -> Iterator[None]:
         torch.set_autocast_enabled("cuda", torch.is_autocast_enabled("cpu"))
         torch.set_autocast_dtype("cuda", torch.get_autocast_dtype("cpu"))
 
-    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        if device_type == "cuda":
-            dtype = dtype or (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states["cuda"][1])
-        originals["__init__"](self, "cpu" if device_type == "cuda" else device_type, dtype, enabled, cache_enabled)
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        originals["__init__"](self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     def enter(self: Any) -> Any:
         if self.device == "cuda":
@@ -207,8 +205,8 @@ def _both_devices() -> Iterator[None]:
         setattr(kind, name, method)
     module._cast = cast_inputs
     try:
-        if states["cuda"][0] and not states["cpu"][0]:  # set by hand: torch.autocast("cuda") does not, where there is no GPU
-            torch.set_autocast_enabled("cpu", True)
+        if not states["cpu"][0]:  # CUDA's by hand: torch.autocast("cuda") does nothing where there is no GPU
+            torch.set_autocast_enabled("cpu", states["cuda"][0])
             torch.set_autocast_dtype("cpu", states["cuda"][1])
         agree()
         yield
