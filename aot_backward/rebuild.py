@@ -76,7 +76,7 @@ def rebuild(
     archive = open_package(source, admit=admission(signature, key))
     archive.verify_digests()
     names = names or targets.parsed(",".join(_named(t) for t in targets_of(archive.manifest)))
-    _refuse_other_autocast(archive.manifest, captured_for or archive.manifest.target.device, targets.target_spec(names[0]).device)
+    _refuse_other_autocast(archive.manifest, captured_for or archive.manifest.target.device, names[0])
     if lacking := sorted(name for name, spec in archive.manifest.libraries.items() if not spec.graph):
         why = archive.manifest.notes.get(f"no portable graph of {lacking[0]}", "")
         raise ExportError(f"{source} has no portable graph of {lacking[0]}{why and f' ({why})'}; export it again from the model's source")
@@ -100,16 +100,17 @@ def check_target(target: str) -> None:
             cuda_cross.check(name)
 
 
-def _refuse_other_autocast(manifest: Manifest, before: str, after: str) -> None:
-    """What autocast casts is another list on each device, and the casts are in the graphs."""
-    if before == after:
+def _refuse_other_autocast(manifest: Manifest, device: str, target: str) -> None:
+    """What autocast casts is another list on each device, and the casts are in the graphs, which follow those of ``device``."""
+    other = target.partition(":")[0]
+    if other == device:
         return
     for name, entry in manifest.entries.items():
         ambients = [*(v.ambient for v in entry.variants), *(v.ambient for s in entry.structures for v in s.variants)]
         if cast := {a.autocast for a in ambients} - {""}:
             raise ExportError(
-                f"entry {name!r} was captured under autocast {cast.pop()} for {before}, and {after} casts other operators: export it from the "
-                f"model's source with target={after!r}"
+                f"entry {name!r} was captured under autocast {cast.pop()} for {device}, and {other} casts other operators: export it from the "
+                f"model's source with target={target!r}"
             )
 
 

@@ -180,3 +180,30 @@ def same(given: Any, wanted: Any, dtype: torch.dtype) -> list[torch.Tensor]:
         assert a.shape == b.shape and a.stride() == b.stride()
         torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
     return list(given)
+
+
+def test_forward_and_backward_in_one_graph() -> None:
+    net = Attention(4, 2, True)
+    q, k, v = (t.detach().requires_grad_() for t in example("float32, grouped queries", 37, 37))
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return net(q, k, v).square().sum()
+
+    traced = joint.trace(joint.FunctionModule(loss), (q, k, v), {}, None, signature=loss, first_only=True)
+    (graph,) = split.split_grad(traced, "loss", {}, [("input", i) for i in range(3)]).graphs
+    moved = retargeted(graph, traced.fake_mode, DEVICES["sm_90"], torch.device("cpu"))
+    assert targets(moved.module) & {CPU, CPU_BACKWARD, *KERNELS} == {EFFICIENT, EFFICIENT_BACKWARD}
+    given = Spelt(moved.module).run(q.detach(), k.detach(), v.detach())
+    loss(q, k, v).backward()
+    for found, wanted in zip(given[1:], (q.grad, k.grad, v.grad), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arch", "depth", "kernel"),
+    [("sm_90", 200, "flash"), ("sm_80", 200, "flash"), ("sm_89", 200, "efficient"), ("sm_89", 192, "flash"), ("sm_89", 256, "flash"),
+     ("sm_90", 256, "flash"), ("sm_90", 264, "efficient"), ("sm_90", 260, "math")],
+)  # fmt: skip
+def test_limits_of_flash_attention(arch: str, depth: int, kernel: str) -> None:
+    one = torch.empty(1, 1, 4, depth, dtype=HALF, device="meta")
+    assert cuda_attention.kernel_for(one, one, one, None, False, (DEVICES[arch].major, DEVICES[arch].minor)) == kernel

@@ -211,11 +211,11 @@ def test_dropout_in_attention_is_refused_but_for_the_formula() -> None:
 
 def test_a_package_of_one_device_s_autocast_is_not_rebuilt_for_another() -> None:
     manifest = open_package(Path(__file__).parent / "golden" / "1.0-pair.pt2").manifest
-    _refuse_other_autocast(manifest, "cpu", "cuda")
+    _refuse_other_autocast(manifest, "cpu", "cuda:sm_90")
     name, entry = next(iter(manifest.entries.items()))
     cast = dataclasses.replace(entry.variants[0], ambient=dataclasses.replace(entry.variants[0].ambient, autocast="bfloat16"))
     manifest = dataclasses.replace(manifest, entries={name: dataclasses.replace(entry, variants=(*entry.variants, cast))})
-    _refuse_other_autocast(manifest, "cpu", "cpu")
-    _refuse_other_autocast(manifest, "cuda", "cuda")  # as export does with what it captured for a GPU
-    with pytest.raises(ExportError, match=f"'{name}' was captured under autocast bfloat16 for cpu, and cuda casts other .* target='cuda'"):
-        _refuse_other_autocast(manifest, "cpu", "cuda")
+    _refuse_other_autocast(manifest, "cpu", "cpu:sse4")
+    _refuse_other_autocast(manifest, "cuda", "cuda:sm_80")  # as export does with what it captured for a GPU
+    with pytest.raises(ExportError, match=f"'{name}' was captured under autocast bfloat16 for cpu, and cuda casts other .* target='cuda:sm_90'"):
+        _refuse_other_autocast(manifest, "cpu", "cuda:sm_90")
