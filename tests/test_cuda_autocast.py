@@ -149,6 +149,23 @@ def test_what_a_gpu_refuses_is_refused() -> None:
             torch.addcmul(X, X.half(), X)
 
 
+def test_an_operator_with_a_rule_of_its_own_is_refused() -> None:
+    with torch.library._scoped_library("aot_backward_tests", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_autocast("aot_backward_tests::twice", "cuda", torch.float32, lib=library)
+        twice = torch.ops.aot_backward_tests.twice
+        with as_on_gpu.as_on_gpu():
+            assert twice(X).dtype is torch.float32
+            with (
+                torch.autocast("cuda", torch.bfloat16),
+                pytest.raises(ExportError, match=r"aot_backward_tests::twice has a rule .*: export on"),
+            ):
+                twice(X)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert twice(X).dtype is torch.float32
+
+
 def test_the_program_sees_a_gpu_s_autocast() -> None:
     class Custom(torch.autograd.Function):
         @staticmethod
@@ -205,6 +222,10 @@ def test_dropout_in_attention_is_refused_but_for_the_formula() -> None:
             traced = joint.trace(net, (x,), {}, None, signature=net.forward)
             net(x).sum().backward()
         assert traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default)
+        double = net.double()  # for which a GPU has nothing else
+        traced = joint.trace(double, (x.double(),), {}, None, signature=double.forward)
+        assert traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default)
+        net.float()
     joint.trace(net, (x,), {}, None, signature=net.forward)
     net(x).sum().backward()
 

@@ -7,7 +7,7 @@ with. ``torch.autocast("cuda")``, which a machine without a GPU switches off wit
 program that asks its tensors for their device would say "cuda" there. The cache of cast weights is off, as in every trace.
 
 **Dropout in attention.** On a CPU it is a formula with ``dropout``; a GPU's attention kernels make masks of their own from the same seed. Refused,
-unless ``sdpa_kernel(SDPBackend.MATH)`` says that eager takes the formula there, too.
+unless ``sdpa_kernel(SDPBackend.MATH)`` or a dtype of float64 says that eager takes the formula there, too.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 
 _Kernel = Callable[..., Any]
-_BANNED = "binary_cross_entropy"
 _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype", "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype"}
 """What CUDA's autocast calls instead, with float32 for the result."""
 
@@ -35,25 +35,26 @@ _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOp
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Within, eager on a CPU casts as it would on a GPU; attention with dropout raises :class:`ExportError`."""
-    kernels = [("AutocastCPU", name, kernel) for name, kernel in _kernels().items()]
-    kernels.append(("AutogradCPU", "scaled_dot_product_attention", _attention))
+    kernels = [("AutocastCPU", name, kernel) for name, kernel in {**_kernels(), **_rules_of_their_own()}.items()]
+    kernels.append(("AutogradCPU", "aten::scaled_dot_product_attention", _attention))
     with contextlib.ExitStack() as stack:
-        stack.callback(_forget)
+        stack.callback(_forget, [name for _, name, _ in kernels])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that a kernel is replaced
-            for key in ("AutocastCPU", "AutogradCPU"):
-                library = torch.library.Library("aten", "IMPL", key)
-                stack.callback(library._destroy)
-                for of, name, kernel in kernels:
-                    if of == key:
-                        library.impl(name, kernel)
-        _forget()
+            libraries: dict[tuple[str, str], torch.library.Library] = {}
+            for key, name, kernel in kernels:
+                namespace, _, own = name.partition("::")
+                if (namespace, key) not in libraries:
+                    libraries[namespace, key] = torch.library.Library(namespace, "IMPL", key)
+                    stack.callback(libraries[namespace, key]._destroy)
+                libraries[namespace, key].impl(own, kernel, allow_override=True)
+        _forget([name for _, name, _ in kernels])
         stack.enter_context(_both_devices())
         yield
 
 
 def lists() -> dict[str, tuple[str, ...]]:
-    """CUDA's lists: the policy's name -> the operators, "aten::pow.Tensor_Scalar" as "pow.Tensor_Scalar"."""
+    """CUDA's lists: the policy's name -> the operators, "pow.Tensor_Scalar"."""
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text()
     out = {}
@@ -72,7 +73,7 @@ def lists() -> dict[str, tuple[str, ...]]:
 def _kernels() -> dict[str, Any]:
     """Operator -> what autocast does to it on a GPU; those that only the CPU's lists have are left alone."""
     of_cpu = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
-    out: dict[str, Any] = {name.removeprefix("aten::"): torch.library.fallthrough_kernel for name in of_cpu if name.startswith("aten::")}
+    out: dict[str, Any] = {name: torch.library.fallthrough_kernel for name in of_cpu if name.startswith("aten::")}
     policies = {
         "LOWER_PRECISION_FP": _lower_precision,
         "FP32": _float32,
@@ -81,20 +82,34 @@ def _kernels() -> dict[str, Any]:
         "PROMOTE": _promoted,
     }
     for policy, names in lists().items():
-        out |= {name: functools.partial(_called, policies[policy], _operator(name)) for name in names}
-    out[_BANNED] = _banned
+        out |= {f"aten::{name}": functools.partial(_called, policies[policy], _operator(f"aten::{name}")) for name in names}
+    out["aten::binary_cross_entropy"] = _banned
     return out
 
 
-def _forget() -> None:
+def _rules_of_their_own() -> dict[str, Any]:
+    """Operators of other libraries that say what autocast does to them on a GPU: it cannot be read off, nor run without one."""
+    on_gpu = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    return {name: functools.partial(_unknown, name) for name in on_gpu if not name.startswith("aten::")}
+
+
+def _unknown(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise ExportError(
+        f"{name} has a rule of its own for autocast on a GPU (torch.library.register_autocast), which does not run without one: export on a GPU "
+        "(target='cuda'), or call it under torch.autocast(\"cuda\", enabled=False) with tensors of the dtype that it is to have"
+    )
+
+
+def _forget(names: Iterable[str]) -> None:
     """Empties what torch's Python dispatcher remembers of which kernel an operator has."""
-    for name in _kernels():
+    for name in names:
         _operator(name)._dispatch_cache.clear()
 
 
 def _operator(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    namespace, _, own = name.partition("::")
+    packet, _, overload = own.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def _called(policy: _Kernel, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,6 +172,9 @@ def _eligible(value: Any) -> bool:
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     operator = torch.ops.aten.scaled_dot_product_attention.default
+    if query.dtype is torch.float64:  # for which a GPU has the formula alone
+        with sdpa_kernel(SDPBackend.MATH):
+            return operator.decompose(query, key, value, *args, **kwargs)
     dropout = args[1] if len(args) > 1 else kwargs.get("dropout_p", 0.0)
     cuda = torch.backends.cuda
     if dropout and (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):

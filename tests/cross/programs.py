@@ -60,6 +60,7 @@ KERNELS = {
     "efficient": (8, torch.float32, True, False),
     "masked": (8, torch.float32, False, True),
     "formula": (6, torch.float32, True, False),
+    "double": (8, torch.float64, True, False),
 }
 ROWS: Any = ({0: Dim("batch", min=2, max=64)},)
 BOTH: Any = ({0: ROWS[0][0], 1: Dim("length", min=2, max=512)},)
