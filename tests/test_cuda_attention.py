@@ -153,7 +153,6 @@ def test_the_gpu_s_kernel_gives_what_the_cpu_s_does(name: str, dynamic: bool) ->
     dtype, _, heads, few, rows, columns, causal, _, kernel = CASES[name]
     torch.manual_seed(0)
     pieces, fake_mode = captured(Attention(heads, few, causal), tuple(example(name, rows, columns)), dimensions(name) if dynamic else None)
-    assert pieces.forward is not None and pieces.backward is not None and pieces.backward.call is not None
     forward, backward = pieces.graphs
     assert CPU in targets(forward.module) and CPU_BACKWARD in targets(backward.module)
     known = len(fake_mode.shape_env.guards)
@@ -165,21 +164,25 @@ def test_the_gpu_s_kernel_gives_what_the_cpu_s_does(name: str, dynamic: bool) ->
     if dynamic:
         rows, columns = (33, 33) if rows == columns else (33, 42)
     inputs = [t.detach() for t in example(name, rows, columns)]
-    results = same(Spelt(over[0].module).run(*inputs), forward.module(*inputs), dtype)
-    held = {"input": inputs, "result": results}
-    saved = [held[kind][int(number)] for kind, number in (s.split(":") for s in pieces.forward.saved)]
-    held = {"saved": saved, "cotangent": [torch.randn_like(results[0])]}
-    operands = [held[kind][int(number)] for kind, number in (o.split(":") for o in pieces.backward.call.operands)]
-    same(Spelt(over[1].module).run(*operands), backward.module(*operands), dtype)
+    given, expected = Spelt(over[0].module).run(*inputs), forward.module(*inputs)
+    same(given, expected, dtype)
+    cotangent = torch.randn_like(expected[0])
+
+    def operands(results: Any) -> list[torch.Tensor]:
+        """Of the backward, from its own forward's results."""
+        assert pieces.forward is not None and pieces.backward is not None and pieces.backward.call is not None
+        held = {"input": inputs, "result": results, "cotangent": [cotangent]}
+        held["saved"] = [held[kind][int(number)] for kind, number in (s.split(":") for s in pieces.forward.saved)]
+        return [held[kind][int(number)] for kind, number in (o.split(":") for o in pieces.backward.call.operands)]
+
+    same(Spelt(over[1].module).run(*operands(given)), backward.module(*operands(expected)), dtype)
 
 
-def same(given: Any, wanted: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-    """``given``, laid out as what it was compared with."""
+def same(given: Any, wanted: Any, dtype: torch.dtype) -> None:
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-5}.get(dtype, 3e-2)
     for a, b in zip(given, wanted, strict=True):
         assert a.shape == b.shape and a.stride() == b.stride()
         torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
-    return list(given)
 
 
 def test_forward_and_backward_in_one_graph() -> None:
