@@ -82,8 +82,9 @@ def rebuild(
         raise ExportError(f"{source} has no portable graph of {lacking[0]}{why and f' ({why})'}; export it again from the model's source")
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         made = _Rebuilt(archive, names, Path(folder), say)
-        made.compile()
-        manifest = made.checked()
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # what was cast is in the graphs
+            made.compile()
+            manifest = made.checked()
         say("write", 0, 1)
         graphs = {name: archive.read_member(spec.graph) for name, spec in archive.manifest.libraries.items()} if with_graphs else {}
         write_package(path, manifest, made.artifacts, made.stored_weights(), made.examples(), graphs)

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import aot_backward as ab
 from aot_backward.capture import as_on_gpu, joint, split
 from aot_backward.rebuild import _refuse_other_autocast
+from aot_backward_exporters import aoti
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import ExportError
 
@@ -240,3 +242,19 @@ def test_a_package_of_one_device_s_autocast_is_not_rebuilt_for_another() -> None
     _refuse_other_autocast(manifest, "cuda", "cuda:sm_80")  # as export does with what it captured for a GPU
     with pytest.raises(ExportError, match=f"'{name}' was captured under autocast bfloat16 for cpu, and cuda casts other .* target='cuda:sm_90'"):
         _refuse_other_autocast(manifest, "cpu", "cuda:sm_90")
+
+
+class Reached(Exception):
+    pass
+
+
+def test_rebuilding_under_autocast_casts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor does export for a GPU, which rebuilds under the autocast that it captured under."""
+
+    def compile_graphs(graphs: Any, **_: Any) -> Any:
+        assert not torch.is_autocast_enabled("cpu")
+        raise Reached  # the graphs were read, and are what the package says
+
+    monkeypatch.setattr(aoti, "compile_graphs", compile_graphs)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(Reached):
+        ab.rebuild(Path(__file__).parent / "golden" / "1.4-targets.pt2", tmp_path / "net.pt2", target="cpu")
