@@ -246,7 +246,7 @@ def finish(name: str, piece: Piece, traced: Traced | None, sizes: Sizes, tape: T
             continue
         inputs.append((kind, where, fake))
     constants: dict[str, tuple[str, torch.Tensor]] = {}
-    lift_constants(graph, constants)
+    lift_constants(graph, constants, next((fake.device for kind, _, fake in inputs if kind != "size"), torch.device("cpu")))
     graph.graph.lint()
     graph.recompile()
     traced.name, traced.operands = name, inputs

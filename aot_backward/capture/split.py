@@ -186,7 +186,7 @@ class Cut:
                 inputs.append(joint.sizes.spec(f"size {index}", node.meta["val"], False))
             else:
                 raise ExportError(f"{self.name}: the graph needs {node.name}, which nothing provides")
-        lift_constants(graph, constants)
+        lift_constants(graph, constants, device_of(self.joint))
         graph.graph.lint()
         graph.recompile()
         count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
@@ -446,7 +446,7 @@ def _replace_sizes(graph: GraphModule, joint: Joint) -> None:
                 first = next(iter(graph.graph.find_nodes(op="placeholder")))  # of those that are left
                 with graph.graph.inserting_before(first), joint.fake_mode:
                     carrier = graph.graph.placeholder(f"carrier_{len(shown)}")
-                    carrier.meta["val"] = torch.empty((value, 0))
+                    carrier.meta["val"] = torch.empty((value, 0), device=device_of(joint))
                 joint.placeholders[carrier.name] = ("size", str(joint.sizes.size(value)))
                 shown[expression] = (carrier, 0)
             tensor, d = shown[expression]
@@ -471,13 +471,18 @@ def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, tor
     return made
 
 
-def lift_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]]) -> None:
-    """Tensors that the program made or closed over are stored like weights, and bound like them, by content: each trace names them anew."""
+def lift_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]], device: torch.device) -> None:
+    """Tensors that the program made or closed over are stored like weights, and bound like them, by content: each trace names them anew. Where the
+    graph is for a GPU, numbers (0-d tensors on the CPU) go there, as eager takes them along."""
     for node in graph.graph.find_nodes(op="get_attr"):
         if node.target not in constants:
             value = operator.attrgetter(node.target)(graph)
             if not isinstance(value, torch.Tensor):
                 continue  # a subgraph of a control-flow operator
+            if value.dim() == 0 and value.device.type == "cpu" and device.type == "cuda":
+                path, _, last = str(node.target).rpartition(".")
+                value = value.to(device)
+                setattr(graph.get_submodule(path), last, value)
             constants[node.target] = (f"constants.{_digest(value)}", value.detach())
 
 
@@ -487,10 +492,13 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(about + plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
 
 
+def device_of(joint: Joint) -> torch.device:
+    return next((t.device for t in joint.inputs), torch.device("cpu"))
+
+
 def joint_passes(graph: GraphModule, joint: Joint) -> GraphModule:
-    device = next((t.device for t in joint.inputs), torch.device("cpu"))
     with torch.no_grad(), _partition_settings():
-        out = torch_api._recursive_joint_graph_passes(graph, input_device=device)
+        out = torch_api._recursive_joint_graph_passes(graph, input_device=device_of(joint))
     return out if out is not None else graph
 
 

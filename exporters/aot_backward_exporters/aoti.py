@@ -97,10 +97,15 @@ def compile_graphs(
         with cuda_cross.crossing(device):
             retargeted = [cuda_cross.retargeted(graph, fake_mode, device) for graph in graphs]
             return _compiled(retargeted, folder, fake_mode, target, report)
+    if target == "cuda":
+        with cuda_cross.toolkit():
+            return _compiled(graphs, folder, fake_mode, target, report)
     return _compiled(graphs, folder, fake_mode, target, report)
 
 
 def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str, report: _Report) -> dict[str, Artifact]:
+    for graph in graphs if target.startswith("cuda") else ():
+        _refuse_elsewhere(graph)
     forms = {graph.name: canonical_graph(graph, fake_mode.shape_env) for graph in graphs}
     keys = {graph.name: _key(forms[graph.name], target, graph.round_as_eager, graph.donated) for graph in graphs}
     entries = {key: entry for key in keys.values() if (entry := fetch(key)) is not None}
@@ -112,6 +117,15 @@ def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str
     for name, form in forms.items():
         _assume(entries[keys[name]].guards, form, fake_mode.shape_env)
     return {graph.name: _artifact(graph, keys[graph.name], entries[keys[graph.name]], folder) for graph in graphs}
+
+
+def _refuse_elsewhere(graph: Graph) -> None:
+    """A library is bound to tensors on its device alone; one that expects another there would follow a pointer into the GPU's memory on the host."""
+    for key, tensor in graph.constants.values():
+        if tensor.device.type != "cuda":
+            raise ExportError(
+                f"{graph.name}: {key} is on the CPU, and the code is for a GPU: move the module whole (module.cuda()), or make it there"
+            )
 
 
 _Missing = dict[str, tuple[Graph, Canonical]]

@@ -101,18 +101,28 @@ def cuda_home() -> Path:
 
 
 @contextlib.contextmanager
-def crossing(device: Device) -> Iterator[None]:
-    """Within, there seems to be one GPU, ``device``; code for it can be generated, and nothing launched."""
+def toolkit() -> Iterator[None]:
+    """Within, what compiles the host's code finds the CUDA toolkit and, in the driver's place, a library to link with: a machine with a GPU may have
+    the driver where no linker looks."""
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, contextlib.ExitStack() as stack:
         _driver_stub(Path(folder))
         paths = [folder, *filter(None, [os.environ.get("LIBRARY_PATH")])]
-        stack.enter_context(_environment(CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths), TENSORIFY_PYTHON_SCALARS="0"))
-        _forget()
-        stack.callback(_forget)
-        stack.enter_context(torch_api.fresh_cache())  # else a kernel of another architecture is taken, by its name
+        stack.enter_context(_environment(CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths)))
         from torch.utils import cpp_extension
 
         _replace(stack, cpp_extension, CUDA_HOME=str(cuda_home()))  # found when it is imported, and not looked for again
+        yield
+
+
+@contextlib.contextmanager
+def crossing(device: Device) -> Iterator[None]:
+    """Within, there seems to be one GPU, ``device``; code for it can be generated, and nothing launched."""
+    with toolkit(), contextlib.ExitStack() as stack:
+        # without the second, kernels hold the path of a temporary file and its time
+        stack.enter_context(_environment(TENSORIFY_PYTHON_SCALARS="0", TRITON_DISABLE_LINE_INFO="1"))
+        _forget()
+        stack.callback(_forget)
+        stack.enter_context(torch_api.fresh_cache())  # else a kernel of another architecture is taken, by its name
         for patch in (_torch_cuda, _fake_tensors, _triton, _autotuning, _constants, _folding):
             patch(device, stack)
         stack.enter_context(torch_api.inductor_config.patch(_SETTINGS))
