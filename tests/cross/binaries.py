@@ -1,33 +1,18 @@
-"""What a compiled library says of itself: the architectures of the machine code in it, and which of its symbols nobody provides."""
+"""Which of a compiled library's symbols nobody provides."""
 
 from __future__ import annotations
 
 import functools
 import re
-import struct
 import subprocess
 from pathlib import Path
 
 import torch
 
-_CUDA_MACHINE = 190  # EM_CUDA
-
-
-def architectures(library: bytes) -> list[str]:
-    """Of each piece of GPU machine code embedded in ``library``: "sm_90". It is an ELF file of its own, whose flags name it."""
-    found = []
-    at = library.find(b"\x7fELF", 1)
-    while at > 0:
-        machine, flags = struct.unpack_from("<H", library, at + 18)[0], struct.unpack_from("<I", library, at + 48)[0]
-        if machine == _CUDA_MACHINE:
-            found.append(f"sm_{(flags >> 8) & 0xFF}")
-        at = library.find(b"\x7fELF", at + 4)
-    return found
-
 
 def unresolved(library: Path, driver: frozenset[str]) -> list[str]:
     """Undefined symbols that neither torch's libraries, nor the system's, nor the driver define."""
-    wanted = _symbols(library, "--undefined-only")
+    wanted = symbols(library, "--undefined-only")
     weak = {name for kind, name in wanted if kind in "wv"}
     return sorted({name for _, name in wanted} - weak - _provided() - driver)
 
@@ -44,10 +29,10 @@ def _provided() -> frozenset[str]:
     libraries = [*folder.glob("libtorch*.so"), *folder.glob("libc10*.so"), *folder.glob("libgomp*")]
     linked = subprocess.run(["ldd", folder / "libtorch_cpu.so"], capture_output=True, text=True, check=True).stdout
     libraries += [Path(p) for p in re.findall(r"(/\S+/(?:libc|libm|libstdc\+\+|libgcc_s|ld-linux-x86-64|libgomp)[-.\w]*\.so[.\d]*)", linked)]
-    return frozenset(name for library in libraries for _, name in _symbols(library, "--defined-only"))
+    return frozenset(name for library in libraries for _, name in symbols(library, "--defined-only"))
 
 
-def _symbols(library: Path, which: str) -> list[tuple[str, str]]:
+def symbols(library: Path, which: str) -> list[tuple[str, str]]:
     """Kind and name, without a version."""
     said = subprocess.run(["nm", "-D", which, library], capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in said.splitlines()]

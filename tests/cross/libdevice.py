@@ -1,0 +1,48 @@
+"""What Triton's interpreter lacks: NVIDIA's own functions ("libdevice"), and numpy since 2.4. Only for a process that interprets."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._inductor.runtime import triton_helpers
+from triton.language.extra.cuda import libdevice
+from triton.runtime import interpreter
+
+_SAME = """
+acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmod hypot isinf isnan lgamma log log10 log1p log2
+pow rsqrt signbit sin sinh sqrt tan tanh trunc
+"""
+_IN_TORCH = {name: name for name in _SAME.split()} | {"fabs": "abs", "rint": "round", "nearbyint": "round"}
+
+
+def elementwise(self: Any, library: str, path: str, symbol: str, arguments: list[Any], kind: Any, pure: bool) -> Any:
+    """``__nv_tanhf`` by torch, in double precision, rounded to the type that it returns."""
+    name = symbol.removeprefix("__nv_")
+    known = _IN_TORCH.get(name) or _IN_TORCH.get(name[:-1])  # the last letter may be the type's: "f" or "d"
+    if known is None:
+        raise NotImplementedError(f"libdevice's {symbol}")
+    wide = [torch.from_numpy(a.data.copy()) for a in arguments]
+    result = getattr(torch, known)(*(a.double() if a.is_floating_point() else a for a in wide))
+    scalar = getattr(kind, "scalar", kind)
+    return interpreter.TensorHandle(result.numpy().astype(interpreter._get_np_dtype(scalar)), scalar)
+
+
+class Libdevice:
+    """The module of that name: outside a compiler its functions have to be told what they belong to."""
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(libdevice, name), _semantic=interpreter.interpreter_semantic)
+
+
+def install() -> None:
+    interpreter.InterpreterBuilder.create_extern_elementwise = elementwise
+    triton_helpers.libdevice = Libdevice()
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # int() of an array of one is an error in numpy 2.4
+
+    interpreter._patch_lang_tensor = patched

@@ -1,0 +1,87 @@
+"""What the machine code in a library says of its kernels: each is an ELF file of its own ("cubin"), embedded as it is.
+
+NVIDIA does not describe the section ``.nv.info.<kernel>``; the numbers below are those that ``cuobjdump -elf`` gives names to.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_CUDA_MACHINE = 190  # EM_CUDA
+_NOBITS = 8
+_HEADER, _SECTION = struct.Struct("<16sHHIQQQIHHHHHH"), struct.Struct("<IIQQQQIIQQ")
+_SIZED, _IN_PLACE = 4, (1, 2, 3)  # EIFMT_SVAL: a length and so many bytes; NVAL, BVAL, HVAL: the two bytes that follow
+_REQNTID, _KPARAM_INFO, _CBANK_PARAM_SIZE = 0x10, 0x17, 0x19  # EIATTR_...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``parameters``: offset and size in bytes of each, by ordinal. ``bytes_of_parameters``: of all together. ``threads``: of a block, in three
+    dimensions; a launch has to use as many. ``uses_shared``: whether it has a section of shared memory; how large, the launch decides."""
+
+    name: str
+    architecture: str
+    parameters: tuple[tuple[int, int], ...]
+    bytes_of_parameters: int
+    threads: tuple[int, ...]
+    uses_shared: bool
+
+
+def kernels(library: bytes) -> list[Kernel]:
+    """Of each piece of machine code in ``library``, the kernels."""
+    found = []
+    at = library.find(b"\x7fELF", 1)
+    while at > 0:
+        if struct.unpack_from("<H", library, at + 18)[0] == _CUDA_MACHINE:
+            found += kernels_of(library[at:])
+        at = library.find(b"\x7fELF", at + 4)
+    return found
+
+
+def kernels_of(cubin: bytes) -> list[Kernel]:
+    """``cubin`` may be longer than the ELF file that it begins with."""
+    flags = _HEADER.unpack_from(cubin)[7]
+    inside = dict(sections(cubin))
+    prefix = ".nv.info."
+    return [_kernel(name.removeprefix(prefix), f"sm_{(flags >> 8) & 0xFF}", data, inside) for name, data in inside.items() if name.startswith(prefix)]
+
+
+def sections(file: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name and contents of each section of an ELF file."""
+    header = _HEADER.unpack_from(file)
+    at, size, count, names = header[6], header[11], header[12], header[13]
+    rows = [_SECTION.unpack_from(file, at + number * size) for number in range(count)]
+    for row in rows:
+        start = rows[names][4] + row[0]
+        yield file[start : file.index(b"\0", start)].decode(), b"" if row[1] == _NOBITS else file[row[4] : row[4] + row[5]]
+
+
+def _kernel(name: str, architecture: str, info: bytes, inside: dict[str, bytes]) -> Kernel:
+    parameters: dict[int, tuple[int, int]] = {}
+    together, threads = -1, ()
+    for attribute, value in _attributes(info):
+        if attribute == _KPARAM_INFO:
+            _, ordinal, offset, bits = struct.unpack("<IHHI", value)
+            parameters[ordinal] = (offset, bits >> 18)
+        elif attribute == _CBANK_PARAM_SIZE:
+            together = int.from_bytes(value, "little")
+        elif attribute == _REQNTID:
+            threads = struct.unpack("<3I", value)
+    ordered = tuple(parameters[ordinal] for ordinal in sorted(parameters))
+    return Kernel(name, architecture, ordered, together, threads, f".nv.shared.{name}" in inside)
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at < len(info):
+        form, attribute, length = struct.unpack_from("<BBH", info, at)
+        if form == _SIZED:
+            yield attribute, info[at + 4 : at + 4 + length]
+            at += 4 + length
+        elif form in _IN_PLACE:
+            yield attribute, info[at + 2 : at + 4]
+            at += 4
+        else:
+            raise ValueError(f".nv.info holds an attribute of an unknown form {form}")
