@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,32 +42,44 @@ class Verdict:
     wrong: str = ""
 
 
-def judge(libraries: Sequence[tuple[Path, Compiled, dict[str, str]]], weights: dict[str, torch.Tensor]) -> list[Verdict]:
+def judge(
+    libraries: Sequence[tuple[Path, Compiled, dict[str, str]]], weights: dict[str, torch.Tensor], *, say: Callable[[str], object] = sys.stderr.write
+) -> list[Verdict]:
     """Of each library (its file, what it was compiled from, its constants) a verdict; each is called twice, at two sizes where they are dynamic.
 
-    ``weights``: the package's, by key.
+    ``weights``: the package's, by key. A backward is given what its forward, which comes before it, saves. ``say`` is given the tracebacks.
     """
-    given = [_library(path, compiled, constants, weights) for path, compiled, constants in libraries]
-    eager = [_eager(compiled, copy.deepcopy(library)) for (_, compiled, _), library in zip(libraries, given, strict=True)]
-    played = _play(given)
-    return [compared(*row) for row in zip(given, played, eager, (compiled.graph.donated for _, compiled, _ in libraries), strict=True)]
+    given, eager = [], []
+    saved: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+    for path, compiled, constants in libraries:
+        operators = tuple(name.removeprefix(_OPERATOR) for _, name in symbols(path, "--undefined-only") if name.startswith(_OPERATOR))
+        entry = compiled.graph.name.rpartition(".")[0]
+        calls = [(seed, _inputs(compiled, saved.setdefault((entry, seed), {}), 2 * seed, seed)) for seed in (0, 1)]
+        own = {key: weights[key].clone() for key in constants.values()}
+        given.append(Library(str(path), operators, compiled.kernels, constants, own, calls))
+        eager.append(_eager(compiled, copy.deepcopy(given[-1])))
+        output = next(iter(compiled.graph.module.graph.find_nodes(op="output")))
+        for (seed, inputs), call in zip(calls, eager[-1], strict=True):
+            saved[entry, seed] |= dict(zip(_placeholders(compiled), copy.deepcopy(inputs), strict=True))
+            saved[entry, seed] |= {node.name: value for node, value in zip(output.args[0], call.outputs, strict=True)}
+    donated = (compiled.graph.donated for _, compiled, _ in libraries)
+    return [compared(*row) for row in zip(given, _play(given, say), eager, donated, strict=True)]
 
 
-def _library(path: Path, compiled: Compiled, constants: dict[str, str], weights: dict[str, torch.Tensor]) -> Library:
-    operators = tuple(name.removeprefix(_OPERATOR) for _, name in symbols(path, "--undefined-only") if name.startswith(_OPERATOR))
-    own = {key: weights[key].clone() for key in constants.values()}
-    calls = [(seed, _inputs(compiled, 2 * seed, seed)) for seed in (0, 1)]
-    return Library(str(path), operators, compiled.kernels, constants, own, calls)
+def _placeholders(compiled: Compiled) -> list[str]:
+    return [node.name for node in compiled.graph.module.graph.find_nodes(op="placeholder")]
 
 
-def _inputs(compiled: Compiled, more: int, seed: int) -> list[torch.Tensor]:
-    """Drawn anew, each dynamic size larger by ``more`` than the example's. Integers are 0 or 1: they are classes or positions."""
+def _inputs(compiled: Compiled, saved: dict[str, torch.Tensor], more: int, seed: int) -> list[torch.Tensor]:
+    """What the forward saved under that name; else drawn anew, each dynamic size larger by ``more`` than the example's. Integers are 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for node in compiled.graph.module.graph.find_nodes(op="placeholder"):
         fake = node.meta["val"]
         like = torch.empty_strided(_sizes(fake.shape, more), _sizes(fake.stride(), more), dtype=fake.dtype)
-        if fake.dtype.is_floating_point:
+        if node.name in saved and saved[node.name].shape == like.shape:
+            made.append(like.copy_(saved[node.name]))
+        elif fake.dtype.is_floating_point:
             made.append(like.copy_(torch.randn(like.shape, generator=generator)))
         else:
             made.append(like.copy_(torch.randint(0, 2, like.shape, generator=generator)))
@@ -103,7 +115,7 @@ def _eager(compiled: Compiled, library: Library) -> list[Call]:
     return calls
 
 
-def _play(libraries: list[Library]) -> list[Played]:
+def _play(libraries: list[Library], say: Callable[[str], object]) -> list[Played]:
     with tempfile.TemporaryDirectory() as folder:
         operators = sorted({name for library in libraries for name in library.operators})
         driver, jobs, results = _driver(Path(folder), operators), Path(folder) / "jobs", Path(folder) / "results"
@@ -113,7 +125,7 @@ def _play(libraries: list[Library]) -> list[Played]:
         if done.returncode:
             last = (done.stderr.strip() or "nothing was said").splitlines()[-1]
             return [Played(failed=f"the process ended with {done.returncode}: {last}") for _ in libraries]
-        sys.stderr.write(done.stderr)
+        say(done.stderr)
         return torch.load(results, weights_only=False)
 
 
