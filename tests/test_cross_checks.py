@@ -115,6 +115,12 @@ def _verdict(result: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, ke
     return interpreted.compared(library, played, [eager], donated=())
 
 
+def test_zeros_prove_nothing() -> None:
+    zeros = Call([torch.zeros(3)], [], {})
+    verdict = interpreted.compared(Library("", (), {}, {}, {}, []), Played([zeros]), [zeros], donated=())
+    assert verdict.wrong == "call 0: all that eager returns is zero, which proves nothing"
+
+
 def test_what_eager_computes_is_right() -> None:
     verdict = _verdict(torch.arange(1.0, 9) * (1 + 1e-7), torch.ones(4), torch.ones(2))
     assert verdict.wrong == "" and 0 < verdict.error < 1e-6

@@ -150,7 +150,9 @@ def compared(library: Library, played: Played, eager: list[Call], donated: Seque
         pairs = {f"result {at}": (x, y) for at, (x, y) in enumerate(zip(a.outputs, e.outputs, strict=True))}
         pairs |= {f"input {at}": (a.inputs[at], e.inputs[at]) for at in kept}
         pairs |= {key: (a.weights[key], e.weights[key]) for key in e.weights}
-        scale = max((float(y.norm()) for _, y in pairs.values() if y.is_floating_point()), default=0.0)
+        scale = max((float(y.norm()) for y in e.outputs if y.is_floating_point()), default=0.0)
+        if not scale:
+            wrong.append(f"call {number}: all that eager returns is zero, which proves nothing")
         for name, (x, y) in pairs.items():
             error = _error(x, y, scale)
             worst = max(worst, error)

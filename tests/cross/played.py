@@ -75,7 +75,7 @@ class Player:
 
     def function(self, name: str) -> Any:
         """The kernel's source as a module of Python, which the interpreter reads again."""
-        from .libdevice import Libdevice
+        from .gaps import Libdevice
 
         if name not in self.functions:
             path = self.folder / f"{name}.py"
@@ -107,9 +107,9 @@ def main() -> None:
     os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
     import torch
 
-    from . import jobs, libdevice
+    from . import gaps, jobs
 
-    libdevice.install()
+    gaps.install()
     on_cpu = ctypes.CDLL("libtorch_cpu.so")
     job = torch.load(sys.argv[2], weights_only=False)
     missing = {name for name in job["operators"] if not hasattr(on_cpu, f"aoti_torch_cpu_{name}")}

@@ -65,7 +65,7 @@ KERNELS = {
 ROWS: Any = ({0: Dim("batch", min=2, max=64)},)
 BOTH: Any = ({0: ROWS[0][0], 1: Dim("length", min=2, max=512)},)
 LAST = torch.channels_last
-NAMES = ("mlp", "convolutions", "channels_last", "attention", "mixed", *KERNELS, "step", "recorded")
+NAMES = ("mlp", "bfloat16", "convolutions", "channels_last", "attention", "mixed", *KERNELS, "step", "recorded")
 
 
 def module(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -73,6 +73,10 @@ def module(name: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     made: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
         "mlp": lambda: (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(5, 8, requires_grad=True)),
+        "bfloat16": lambda: (
+            nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).bfloat16(),
+            torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True),
+        ),
         "convolutions": lambda: (zoo.ConvNet(), torch.randn(5, 3, 8, 8, requires_grad=True)),
         "channels_last": lambda: (zoo.ConvNet().to(memory_format=LAST), torch.randn(5, 3, 8, 8).to(memory_format=LAST).requires_grad_()),
         "mixed": lambda: (Mixed(), torch.randn(5, 6, 16, requires_grad=True)),

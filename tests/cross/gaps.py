@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks: NVIDIA's own functions ("libdevice"), and numpy since 2.4. Only for a process that interprets."""
+"""What Triton 3.6's interpreter lacks: NVIDIA's functions ("libdevice"), rounding to bfloat16, numpy since 2.4. For processes that interpret."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch._inductor.runtime import triton_helpers
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
@@ -29,6 +30,18 @@ def elementwise(self: Any, library: str, path: str, symbol: str, arguments: list
     return interpreter.TensorHandle(result.numpy().astype(interpreter._get_np_dtype(scalar)), scalar)
 
 
+def rounded(original: Any) -> Any:
+    """To bfloat16 as the machine does, to the nearest: the interpreter cuts the bits off."""
+
+    def cast_impl(self: Any, source: Any, kind: Any) -> Any:
+        if (source.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+            return original(self, source, kind)
+        bits = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16).numpy()
+        return interpreter.TensorHandle(bits.view(interpreter._get_np_dtype(tl.bfloat16)), tl.bfloat16)
+
+    return cast_impl
+
+
 class Libdevice:
     """The module of that name: outside a compiler its functions have to be told what they belong to."""
 
@@ -37,7 +50,9 @@ class Libdevice:
 
 
 def install() -> None:
-    interpreter.InterpreterBuilder.create_extern_elementwise = elementwise
+    builder = interpreter.InterpreterBuilder
+    builder.create_extern_elementwise = elementwise
+    builder.cast_impl = rounded(builder.cast_impl)
     triton_helpers.libdevice = Libdevice()
     patch = interpreter._patch_lang_tensor
 
