@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from . import torch_api
+from .captured_graph import CapturedGraph, place_for
 from .cuda import capturing
 from .plan import Binding, Lease, Library
 
@@ -119,75 +119,19 @@ class Graphs:
         self.report.plain[reason] += 1
 
 
-class _Graph:
-    """One capture: the places that a call fills, and those that it overwrites."""
-
-    def __init__(self, inputs: Sequence[torch.Tensor], fixed: frozenset[int], replay: Callable[[], None], outputs: list[torch.Tensor]):
-        self.inputs, self.outputs, self._replay = inputs, outputs, replay
-        self._fixed = [i for i, t in enumerate(inputs) if t.data_ptr() in fixed]
-        self._filled = [(i, _once(t)) for i, t in enumerate(inputs) if t.numel() and i not in self._fixed]
-        self._narrow = [i for i, _ in self._filled if 0 in inputs[i].stride()]
-        self._holder: Callable[[], Any] = _nobody
-        self.after: dict[Library, _At] = {}  # graphs of the backward, which read what this one lends
-        shared = Counter(t.untyped_storage().data_ptr() for t in outputs if t.numel())
-        self._plain = [shared[t.untyped_storage().data_ptr()] < 2 and torch.empty_like(t).stride() == t.stride() for t in outputs]
-
-    @property
-    def lent(self) -> bool:
-        """Whether a backward that reads its results is still to come."""
-        return self._holder() is not None
-
-    def lend(self, holder: Any) -> None:
-        self._holder = weakref.ref(holder)
-
-    def give_back(self) -> None:
-        self._holder = _nobody
-
-    def takes(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether the tensors that are read where they lie are the ones that lay there at the capture."""
-        return all(given[i].data_ptr() == self.inputs[i].data_ptr() for i in self._fixed)
-
-    def replay(self, given: Sequence[torch.Tensor]) -> None:
-        if self._filled:
-            sources = [_once(given[i]) if i in self._narrow else given[i] for i, _ in self._filled]
-            torch_api.foreach_copy_([place for _, place in self._filled], sources)
-        self._replay()
-
-    def copied(self, which: Iterable[int] | None = None) -> list[torch.Tensor]:
-        """The results, all of them or those of the numbers ``which`` in memory of their own. Where results share memory, so do the copies."""
-        out = list(self.outputs)
-        places, sources = [], []
-        storages: dict[int, torch.UntypedStorage] = {}
-        for i in range(len(out)) if which is None else which:
-            t = self.outputs[i]
-            if self._plain[i]:
-                out[i] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                places.append(out[i])
-                sources.append(t)
-            else:
-                storage = t.untyped_storage()
-                if (known := storages.get(storage.data_ptr())) is None:
-                    known = storages[storage.data_ptr()] = storage.clone()
-                out[i] = torch.empty(0, dtype=t.dtype, device=t.device).set_(known, t.storage_offset(), t.shape, t.stride())
-        if places:
-            with torch.no_grad():
-                torch_api.foreach_copy_(places, sources)
-        return out
-
-
 class _At:
     """The graphs of one library at one list of shapes."""
 
     def __init__(self) -> None:
         self.warm = False
-        self.graphs: list[_Graph] = []
+        self.graphs: list[CapturedGraph] = []
         self.generation = 0
 
 
 class Lent(Lease):
     """Saved tensors that lie in a graph of the forward."""
 
-    def __init__(self, graph: _Graph, operands: Iterable[tuple[str, Any]]):
+    def __init__(self, graph: CapturedGraph, operands: Iterable[tuple[str, Any]]):
         self._graph = graph
         self._inputs = {where: graph.inputs[i] for i, (kind, where) in enumerate(operands) if kind == "input"}
 
@@ -253,7 +197,7 @@ class GraphedLibrary(Library):
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         with self._graphs.lock:
-            graph = self._graph(inputs)
+            graph = self._for_shapes(inputs)
             if graph is None:
                 return self.inner.run(inputs)
             self._replay(graph, inputs)
@@ -269,7 +213,7 @@ class GraphedLibrary(Library):
         with self._graphs.lock:
             if hooked:
                 self._graphs.plain("saved-tensor hooks are at work, which may keep what they get")
-            graph = None if hooked else self._graph(inputs)
+            graph = None if hooked else self._for_shapes(inputs)
             if graph is None:
                 results = self.inner.run(inputs)
                 return results, Apart(results)
@@ -277,7 +221,7 @@ class GraphedLibrary(Library):
             graph.lend(holder)
             return list(graph.outputs), Lent(graph, operands)
 
-    def run_after(self, forward: _Graph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run_after(self, forward: CapturedGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The backward of what ``forward`` has lent."""
         with self._graphs.lock:
             at = forward.after.get(self)
@@ -301,7 +245,7 @@ class GraphedLibrary(Library):
             self._ran.add(_shapes(inputs))
             return self.inner.run(inputs)
 
-    def _graph(self, inputs: Sequence[torch.Tensor]) -> _Graph | None:
+    def _for_shapes(self, inputs: Sequence[torch.Tensor]) -> CapturedGraph | None:
         key = _shapes(inputs)
         at = self._at.get(key)
         if at is None:
@@ -311,7 +255,7 @@ class GraphedLibrary(Library):
             at = self._at[key] = _At()
         return self._at_hand(at, inputs, frozenset())
 
-    def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int]) -> _Graph | None:
+    def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int]) -> CapturedGraph | None:
         """A graph that may be replayed now, captured if need be; None, and counted, where there is none."""
         if reason := self._unfit or self._graphs.recorder.hindrance():
             self._graphs.plain(reason)
@@ -326,13 +270,13 @@ class GraphedLibrary(Library):
             return None
         return graph or self._captured(at, inputs, fixed)
 
-    def _captured(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int]) -> _Graph | None:
+    def _captured(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int]) -> CapturedGraph | None:
         if any(t.device != self.device and t.numel() for t in inputs):
             self._unfit = f"{self.spec.member} reads a tensor on the CPU"
             self._graphs.plain(self._unfit)
             return None
         with torch.inference_mode(False), torch.no_grad():  # what an inference creates could not be written to outside of one
-            static = [t if t.data_ptr() in fixed or not t.numel() else _place(t) for t in inputs]
+            static = [t if t.data_ptr() in fixed or not t.numel() else place_for(t) for t in inputs]
             try:
                 replay, outputs = self._graphs.recorder.capture(partial(self.inner.run, static))
             except RuntimeError as error:
@@ -341,12 +285,12 @@ class GraphedLibrary(Library):
                 self._unfit = reason if self._failed >= TRIES else ""
                 self._graphs.plain(reason)
                 return None
-            graph = _Graph(static, fixed, replay, outputs)
+            graph = CapturedGraph(static, fixed, replay, outputs)
         self._graphs.report.captured += 1
         at.graphs.append(graph)
         return graph
 
-    def _replay(self, graph: _Graph, inputs: Sequence[torch.Tensor]) -> None:
+    def _replay(self, graph: CapturedGraph, inputs: Sequence[torch.Tensor]) -> None:
         self._graphs.recorder.in_order()
         with torch.no_grad():
             graph.replay(inputs)
@@ -355,22 +299,3 @@ class GraphedLibrary(Library):
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Size, ...]:
     return tuple([t.shape for t in tensors])
-
-
-def _nobody() -> None:
-    return None
-
-
-def _place(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory that lies as ``tensor`` does, filled with it: capturing may look at sizes that come from values."""
-    place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    _once(place).copy_(_once(tensor))
-    return place
-
-
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with each expanded dimension, every index of which is the same place, at its first index alone."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
