@@ -175,6 +175,8 @@ class Apart(Lease):
 class GraphedLibrary(Library):
     """``inner``, replayed as CUDA graphs where that can be done."""
 
+    lends = True
+
     def __init__(self, inner: Library, graphs: Graphs):
         super().__init__(inner.path, inner.spec, inner.device)
         self.inner, self._graphs = inner, graphs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -197,8 +197,11 @@ class _Native(torch.autograd.Function):
         if double is not None and double.spec.random:
             run.random = _random_state(double)
         hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies, and keep what they got
-        results, run.lease = runnable.lend(run.binding, flat, run.admitted.sizes, run, hooked)
-        shown = results if run.lease is None else run.lease.shown(runnable.results)
+        if runnable.library is not None and runnable.library.lends:
+            results, run.lease = runnable.lend(run.binding, flat, run.admitted.sizes, run, hooked)
+            shown = results if run.lease is None else run.lease.shown(runnable.results)
+        else:
+            shown = results = runnable.call(run.binding, flat, run.admitted.sizes)
         _note_writes(runnable, current)
 
         def pick(kind: str, where: Any) -> torch.Tensor:
@@ -245,9 +248,10 @@ class _Native(torch.autograd.Function):
                     saved = run.backward.spared(saved)
                 else:
                     run.consumed = True
-            results = run.backward.call(run.binding, *_as_lent(run, saved), cotangents, run.lease)
-            if run.lease is not None and not torch_api.keeps_graph():
-                run.lease.end()
+            if run.lease is None:
+                results = run.backward.call(run.binding, run.admitted.flat, sizes, saved, cotangents)
+            else:
+                results = _after(run, run.lease, saved, cotangents)
             made = run.backward.gradients if None not in given else run.backward.reached(given)
             gradients = [results[made[t]] if needed and t in made else None for t, needed in zip(run.targets, ctx.needs_input_grad[1:], strict=True)]
         if torch.is_grad_enabled():  # create_graph=True
@@ -257,13 +261,15 @@ class _Native(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _as_lent(run: _Run, saved: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Mapping[str, int], Sequence[torch.Tensor]]:
-    """The forward's inputs, sizes and saved tensors, inputs where the forward read them: they still hold what they held, as autograd has checked."""
-    flat, sizes, lease = run.admitted.flat, run.admitted.sizes, run.lease
-    if lease is None:
-        return flat, sizes, saved
-    inputs = [lease.input(i, t) for i, t in enumerate(flat)]
-    return inputs, sizes, [lease.input(w, t) if kind == "input" else t for (kind, w), t in zip(run.runnable.saved, saved, strict=False)]
+def _after(run: _Run, lease: Lease, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The backward of a forward that has lent what it saved. Inputs are taken where the forward read them: they still hold what they held, as
+    autograd has checked."""
+    inputs = [lease.input(i, t) for i, t in enumerate(run.admitted.flat)]
+    kept = [lease.input(w, t) if kind == "input" else t for (kind, w), t in zip(run.runnable.saved, saved, strict=False)]
+    results = run.backward.call(run.binding, inputs, run.admitted.sizes, kept, cotangents, lease)
+    if not torch_api.keeps_graph():
+        lease.end()
+    return results
 
 
 def _once_more(run: _Run, sources: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
