@@ -20,6 +20,7 @@ import torch
 
 from aot_backward_exporters import aoti, portable, targets
 from aot_backward_runtime.archive import Archive, open_package
+from aot_backward_runtime.cuda import library_on
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.expressions import evaluate
 from aot_backward_runtime.guards import laid_out
@@ -307,7 +308,9 @@ def _dtypes(example: Any) -> set[torch.dtype]:
 
 
 def _library(graph: Graph, artifact: Artifact) -> Library:
-    library = Library(lambda: artifact.library, library_spec(graph, artifact), torch.device("cpu"))
+    spec = library_spec(graph, artifact)
+    on_gpu = any(looks.device == "cuda" for looks in (*spec.inputs, *spec.outputs))
+    library = library_on(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"), lambda: artifact.library, spec)
     library.bind((dict(graph.constants.values()), ()))
     return library
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aot_backward_runtime import plan
-from aot_backward_runtime.cuda import CudaLibrary
+from aot_backward_runtime.cuda import library_on
 from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
 from aot_backward_runtime.expressions import evaluate, symbols_of
 from aot_backward_runtime.manifest import LibrarySpec, Manifest, PassSpec, TensorSpec, Verdict
@@ -85,7 +85,7 @@ def check_pass(
     for name in [s.library for s in variant.segments if s.library]:
         spec = manifest.libraries[name]
         device = device_of(manifest)
-        library = (Library if device.type == "cpu" else CudaLibrary)(partial(paths.__getitem__, name), spec, device)
+        library = library_on(device, partial(paths.__getitem__, name), spec)
         constants = {c.weight: weights[c.weight].to(device) for c in spec.constants}
         library.bind((constants, ()))
         for values in _sizes(variant, spec, graphs[name]):

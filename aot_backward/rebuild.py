@@ -116,8 +116,9 @@ def _refuse_other_autocast(manifest: Manifest, device: str, target: str) -> None
 
 
 def _named(target: Target) -> str:
-    """What ``target`` is asked for by; packages of format 1.3 and older do not say."""
-    return target.name or target.device
+    """What ``target`` is asked for by; packages of format 1.3 and older do not say. The graphs of one for a GPU are compiled for its kind, as if it
+    were not here: they are on the CPU when they are read."""
+    return f"cuda:{target.cuda_arch}" if target.device == "cuda" else target.name or target.device
 
 
 @dataclass

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from .errors import ExecutionError
+from .manifest import LibrarySpec
 from .plan import Library
 
 
@@ -31,6 +33,11 @@ class CudaLibrary(Library):
     @property
     def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         return self.run
+
+
+def library_on(device: torch.device, path: Callable[[], Path], spec: LibrarySpec) -> Library:
+    """The compiled graph at ``path``, to be run on ``device``."""
+    return Library(path, spec, device) if device.type == "cpu" else CudaLibrary(path, spec, device)
 
 
 def capturing() -> bool:

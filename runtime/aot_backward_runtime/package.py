@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from .archive import Archive, open_package
-from .cuda import CudaLibrary
+from .cuda import library_on
 from .cudagraphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .entry import Entry
 from .errors import AotBackwardError, InputError, WeightsError
@@ -111,8 +111,7 @@ class Package:
         return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors)
 
     def _open(self, names: Iterable[str]) -> dict[str, Library]:
-        kind = Library if self.device.type == "cpu" else CudaLibrary
-        made = {n: kind(partial(self._archive.library, n), self.manifest.libraries[n], self.device) for n in sorted(set(names))}
+        made = {n: library_on(self.device, partial(self._archive.library, n), self.manifest.libraries[n]) for n in sorted(set(names))}
         return made if self._graphs is None else {n: GraphedLibrary(library, self._graphs) for n, library in made.items()}
 
 

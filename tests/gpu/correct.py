@@ -161,6 +161,32 @@ def step(device: str, quick: bool) -> Iterator[Row]:
         yield "fp16 autocast, GradScaler", *_scaled(device)
 
 
+def recorded(device: str, quick: bool) -> Iterator[Row]:
+    """Backward passes of a script, recorded on this device and replayed from the package, at a size that was not recorded."""
+    from aot_backward_runtime import replay
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 2)).to(device)
+
+    def gradients(rows: int) -> dict[str, torch.Tensor]:
+        net.zero_grad()
+        torch.manual_seed(rows)
+        net(torch.randn(rows, 8, device=device)).square().mean().backward()
+        return {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bw.pt2"
+        with ab.record(path, target=device) as recording:
+            for rows in (3, 5, 6):
+                gradients(rows)
+        expected = {rows: gradients(rows) for rows in (4, 9)}
+        with replay(path, strict=True) as session:
+            found = {rows: gradients(rows) for rows in expected}
+        worst = max(_error(found[rows][n], e) for rows in expected for n, e in expected[rows].items())
+        right = worst <= 1e-5 and not recording.skipped and session.report.bindings == 1
+        yield "recorded and replayed", "right" if right else "off", f"{worst:.1e} relative; {session.report}".replace("\n", ";")
+
+
 def _scaled(device: str) -> tuple[str, str]:
     """A loaded module in the loop that fp16 needs: scaled loss, unscaled gradients, a skipped update."""
     torch.manual_seed(0)

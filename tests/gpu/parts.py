@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .compared import Row
-from .correct import attention, native, precision, step
+from .correct import attention, native, precision, recorded, step
 from .elsewhere import carried, cross
 from .fast import large, speed, start
 from .running import graphs, recapture, runtime
 
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
-    f.__name__: f for f in (native, precision, attention, step, runtime, graphs, recapture, carried, cross, speed, large, start)
+    f.__name__: f for f in (native, precision, attention, step, recorded, runtime, graphs, recapture, carried, cross, speed, large, start)
 }
 ALONE = ("speed", "large", "start")
 """Parts that measure, and so run with nothing beside them."""
