@@ -172,7 +172,7 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, 
                         (value if settings.loss_scale is None else value * scale).backward()
                 for p in trained if settings.loss_scale is not None else ():
                     if p.grad is not None:
-                        p.grad *= 1 / scale
+                        p.grad *= float(torch.tensor(scale, dtype=torch.float32).double().reciprocal().float())  # in GradScaler's precision
                 gradients.append({case.names[id(p)]: p.grad.detach().clone() for p in trained if p.grad is not None})
                 for p in trained if noise is not None else ():
                     assert p.grad is not None and noise is not None

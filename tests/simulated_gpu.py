@@ -19,10 +19,14 @@ from aot_backward_runtime.package import Package
 
 
 class Simulated:
-    """A :class:`~aot_backward_runtime.cudagraphs.Recorder` on the CPU. ``refuse``: so many captures fail, as those of code that waits for the GPU."""
+    """A :class:`~aot_backward_runtime.cudagraphs.Recorder` on the CPU. ``refuse``: so many captures fail, as those of code that waits for the GPU.
+
+    As PyTorch's allocator does: what a graph needs in between is free again once it is captured, and results of the next graph of its pool lie
+    there."""
 
     def __init__(self) -> None:
         self.refuse = 0
+        self._shared = Pool()
 
     def hindrance(self) -> str:
         return ""
@@ -30,19 +34,51 @@ class Simulated:
     def in_order(self) -> None:
         pass
 
-    def capture(self, call: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def pool(self) -> Pool:
+        return Pool()
+
+    def capture(self, call: Callable[[], list[torch.Tensor]], pool: Pool | None) -> tuple[Callable[[], None], list[torch.Tensor]]:
         if self.refuse:
             self.refuse -= 1
             raise RuntimeError("operation not permitted when stream is capturing")
         assert isinstance(call, partial)
         with _put_back([*call.func.__self__._keep, *call.args[0]]), torch.random.fork_rng(devices=[]):
             results = call()
+        pool = pool or self._shared
+        pool.place(results)
+        between = pool.scratch({t.untyped_storage().nbytes() for t in (*call.args[0], *results)} - {0})
 
         def replay() -> None:
+            for storage in between:
+                storage.fill_(0x7F)
             for place, new in zip(results, call(), strict=True):
                 place.untyped_storage().copy_(new.untyped_storage())
 
         return replay, results
+
+
+class Pool:
+    """Memory that graphs share: pieces that are free after a capture, though its replays write there."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.UntypedStorage] = []
+
+    def place(self, results: list[torch.Tensor]) -> None:
+        """Gives results pieces of their size, where any are free."""
+        moved: dict[int, torch.UntypedStorage] = {}
+        for t in results:
+            old = t.untyped_storage()
+            if old.data_ptr() not in moved and (fits := [s for s in self._free if s.nbytes() == old.nbytes()]):
+                moved[old.data_ptr()] = fits[-1]
+                self._free = [s for s in self._free if s is not fits[-1]]
+            if new := moved.get(old.data_ptr()):
+                t.set_(new, t.storage_offset(), t.shape, t.stride())
+
+    def scratch(self, sizes: set[int]) -> list[torch.UntypedStorage]:
+        """What a graph writes in between, as large as what goes in and comes out; free when it is captured."""
+        made = [torch.UntypedStorage(size) for size in sorted(sizes)]
+        self._free += made
+        return made
 
 
 @contextmanager

@@ -134,6 +134,35 @@ def test_forwards_may_wait_for_their_backward(package: Path) -> None:
     assert report is not None and report.plain[f"{cudagraphs.WAITING} forwards of these shapes wait for their backward"] == 2 + 3
 
 
+@pytest.mark.parametrize("order", ["f0 f1 b0 b1", "f0 f1 b1 b0", "f0 f1 b0 f2 b1 b2", "f0 s1 b0 b1", "f0 f1 e b1 b0", "f0 f1 f2 b2 b0 f3 b1 b3"])
+def test_what_waits_is_not_written_by_other_graphs(package: Path, order: str) -> None:
+    """Two losses, a pipeline, another size, an evaluation in between: after a while in which each forward had its backward at once."""
+    loaded, _ = graphed(package)
+    module, eager = loaded.module("net"), net()
+    for m in (module, eager):
+        _trained(m, (8, 5, 8, 5, 8, 5))
+        with torch.no_grad():
+            for _ in range(2):
+                m(_inputs(8, 9))
+    for _ in range(3):
+        found = []
+        for m in (module, eager):
+            m.zero_grad()
+            waiting: dict[str, torch.Tensor] = {}
+            for i, (what, *number) in enumerate(order.split()):
+                torch.manual_seed(i)
+                if what == "b":
+                    waiting.pop(number[0]).backward()
+                elif what == "e":
+                    with torch.no_grad():
+                        m(_inputs(8, 40))
+                else:
+                    rows = 5 if what == "s" else 8
+                    waiting[number[0]] = _loss(m(_inputs(rows, int(number[0])).requires_grad_()), torch.arange(rows) % 3)
+            found.append({n: p.grad.clone() for n, p in m.named_parameters() if n != "first.bias"})
+        assert_same(*found)
+
+
 def test_a_dropped_forward_is_used_again(package: Path) -> None:
     loaded, _ = graphed(package)
     module = loaded.module("net")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from .. import torch_api
 _Kernel = Callable[..., Any]
 _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype", "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype"}
 """What CUDA's autocast calls instead, with float32 for the result."""
+_ONE_AT_A_TIME = threading.RLock()  # what is replaced is the process's; two that overlap would leave it replaced
 
 
 @contextlib.contextmanager
@@ -38,6 +40,7 @@ def as_on_gpu() -> Iterator[None]:
     kernels = [("AutocastCPU", name, kernel) for name, kernel in {**_kernels(), **_rules_of_their_own()}.items()]
     kernels.append(("AutogradCPU", "aten::scaled_dot_product_attention", _attention))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_ONE_AT_A_TIME)
         stack.callback(_forget, [name for _, name, _ in kernels])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that a kernel is replaced

@@ -74,7 +74,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         scale = self.loss_scale
-        if scale is not None and not (type(scale) in (int, float) and 0 < scale < math.inf):
+        if scale is not None and not (type(scale) in (int, float) and 0 < float(torch.tensor(float(scale), dtype=torch.float32)) < math.inf):
             raise ExportError(f"loss_scale is {scale!r}; expected a positive number, 65536.0 as torch.amp.GradScaler begins with")
         for key, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):

@@ -114,6 +114,7 @@ def from_a_scalar(joint: Joint, name: str, weights: Mapping[str, tuple[str, torc
         one.meta["val"] = aten.full.default([], 1.0, **settings)
     node.replace_all_uses_with(one)
     graph.graph.erase_node(node)
+    joint.gradients.update({target: one for target, gradient in joint.gradients.items() if gradient is node})  # of what is added to the loss
     return one
 
 

@@ -138,6 +138,7 @@ def scale_the_loss(joint: Joint, shared: Shared, unscaled: Node) -> None:
         scale = _call(graph, convert, placed, unscaled.meta["val"].dtype)
     unscaled.replace_all_uses_with(scale)
     graph.graph.erase_node(unscaled)
+    joint.gradients.update({target: scale for target, gradient in joint.gradients.items() if gradient is unscaled})
     output = _output(graph)
     with graph.graph.inserting_before(output), joint.fake_mode:
         back = _call(graph, convert, _call(graph, aten.reciprocal.default, placed), torch.float32)

@@ -15,8 +15,9 @@ from . import torch_api
 class CapturedGraph:
     """One capture: the places that a call fills, and those that it overwrites."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], fixed: frozenset[int], replay: Callable[[], None], outputs: list[torch.Tensor]):
-        self.inputs, self.outputs, self._replay = inputs, outputs, replay
+    def __init__(self, inputs: Sequence[torch.Tensor], fixed: frozenset[int], replay: Callable[[], None], outputs: list[torch.Tensor], pool: Any):
+        """``pool``: of its own, in which no other graph writes but its backward's; or None."""
+        self.inputs, self.outputs, self._replay, self.pool = inputs, outputs, replay, pool
         self._fixed = [i for i, t in enumerate(inputs) if t.data_ptr() in fixed]
         self._filled = [(i, _once(t)) for i, t in enumerate(inputs) if t.numel() and i not in self._fixed]
         self._narrow = [i for i, _ in self._filled if 0 in inputs[i].stride()]

@@ -3,7 +3,8 @@
 A CUDA graph is a list of launches at fixed addresses, which one call replays. Parameters, buffers and the optimizer's state stay where they are; of
 each other input there is a copy at a fixed place, which a call fills; results lie at fixed places too, and the caller gets copies of them, since the
 next replay overwrites them. A forward whose backward is to come *lends* its saved tensors as they lie, without a copy, and is not replayed until they
-are given back. All graphs of a package share one pool of memory, which is sound because none runs beside another.
+are given back: its graph has a pool of memory of its own, and its backward's with it, since graphs of one pool write where another's results lie. All
+other graphs of a package share one, which is sound because none runs beside another, and their results are copied before the next.
 
 The first call at a list of shapes runs as without graphs (kernels are loaded, workspaces made), the second is captured. What cannot be captured, or
 not now, runs as without graphs; :class:`GraphReport` counts it with the reason.
@@ -58,12 +59,16 @@ class Recorder(Protocol):
     def in_order(self) -> None:
         """Has what comes next wait for what was replayed last."""
 
-    def capture(self, call: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], list[torch.Tensor]]:
-        """What replays ``call``, and the results that each replay overwrites. Nothing has run yet."""
+    def pool(self) -> Any:
+        """Memory for graphs of which one may write where results of another lie."""
+
+    def capture(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        """What replays ``call``, and the results that each replay overwrites, in ``pool``; None: the one of all that is copied at once. Nothing has
+        run yet."""
 
 
 class Gpu:
-    """Captures on a stream of its own, into a pool that all its graphs share."""
+    """Captures on a stream of its own."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -75,7 +80,7 @@ class Gpu:
         """A new pool and stream. A graph of nothing much stays as long as this: a pool ends with its last graph, whatever else lies in it."""
         with torch.cuda.device(self._device):
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
-        self._kept.append(self._captured(lambda: [torch.zeros(1, device=self._device)]))
+        self._kept.append(self._captured(lambda: [torch.zeros(1, device=self._device)], self._pool))
 
     def hindrance(self) -> str:
         return "the caller captures a CUDA graph of its own" if capturing() else ""
@@ -86,10 +91,13 @@ class Gpu:
             current.wait_stream(self._last)
         self._last = current
 
-    def capture(self, call: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], list[torch.Tensor]]:
-        before, pool = torch.cuda.current_stream(self._device), self._pool
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        before, pool = torch.cuda.current_stream(self._device), pool or self._pool
         try:
-            return self._captured(call)
+            return self._captured(call, pool)
         except RuntimeError as error:
             # torch.cuda.graph is left half-way: its stream is the current one, the allocator goes on filling the pool, and the generator of random
             # numbers believes that it is captured, until a capture comes to its end
@@ -98,9 +106,9 @@ class Gpu:
             self._begin()
             raise RuntimeError(str(error.__context__ or error)) from error
 
-    def _captured(self, call: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def _captured(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
         graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        capture = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self._device):
             with torch.cuda.stream(self._stream):
                 torch.cuda.current_blas_handle()  # its workspace outlives the graph, and may not lie in the pool
@@ -131,15 +139,17 @@ class _At:
 class Lent(Lease):
     """Saved tensors that lie in a graph of the forward."""
 
-    def __init__(self, graph: CapturedGraph, operands: Iterable[tuple[str, Any]]):
-        self._graph = graph
+    def __init__(self, graph: CapturedGraph, operands: Iterable[tuple[str, Any]], graphs: Graphs):
+        self._graph, self._graphs = graph, graphs
         self._inputs = {where: graph.inputs[i] for i, (kind, where) in enumerate(operands) if kind == "input"}
 
     def input(self, number: int, given: torch.Tensor) -> torch.Tensor:
         return self._inputs.get(number, given)
 
     def shown(self, to_caller: Iterable[int]) -> list[torch.Tensor]:
-        return self._graph.copied(to_caller)
+        with self._graphs.lock:
+            self._graphs.recorder.in_order()
+            return self._graph.copied(to_caller)
 
     def run(self, library: Library, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         if isinstance(library, GraphedLibrary):
@@ -215,13 +225,13 @@ class GraphedLibrary(Library):
         with self._graphs.lock:
             if hooked:
                 self._graphs.plain("saved-tensor hooks are at work, which may keep what they get")
-            graph = None if hooked else self._for_shapes(inputs)
+            graph = None if hooked else self._for_shapes(inputs, lends=True)
             if graph is None:
                 results = self.inner.run(inputs)
                 return results, Apart(results)
             self._replay(graph, inputs)
             graph.lend(holder)
-            return list(graph.outputs), Lent(graph, operands)
+            return list(graph.outputs), Lent(graph, operands, self._graphs)
 
     def run_after(self, forward: CapturedGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The backward of what ``forward`` has lent."""
@@ -231,11 +241,12 @@ class GraphedLibrary(Library):
                 at = forward.after[self] = _At()
                 at.generation, at.warm = self._generation, _shapes(inputs) in self._ran
             fixed = frozenset(t.data_ptr() for t in (*forward.inputs, *forward.outputs) if t.numel())
-            graph = self._at_hand(at, inputs, fixed)
+            graph = self._at_hand(at, inputs, fixed, forward.pool)
             if graph is not None and not graph.takes(inputs):
                 self._graphs.plain("retain_graph=True, where the backward overwrites what it reads")
                 graph = None
             if graph is None:
+                self._graphs.recorder.in_order()
                 return self.inner.run(inputs)
             self._replay(graph, inputs)
             return graph.copied()
@@ -247,18 +258,24 @@ class GraphedLibrary(Library):
             self._ran.add(_shapes(inputs))
             return self.inner.run(inputs)
 
-    def _for_shapes(self, inputs: Sequence[torch.Tensor]) -> CapturedGraph | None:
+    def _for_shapes(self, inputs: Sequence[torch.Tensor], lends: bool = False) -> CapturedGraph | None:
+        """``lends``: its results are read after other graphs were replayed."""
         key = _shapes(inputs)
         at = self._at.get(key)
         if at is None:
-            if len(self._at) >= SHAPES:
+            if sum(bool(known.graphs) for known in self._at.values()) >= SHAPES:
                 self._graphs.plain(f"more than {SHAPES} lists of shapes")
                 return None
+            if len(self._at) >= 16 * SHAPES:  # most have come once, and may be forgotten
+                self._at = {k: known for k, known in self._at.items() if known.graphs}
             at = self._at[key] = _At()
-        return self._at_hand(at, inputs, frozenset())
+        return self._at_hand(at, inputs, frozenset(), self._graphs.recorder.pool if lends else None)
 
-    def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int]) -> CapturedGraph | None:
-        """A graph that may be replayed now, captured if need be; None, and counted, where there is none."""
+    def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int], pool: Any) -> CapturedGraph | None:
+        """A graph that may be replayed now, captured if need be; None, and counted, where there is none. ``pool``: where its results are to lie, or
+        what makes one; None: where other graphs write."""
+        if not self._unfit and (unsafe := [name for name in self.spec.operators if _unsafe(name)]):
+            self._unfit = f"{unsafe[0]} is tagged torch.Tag.cudagraph_unsafe"
         if reason := self._unfit or self._graphs.recorder.hindrance():
             self._graphs.plain(reason)
             return None
@@ -266,13 +283,14 @@ class GraphedLibrary(Library):
             at.warm = True
             self._graphs.plain(WARM_UP)
             return None
-        graph = next((g for g in at.graphs if not g.lent), None)
-        if graph is None and len(at.graphs) >= WAITING:
+        fitting = [g for g in at.graphs if pool is None or g.pool is not None]
+        graph = next((g for g in fitting if not g.lent), None)
+        if graph is None and len(fitting) >= WAITING:
             self._graphs.plain(f"{WAITING} forwards of these shapes wait for their backward")
             return None
-        return graph or self._captured(at, inputs, fixed)
+        return graph or self._captured(at, inputs, fixed, pool() if callable(pool) else pool)
 
-    def _captured(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int]) -> CapturedGraph | None:
+    def _captured(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int], pool: Any) -> CapturedGraph | None:
         if any(t.device != self.device and t.numel() for t in inputs):
             self._unfit = f"{self.spec.member} reads a tensor on the CPU"
             self._graphs.plain(self._unfit)
@@ -280,14 +298,14 @@ class GraphedLibrary(Library):
         with torch.inference_mode(False), torch.no_grad():  # what an inference creates could not be written to outside of one
             static = [t if t.data_ptr() in fixed or not t.numel() else place_for(t) for t in inputs]
             try:
-                replay, outputs = self._graphs.recorder.capture(partial(self.inner.run, static))
+                replay, outputs = self._graphs.recorder.capture(partial(self.inner.run, static), pool)
             except RuntimeError as error:
                 self._failed += 1
                 reason = f"{self.spec.member} cannot be captured: {str(error).partition(chr(10))[0]}"
                 self._unfit = reason if self._failed >= TRIES else ""
                 self._graphs.plain(reason)
                 return None
-            graph = CapturedGraph(static, fixed, replay, outputs)
+            graph = CapturedGraph(static, fixed, replay, outputs, pool)
         self._graphs.report.captured += 1
         at.graphs.append(graph)
         return graph
@@ -297,6 +315,14 @@ class GraphedLibrary(Library):
         with torch.no_grad():
             graph.replay(inputs)
         self._graphs.report.replayed += 1
+
+
+def _unsafe(operator: str) -> bool:
+    """Whether whoever registered it says that it may not be captured."""
+    namespace, _, name = operator.partition("::")
+    packet, _, overload = name.partition(".")
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    return torch.Tag.cudagraph_unsafe in getattr(found, overload or "default").tags if found is not None else False
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Size, ...]:

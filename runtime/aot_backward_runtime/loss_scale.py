@@ -25,6 +25,13 @@ class LossScale:
         self._numbers, self._scale, self._tracker = numbers, initial, 0
         self.growth_factor, self.backoff_factor, self.growth_interval = 2.0, 0.5, 2000
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            kinds = (int,) if name == "growth_interval" else (int, float)
+            if name not in ("growth_factor", "backoff_factor", "growth_interval") or type(value) not in kinds or not 0 < value < math.inf:
+                raise StateError(f"the loss scale's {name} is set to {value!r}; growth_factor, backoff_factor and growth_interval are positive")
+        super().__setattr__(name, value)
+
     def get_scale(self) -> float:
         return self._scale
 
@@ -66,6 +73,8 @@ class LossScale:
             whole = key in ("growth_interval", "_growth_tracker")
             if type(value) not in ((int,) if whole else (int, float)) or not 0 <= value < math.inf or (key != "_growth_tracker" and not value):
                 raise StateError(f"the loss scale's {key} is {value!r}; expected a positive number")
+        if not 0 < _float32(state["scale"]) < math.inf:
+            raise StateError(f"the loss scale is {state['scale']!r}; expected a positive, finite number")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)
