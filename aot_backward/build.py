@@ -116,7 +116,8 @@ class Build:
                     double = dataclasses.replace(variant_spec(mode, one.joint, cut), gives=one.gives, random=one.random, double=double)
                 apart = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
                 unreached = () if joint.differentiable or not is_module else required(state, args, kwargs)
-                variants.append(dataclasses.replace(variant_spec(mode, joint, pieces), double=double, unreached=unreached, set_apart=apart))
+                spec = dataclasses.replace(variant_spec(mode, joint, pieces), double=double, unreached=unreached, set_apart=apart)
+                variants.append(selfcheck.without_refused_emptiness(spec, program, mode, args, kwargs))
                 examples.append(selfcheck.Example(args, kwargs, mode, None if is_module else asked, any(map(_coarse, graphs))))
             self.say(f"capture {name}", i + 1, len(entry.variants))
 

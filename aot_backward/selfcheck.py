@@ -15,6 +15,7 @@ tolerances below.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -369,6 +370,27 @@ def sizes_of(spec: VariantSpec, example: Example) -> Iterator[tuple[dict[str, in
             rest = iter(resized)
             args, kwargs = pytree.tree_map(lambda v: next(rest) if isinstance(v, torch.Tensor) else v, (example.args, example.kwargs))  # noqa: B023
             yield values, args, kwargs
+
+
+def without_refused_emptiness(spec: VariantSpec, program: nn.Module, mode: str, args: Any, kwargs: Any) -> VariantSpec:
+    """``spec`` with each size that may be 0, and at which eager refuses the program, from 1: compiled code would read what is not there (``x[0]``).
+    Sizes that must be equal are 0 together."""
+    flat = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    contract = Contract(spec.inputs, spec.symbols, spec.guards)
+    open_ended = [s.name for s in spec.symbols if s.minimum == 0 and s.offset == 0]
+    refused: set[str] = set()
+    for names in ([[n] for n in open_ended] + [open_ended]) if open_ended else []:
+        values = {**contract.solve(flat), **dict.fromkeys(names, 0)}
+        if not refused.isdisjoint(names) or not _allowed(contract, spec.symbols, values):
+            continue
+        rest = iter([_resized(t, s, spec, values) for t, s in zip(flat, spec.inputs, strict=True)])
+        given, named = pytree.tree_map(lambda v: next(rest) if isinstance(v, torch.Tensor) else v, (args, kwargs))  # noqa: B023
+        with undisturbed.in_mode(program, mode), undisturbed.slots_kept(program), undone(dict(program.named_buffers())), torch.no_grad():
+            try:
+                program(*given, **named)
+            except Exception:  # eager's own refusal, whatever it is
+                refused.update(names)
+    return dataclasses.replace(spec, symbols=tuple(dataclasses.replace(s, minimum=1) if s.name in refused else s for s in spec.symbols))
 
 
 def _larger(contract: Contract, symbols: Sequence[SymbolSpec], first: dict[str, int]) -> dict[str, int] | None:

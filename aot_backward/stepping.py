@@ -10,7 +10,7 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import EntrySpec, StateSpec
 
-from . import stepcheck, undisturbed
+from . import selfcheck, stepcheck, undisturbed
 from .capture import joint as joints
 from .capture import optimizers, place, split
 from .capture import step as steps
@@ -69,7 +69,7 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
                     pieces.graphs.append(graph)
                     shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, update=plan))
             build.compile(pieces.graphs, joint)
-            variants.append(variant_spec(mode, joint, pieces))
+            variants.append(selfcheck.without_refused_emptiness(variant_spec(mode, joint, pieces), program, mode, args, kwargs))
             examples.append(stepcheck.Example(args, kwargs, mode))
         build.say(f"capture {name}", i + 1, len(entry.variants))
     assert shared is not None

@@ -202,6 +202,26 @@ def test_custom_backwards_and_autocast_and_constants(tmp_path: Path) -> None:
         assert_same(run(loaded, (x,), 1), run(module, (x,), 1), 2e-2)
 
 
+class FirstRow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)[0]
+
+
+def test_a_size_of_0_that_eager_refuses_is_refused(tmp_path: Path) -> None:
+    """Compiled code would read what is not there."""
+    rows = ({0: Dim("rows", min=0, max=64)},)
+    path = ab.export_module(FirstRow(), (torch.randn(5, 3),), dynamic_shapes=rows, path=tmp_path / "first.pt2")
+    assert_same({"y": load(path).module()(x := torch.randn(1, 3))}, {"y": FirstRow()(x)})
+    with pytest.raises(InputError, match=r"rows .* is 0; expected at least 1 and at most 64"):
+        load(path).module()(torch.randn(0, 3))
+    both = {"x": rows[0], "y": rows[0]}  # equal, so that they can be 0 only together
+    path = ab.export_grad(lambda x, y: (x * y)[0].sum(), (torch.randn(5, 3), torch.randn(5, 3)), dynamic_shapes=both, path=tmp_path / "both.pt2")
+    with pytest.raises(InputError, match=r"is 0; expected at least 1"):
+        load(path).grad()(torch.randn(0, 3), torch.randn(0, 3))
+    path = ab.export_module(nn.Tanh(), (torch.randn(5, 3),), dynamic_shapes=rows, path=tmp_path / "all.pt2")
+    assert load(path).module()(torch.randn(0, 3)).shape == (0, 3)
+
+
 def test_the_callers_autocast_at_several_sizes(tmp_path: Path) -> None:
     """Its cache of cast weights outlives a pass of eager's."""
     torch.manual_seed(0)

@@ -41,7 +41,7 @@ ALLOWED = {
     "aot_backward.variants": (*LIBRARY, "aot_backward.entries", "aot_backward.capture"),
     "aot_backward.stepcheck": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture"),
     "aot_backward.stepping": (
-        *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepcheck", "aot_backward.capture"),
+        *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepcheck", "aot_backward.selfcheck", "aot_backward.capture"),
         "aot_backward.build",  # for types alone: build imports stepping
     ),
     "aot_backward.build": (
