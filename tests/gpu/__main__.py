@@ -1,4 +1,4 @@
-"""``python -m tests.gpu [--device cpu] [--only native,speed] [--quick] [--docs STEM]``: runs the parts and prints one table last.
+"""``python -m tests.gpu [--device cpu] [--only native,tiny-step] [--quick] [--docs STEM]``: runs the parts and prints one table last.
 
 Each part is a process of its own, so that a fault in one, which ends a process's use of the GPU, is a row and not the end. Those that measure
 nothing run side by side, as far as there are cores. What has come is written after each part.

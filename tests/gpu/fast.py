@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 import aot_backward as ab
+from aot_backward import torch_api
 from aot_backward_runtime import load
 from aot_backward_runtime.package import Package
 from tests.cross import programs
 
 from .compared import Row, interleaved, settle
 
-SMALL, LARGE = ((32, 16), (256, 64)), ((1024, 512), (4096, 4096))
+SIZES = {"tiny": (32, 16), "small": (256, 64), "medium": (1024, 512), "large": (4096, 4096)}
 """Width and rows of an MLP of four layers. The first two are bound by launches, the last by matrix products."""
 MODES = ("default", "reduce-overhead", "max-autotune")
 
@@ -38,35 +39,26 @@ def _loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (y - target).square().mean()
 
 
-def speed(device: str, quick: bool) -> Iterator[Row]:
-    """A training step with AdamW, bound by launches: one call, with and without CUDA graphs, beside eager's and torch.compile's."""
-    yield from _steps(SMALL[:1] if quick else SMALL, device, quick)
-
-
-def large(device: str, quick: bool) -> Iterator[Row]:
-    """The same, bound by matrix products."""
-    if device == "cpu" or quick:
-        yield "large steps", "right", "not without a GPU"
+def speed(size: str, device: str, quick: bool) -> Iterator[Row]:
+    """A training step with AdamW: one call, with and without CUDA graphs, beside eager's and torch.compile's."""
+    if size != "tiny" and (device == "cpu" or quick):
+        yield f"{size} steps", "right", "not without a GPU"
         return
-    yield from _steps(LARGE, device, quick)
-
-
-def _steps(sizes: Sequence[tuple[int, int]], device: str, quick: bool) -> Iterator[Row]:
-    for width, rows in sizes:
-        torch.manual_seed(0)
-        x, y = torch.randn(rows, width, device=device), torch.randn(rows, 1, device=device)
-        with tempfile.TemporaryDirectory() as folder:
-            ways, packages = _ways(width, x, y, device, Path(folder), quick)
-            rounds, batch = (3, 2) if quick else (30, 20 if width <= 256 else 3)
-            queued, alone = interleaved(ways, device, rounds, batch), interleaved(ways, device, rounds)
-            memory = {name: _peak(call, device) for name, call in ways.items()}
-            best = "ours, CUDA graph" if "ours, CUDA graph" in ways else "ours"
-            for way in ways:
-                what = f"{width} wide, {rows} rows, {way}"
-                figure = f"{queued[way] * 1e6:.0f} µs queued, {alone[way] * 1e6:.0f} µs alone, {queued[way] / queued[best]:.2f} times {best}"
-                yield what, "right", figure + (f", {memory[way] / 1e6:.1f} MB at the peak" if device == "cuda" else "")
-            for package in packages:
-                yield "", "right", str(package.cudagraphs).replace("\n", ";")
+    width, rows = SIZES[size]
+    torch.manual_seed(0)
+    x, y = torch.randn(rows, width, device=device), torch.randn(rows, 1, device=device)
+    with tempfile.TemporaryDirectory() as folder:
+        ways, packages = _ways(width, x, y, device, Path(folder), quick)
+        rounds, batch = (3, 2) if quick else (30, 20 if width <= 256 else 3)
+        queued, alone = interleaved(ways, device, rounds, batch), interleaved(ways, device, rounds)
+        memory = {name: _peak(call, device) for name, call in ways.items()}
+        best = "ours, CUDA graph" if "ours, CUDA graph" in ways else "ours"
+        for way in ways:
+            what = f"{width} wide, {rows} rows, {way}"
+            figure = f"{queued[way] * 1e6:.0f} µs queued, {alone[way] * 1e6:.0f} µs alone, {queued[way] / queued[best]:.2f} times {best}"
+            yield what, "right", figure + (f", {memory[way] / 1e6:.1f} MB at the peak" if device == "cuda" else "")
+        for package in packages:
+            yield "", "right", str(package.cudagraphs).replace("\n", ";")
 
 
 def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Path, quick: bool) -> tuple[dict[str, Callable[[], Any]], list[Package]]:
@@ -87,6 +79,12 @@ def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Pat
             graphed(x, y)
         (replay,) = _replays(graphed)
         ways |= {"ours, CUDA graph": lambda: graphed(x, y), "the graph's replay alone": replay}
+        if width >= 1024:  # matrix products by Triton's kernels where those are faster
+            with torch_api.inductor_config.patch(max_autotune=True):
+                path = ab.export_step(net, (x, y), loss_fn=_loss, optimizer=optimizer, path=folder / "t.pt2", target=device)
+            packages.append(load(path, cudagraphs=True))
+            tuned = packages[1].step()
+            ways["ours, tuned, CUDA graph"] = lambda: tuned(x, y)
 
     def trained(forward: Callable[..., Any], optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> None:
