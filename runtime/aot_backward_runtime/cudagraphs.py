@@ -32,6 +32,7 @@ WAITING = 4  # forwards of one list of shapes that may wait for their backward
 TRIES = 2  # after so many captures that failed a library is left alone
 
 WARM_UP = "the first call at its shapes"
+_CAPTURE = threading.RLock()  # torch.cuda.graph: one capture at a time in a process, whichever package it is for
 
 
 @dataclass
@@ -74,7 +75,8 @@ class Gpu:
         self._device = device
         self._last: torch.cuda.Stream | None = None
         self._kept: list[Any] = []
-        self._begin()
+        with _CAPTURE:
+            self._begin()
 
     def _begin(self) -> None:
         """A new pool and stream. A graph of nothing much stays as long as this: a pool ends with its last graph, whatever else lies in it."""
@@ -95,7 +97,11 @@ class Gpu:
         return torch.cuda.graph_pool_handle()
 
     def capture(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
-        before, pool = torch.cuda.current_stream(self._device), pool or self._pool
+        with _CAPTURE:
+            return self._tried(call, pool or self._pool)
+
+    def _tried(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        before = torch.cuda.current_stream(self._device)
         try:
             return self._captured(call, pool)
         except RuntimeError as error:
