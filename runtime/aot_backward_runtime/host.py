@@ -103,7 +103,7 @@ def _problems(manifest: Manifest, device: torch.device | None) -> list[str]:
         if highest and numeric(highest) > numeric(found()):
             out.append(f"it needs {what} {highest}, this machine has {found()}")
     if device is not None and device.type != target.device:
-        out.append(f"it was built for {target.device}, and {device} was asked for")
+        out.append(f"it was built for {target.device}, but {device} was asked for")
     elif target.device == "cuda":
         out += _cuda_problems(target, device)
     return out
