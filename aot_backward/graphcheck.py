@@ -214,7 +214,14 @@ def _compared(
 
 def draws(graph: Graph) -> bool:
     """Whether it draws random numbers."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.module.graph.nodes)
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _drops(node) for node in graph.module.graph.nodes)
+
+
+def _drops(node: Node) -> bool:
+    """False of attention without dropout, which is tagged as if it had some."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
 def run_graph(module: GraphModule, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
