@@ -63,8 +63,8 @@ def rebuild(
 
     ``target``: as for :func:`aot_backward.export`; without one, the targets that ``source`` was built for. Weights, examples, entries and their names
     stay as they are. ``with_graphs=False`` leaves the portable graphs out of what is written. ``captured_for``: the device whose autocast the graphs
-    follow, where it is not the one that ``source`` was compiled for. ``signature`` and
-    ``key``, of ``source``, are those of :func:`aot_backward_runtime.load`; what is written is not signed.
+    follow, where it is not the one that ``source`` was compiled for. ``signature`` and ``key``, of ``source``, are those of
+    :func:`aot_backward_runtime.load`; what is written is not signed.
     Raises :class:`PackageError` where ``source`` is no whole package or its graphs are no graphs, :class:`ExportError` where it has
     none, or the new code does not give what it should; then nothing is written.
     """

@@ -237,6 +237,21 @@ def test_parameters_that_move(package: Path) -> None:
     assert loaded.cudagraphs is not None and loaded.cudagraphs.captured == 6
 
 
+def test_what_is_bound_anew_runs_once_before_it_is_captured(package: Path) -> None:
+    """Also a backward whose forward was captured before any backward came."""
+    loaded, _ = graphed(package)
+    module = loaded.module("net")
+    _trained(module, (8, 8, 8))
+    module.last.weight.data = module.last.weight.data.clone()
+    report = loaded.cudagraphs
+    assert report is not None
+    before, captured = report.plain[cudagraphs.WARM_UP], report.captured
+    for _ in range(2):
+        outputs = module(_inputs(8, 0).requires_grad_())  # without a backward, then captured
+    outputs[0].sum().backward()
+    assert report.plain[cudagraphs.WARM_UP] == before + 2 and report.captured == captured + 1
+
+
 def test_steps_are_eagers(package: Path) -> None:
     loaded, _ = graphed(package)
     step, module = loaded.step("fit"), net()

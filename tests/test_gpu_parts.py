@@ -22,7 +22,9 @@ def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "page.json").read_text())["rows"]
     assert {row[0] for row in rows} == {*PARTS}
-    assert {row[2] for row in rows} == {"right"}
+    assert {row[2] for row in rows} == {"right", "measured", "not run"}
+    compared = {row[0] for row in rows if row[2] == "right"}
+    assert compared == {"native", "precision", "step", "recorded", "runtime", "graphs", "recapture", "tiny-step"}
     refused = [row[3] for row in rows if row[0] == "carried"]
     assert len(refused) == 3 and all("was built for sm_90 with CUDA 13.0" in words for words in refused)
 

@@ -26,6 +26,10 @@ class CapturedGraph:
         shared = Counter(t.untyped_storage().data_ptr() for t in outputs if t.numel())
         self._plain = [shared[t.untyped_storage().data_ptr()] < 2 and torch.empty_like(t).stride() == t.stride() for t in outputs]
 
+    def places(self) -> frozenset[int]:
+        """Where its inputs and results lie."""
+        return frozenset(t.data_ptr() for t in (*self.inputs, *self.outputs) if t.numel())
+
     @property
     def lent(self) -> bool:
         """Whether a backward that reads its results is still to come."""

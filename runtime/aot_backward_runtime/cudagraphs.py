@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -210,6 +210,7 @@ class GraphedLibrary(Library):
         if moved:
             with self._graphs.lock:
                 self._at.clear()
+                self._ran.clear()  # what a library does once for its constants must not come first in a capture
                 self._generation += 1
         return moved
 
@@ -246,8 +247,7 @@ class GraphedLibrary(Library):
             if at is None or at.generation != self._generation:
                 at = forward.after[self] = _At()
                 at.generation, at.warm = self._generation, _shapes(inputs) in self._ran
-            fixed = frozenset(t.data_ptr() for t in (*forward.inputs, *forward.outputs) if t.numel())
-            graph = self._at_hand(at, inputs, fixed, forward.pool)
+            graph = self._at_hand(at, inputs, forward=forward)
             if graph is not None and not graph.takes(inputs):
                 self._graphs.plain("retain_graph=True, where the backward overwrites what it reads")
                 graph = None
@@ -275,11 +275,10 @@ class GraphedLibrary(Library):
             if len(self._at) >= 16 * SHAPES:  # most have come once, and may be forgotten
                 self._at = {k: known for k, known in self._at.items() if known.graphs}
             at = self._at[key] = _At()
-        return self._at_hand(at, inputs, frozenset(), self._graphs.recorder.pool if lends else None)
+        return self._at_hand(at, inputs, lends)
 
-    def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int], pool: Any) -> CapturedGraph | None:
-        """A graph that may be replayed now, captured if need be; None, and counted, where there is none. ``pool``: where its results are to lie, or
-        what makes one; None: where other graphs write."""
+    def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], lends: bool = False, forward: CapturedGraph | None = None) -> CapturedGraph | None:
+        """A graph that may be replayed now, captured if need be; None, and counted, where there is none. ``forward``: what lent, of a backward."""
         if not self._unfit and (unsafe := [name for name in self.spec.operators if _unsafe(name)]):
             self._unfit = f"{unsafe[0]} is tagged torch.Tag.cudagraph_unsafe"
         if reason := self._unfit or self._graphs.recorder.hindrance():
@@ -289,22 +288,24 @@ class GraphedLibrary(Library):
             at.warm = True
             self._graphs.plain(WARM_UP)
             return None
-        fitting = [g for g in at.graphs if pool is None or g.pool is not None]
+        fitting = [g for g in at.graphs if g.pool is not None or not lends]
         graph = next((g for g in fitting if not g.lent), None)
         if graph is None and len(fitting) >= WAITING:
             self._graphs.plain(f"{WAITING} forwards of these shapes wait for their backward")
             return None
-        return graph or self._captured(at, inputs, fixed, pool() if callable(pool) else pool)
+        return graph or self._captured(at, inputs, lends, forward)
 
-    def _captured(self, at: _At, inputs: Sequence[torch.Tensor], fixed: frozenset[int], pool: Any) -> CapturedGraph | None:
+    def _captured(self, at: _At, inputs: Sequence[torch.Tensor], lends: bool, forward: CapturedGraph | None) -> CapturedGraph | None:
         if any(t.device != self.device and t.numel() for t in inputs):
             self._unfit = f"{self.spec.member} reads a tensor on the CPU"
             self._graphs.plain(self._unfit)
             return None
+        recorder, fixed = self._graphs.recorder, forward.places() if forward is not None else frozenset[int]()
+        pool = forward.pool if forward is not None else recorder.pool() if lends else None
         with torch.inference_mode(False), torch.no_grad():  # what an inference creates could not be written to outside of one
             static = [t if t.data_ptr() in fixed or not t.numel() else place_for(t) for t in inputs]
             try:
-                replay, outputs = self._graphs.recorder.capture(partial(self.inner.run, static), pool)
+                replay, outputs = recorder.capture(partial(self.inner.run, static), pool)
             except RuntimeError as error:
                 self._failed += 1
                 reason = f"{self.spec.member} cannot be captured: {str(error).partition(chr(10))[0]}"
@@ -323,12 +324,12 @@ class GraphedLibrary(Library):
         self._graphs.report.replayed += 1
 
 
+@cache
 def _unsafe(operator: str) -> bool:
     """Whether whoever registered it says that it may not be captured."""
     namespace, _, name = operator.partition("::")
     packet, _, overload = name.partition(".")
-    found = getattr(getattr(torch.ops, namespace), packet, None)
-    return torch.Tag.cudagraph_unsafe in getattr(found, overload or "default").tags if found is not None else False
+    return torch.Tag.cudagraph_unsafe in getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default").tags
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Size, ...]:

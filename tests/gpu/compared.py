@@ -15,6 +15,8 @@ from aot_backward.verify import verify_package
 
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
 """‖a − e‖ over the larger of ‖e‖ and a tenth of the largest norm; of 16 bits it is eager's own distance from float64 that counts."""
+RIGHT, MEASURED, NOT_RUN = "right", "measured", "not run"
+"""Outcomes that are no failures: compared and equal; a figure, of what was compared before; nothing was compared, and why."""
 Row = tuple[str, str, str]
 Tensors = dict[str, torch.Tensor]
 
@@ -81,7 +83,7 @@ def verified(path: Path) -> tuple[str, str]:
     """A package against the numbers that it stores."""
     report = verify_package(path)
     if report.not_run:
-        return "right", f"numbers not compared: {report.not_run}"
+        return NOT_RUN, f"numbers not compared: {report.not_run}"
     wrong = [w for v in report.variants for w in v.wrong]
     return (wrong[0] if wrong else "right"), f"{max((v.ratio for v in report.variants), default=0.0):.2g} of what is allowed"
 

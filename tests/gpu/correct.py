@@ -18,7 +18,7 @@ import aot_backward as ab
 from aot_backward_runtime import load
 from tests.cross import programs
 
-from .compared import Row, beside
+from .compared import NOT_RUN, Row, beside
 
 
 class Attention(nn.Module):
@@ -113,7 +113,7 @@ def precision(device: str, quick: bool) -> Iterator[Row]:
 def attention(device: str, quick: bool) -> Iterator[Row]:
     """The kernels of scaled dot-product attention, with eager's masks from the same seed."""
     if device == "cpu":
-        yield "flash, memory-efficient", "right", "not without a GPU"
+        yield "flash, memory-efficient", NOT_RUN, "not without a GPU"
         return
     every = ("flash", "efficient, dropout", "flash, dropout", "efficient")
     yield from _cases(every[:1] if quick else every, device)

@@ -15,7 +15,7 @@ import aot_backward as ab
 from aot_backward_runtime import load
 from tests.cross import programs
 
-from .compared import Row, beside, interleaved, verified
+from .compared import MEASURED, NOT_RUN, Row, beside, interleaved, verified
 
 MODULES = {"mlp": None, "convolutions": 2e-3, "attention": None, "flash": 3e-2, "efficient": 1e-3}
 """What is also compared with what is compiled natively, and the tolerance where it is not float32's: cuDNN rounds to TF32, and attention's kernels
@@ -32,7 +32,7 @@ def carried(device: str, quick: bool) -> Iterator[Row]:
         except ab.IncompatibleError as error:
             reasons = str(error)
             expected = device == "cpu" or "built with torch" in reasons or ", this GPU is sm_" in reasons
-            yield f"{path.stem}, compiled elsewhere", "right" if expected else "refused", f"refused: {reasons.partition('. ')[0]}"
+            yield f"{path.stem}, compiled elsewhere", NOT_RUN if expected else "refused", f"refused: {reasons.partition('. ')[0]}"
 
 
 _WRITE = "import sys; from pathlib import Path; from tests.cross import programs; programs.write(Path(sys.argv[1]), sys.argv[2], True, sys.argv[3])"
@@ -41,7 +41,7 @@ _WRITE = "import sys; from pathlib import Path; from tests.cross import programs
 def cross(device: str, quick: bool) -> Iterator[Row]:
     """Compiled on this machine by a process that sees no GPU; run by this one, beside eager and beside what is compiled natively."""
     if device == "cpu":
-        yield "cross-compiled", "right", "not without a build for CUDA"
+        yield "cross-compiled", NOT_RUN, "not without a build for CUDA"
         return
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     names = ("mlp",) if quick else (*MODULES, "step", "recorded")
@@ -73,4 +73,4 @@ def _as_native(name: str, path: Path, device: str) -> Iterator[Row]:
         native, batch = load(made).module(), torch.randn(64, *x.shape[1:], device=device, dtype=x.dtype)
         times = interleaved({k: lambda m=m: m(batch).square().sum().backward() for k, m in (("cross", crossed), ("native", native))}, device, 50, 5)
     ratio = times["cross"] / times["native"]
-    yield f"{name}, cross-compiled over native", "right", f"{ratio:.2f} of native's {times['native'] * 1e6:.0f} µs (asked: at most 1.15)"
+    yield f"{name}, cross-compiled over native", MEASURED, f"{ratio:.2f} of native's {times['native'] * 1e6:.0f} µs (asked: at most 1.15)"

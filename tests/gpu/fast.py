@@ -19,10 +19,12 @@ from aot_backward_runtime import load
 from aot_backward_runtime.package import Package
 from tests.cross import programs
 
-from .compared import Row, interleaved, settle
+from .compared import MEASURED, NOT_RUN, Row, interleaved, settle
 
 SIZES = {"tiny": (32, 16), "small": (256, 64), "medium": (1024, 512), "large": (4096, 4096)}
 """Width and rows of an MLP of four layers. The first two are bound by launches, the last by matrix products."""
+FIRST = 4
+"""Losses of each way that are compared."""
 MODES = ("default", "reduce-overhead", "max-autotune")
 
 
@@ -42,13 +44,14 @@ def _loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def speed(size: str, device: str, quick: bool) -> Iterator[Row]:
     """A training step with AdamW: one call, with and without CUDA graphs, beside eager's and torch.compile's."""
     if size != "tiny" and (device == "cpu" or quick):
-        yield f"{size} steps", "right", "not without a GPU"
+        yield f"{size} steps", NOT_RUN, "not without a GPU"
         return
     width, rows = SIZES[size]
     torch.manual_seed(0)
     x, y = torch.randn(rows, width, device=device), torch.randn(rows, 1, device=device)
     with tempfile.TemporaryDirectory() as folder:
-        ways, packages = _ways(width, x, y, device, Path(folder), quick)
+        ways, packages, losses = _ways(width, x, y, device, Path(folder), quick)
+        yield from _compared(f"{width} wide, {rows} rows", losses)
         rounds, batch = (3, 2) if quick else (30, 20 if width <= 256 else 3)
         queued, alone = interleaved(ways, device, rounds, batch), interleaved(ways, device, rounds)
         memory = {name: _peak(call, device) for name, call in ways.items()}
@@ -56,12 +59,24 @@ def speed(size: str, device: str, quick: bool) -> Iterator[Row]:
         for way in ways:
             what = f"{width} wide, {rows} rows, {way}"
             figure = f"{queued[way] * 1e6:.0f} µs queued, {alone[way] * 1e6:.0f} µs alone, {queued[way] / queued[best]:.2f} times {best}"
-            yield what, "right", figure + (f", {memory[way] / 1e6:.1f} MB at the peak" if device == "cuda" else "")
+            yield what, MEASURED, figure + (f", {memory[way] / 1e6:.1f} MB at the peak" if device == "cuda" else "")
         for package in packages:
-            yield "", "right", str(package.cudagraphs).replace("\n", ";")
+            yield "", MEASURED, str(package.cudagraphs).replace("\n", ";")
 
 
-def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Path, quick: bool) -> tuple[dict[str, Callable[[], Any]], list[Package]]:
+def _compared(what: str, losses: dict[str, list[float]]) -> Iterator[Row]:
+    """Each way's first losses, before any of them is timed: after the first they hang on every gradient."""
+    for way, own in losses.items():
+        worst = max(abs(a - e) / abs(e) for a, e in zip(own, losses["eager"], strict=True))
+        yield f"{what}, {way}: first losses", "right" if worst <= 1e-3 else "off", f"{worst:.1e} relative to eager's"
+
+
+_Ways = tuple[dict[str, Callable[[], Any]], list[Package], dict[str, list[float]]]
+
+
+def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Path, quick: bool) -> _Ways:
+    """What is timed, the packages with CUDA graphs, and the first losses of each way."""
+
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
         net = Net(width).to(device)
@@ -71,14 +86,15 @@ def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Pat
     path = ab.export_step(net, (x, y), loss_fn=_loss, optimizer=optimizer, path=folder / "s.pt2", target=device)
     ours = load(path).step()
     ways: dict[str, Callable[[], Any]] = {"ours": lambda: ours(x, y)}
-    packages = []
+    replays: list[Callable[[], None]] = []
+    packages, losses = list[Package](), dict[str, list[float]]()
     if device == "cuda":
         packages.append(load(path, cudagraphs=True))
         graphed = packages[0].step()
-        for _ in range(3):
-            graphed(x, y)
-        (replay,) = _replays(graphed)
-        ways |= {"ours, CUDA graph": lambda: graphed(x, y), "the graph's replay alone": replay}
+        losses["ours, CUDA graph"] = [float(graphed(x, y)) for _ in range(FIRST)]
+        replays = _replays(graphed)
+        (ways["the graph's replay alone"],) = replays
+        ways["ours, CUDA graph"] = lambda: graphed(x, y)
         if width >= 1024:  # matrix products by Triton's kernels where those are faster
             with torch_api.inductor_config.patch(max_autotune=True):
                 path = ab.export_step(net, (x, y), loss_fn=_loss, optimizer=optimizer, path=folder / "t.pt2", target=device)
@@ -87,10 +103,12 @@ def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Pat
             ways["ours, tuned, CUDA graph"] = lambda: tuned(x, y)
 
     def trained(forward: Callable[..., Any], optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> Callable[[], Any]:
-        def call() -> None:
+        def call() -> torch.Tensor:
             optimizer.zero_grad()
-            _loss(forward(x), y).backward()
+            loss = _loss(forward(x), y)
+            loss.backward()
             update()
+            return loss.detach()
 
         return call
 
@@ -98,7 +116,10 @@ def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Pat
     for mode in () if quick else MODES:
         other, opt = made()
         ways[f"torch.compile {mode}"] = trained(torch.compile(other, mode=mode), opt, torch.compile(opt.step))
-    return ways, packages
+    for way, call in ways.items():
+        if way not in losses and call not in replays:
+            losses[way] = [float(call()) for _ in range(FIRST)]
+    return ways, packages, losses
 
 
 def _replays(step: Any) -> list[Callable[[], None]]:
@@ -156,4 +177,4 @@ def start(device: str, quick: bool) -> Iterator[Row]:
         least = {name: min(times) for name, times in found.items()}
         for name, seconds in least.items():
             beyond = f", {seconds - least['import and device']:.2f} s beyond import and device (asked: at most 0.30)" if name == "ours" else ""
-            yield f"start to first gradient: {name}", "right", f"{seconds:.2f} s{beyond}"
+            yield f"start to first gradient: {name}", MEASURED, f"{seconds:.2f} s{beyond}"

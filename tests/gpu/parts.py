@@ -1,4 +1,4 @@
-"""The parts of ``python -m tests.gpu``: each gives rows (what, outcome, figure), and an outcome that is not "right" is a failure."""
+"""The parts of ``python -m tests.gpu``: each gives rows (what, outcome, figure); which outcomes are no failures says ``compared``."""
 
 from __future__ import annotations
 

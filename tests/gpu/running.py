@@ -20,7 +20,7 @@ from aot_backward_runtime.package import Package
 from tests.cross import programs
 from tests.simulated_gpu import graphed
 
-from .compared import Row, beside, ratios, run, settle
+from .compared import MEASURED, NOT_RUN, Row, beside, ratios, run, settle
 
 
 def _outcome(right: bool, wrong: str = "off") -> str:
@@ -113,7 +113,7 @@ def _flat(path: Path, x: torch.Tensor) -> tuple[str, str]:
 
 def _second(path: Path, module: nn.Module, x: torch.Tensor) -> tuple[str, str]:
     if torch.cuda.device_count() < 2:
-        return "right", "not there: nothing was run"
+        return NOT_RUN, "not there"
     loaded = load(path, device="cuda:1").module()
     ours = run(loaded, dict(loaded.named_parameters()), x.to("cuda:1"))
     eagers = run(module, dict(module.named_parameters()), x)
@@ -173,7 +173,7 @@ def graphs(device: str, quick: bool) -> Iterator[Row]:
         package = _graphed(path, device)
         inputs = [torch.randn(n, *x.shape[1:], device=device) for n in (6, 4, 6, 6, 4, 4, 6)]
         yield "forward and backward, two sizes", *beside(package.module(), module, inputs, 2e-3 if device == "cuda" else 1e-4)
-        yield "", "right", str(package.cudagraphs).replace("\n", ";")
+        yield "", MEASURED, str(package.cudagraphs).replace("\n", ";")
         yield "two forwards, then their backwards", *_waiting(package.module(), module, inputs[:4], 2e-3 if device == "cuda" else 1e-4)
         yield "dropout, AdamW, ten steps", *_trained(Path(folder), device)
 
