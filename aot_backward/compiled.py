@@ -30,6 +30,7 @@ from aot_backward_runtime.plan import Library
 from aot_backward_runtime.tape import Slot, Tape
 from aot_backward_runtime.weights import load_examples, load_weights
 
+from . import operators
 from .capture import observed, recorded
 from .capture.observation import Observation
 from .capture.observed import Shapes
@@ -389,7 +390,7 @@ class _Base:
         self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=specs)
 
     def write(self) -> None:
-        write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs)
+        operators.say(write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs).operators)
 
 
 def _artifacts(archive: Archive) -> dict[str, Artifact]:

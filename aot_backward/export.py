@@ -14,7 +14,7 @@ from torch import nn
 
 from aot_backward_runtime.errors import ExportError
 
-from . import undisturbed
+from . import operators, undisturbed
 from .build import Build, Progress
 from .capture import joint as joints
 from .capture.as_on_gpu import as_on_gpu
@@ -58,8 +58,9 @@ def export(
         examples: dict[str, torch.Tensor] = {}
         manifest = built.check(manifest, examples)
         say("write", 0, 1)
-        write_package(path, manifest, built.artifacts, built.weights, examples, built.portables)
+        written = write_package(path, manifest, built.artifacts, built.weights, examples, built.portables)
         say("write", 1, 1)
+    operators.say(written.operators)
     return path
 
 

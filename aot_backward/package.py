@@ -35,6 +35,7 @@ from aot_backward_runtime.tensor_bytes import dtype_name, tensor_chunks
 from aot_backward_runtime.weights import layout_problem
 from aot_backward_runtime.zip_directory import PADDING
 
+from .operators import operators_of
 from .program import Artifact, Graph
 
 TOP = "package"
@@ -84,7 +85,7 @@ def write_package(
     ``manifest`` comes with entries and ``libraries`` (see :func:`library_spec`); ``artifacts`` are theirs, for each target, by :func:`stem_of`;
     ``graphs`` their portable graphs, of those that have one. ``weights``, ``members`` and the libraries' members are filled in here. ``weights`` are
     the tensors by key; where ``manifest.has_weights`` is false only what they look like is written, and those with a ``fill`` in
-    ``manifest.weights`` are not stored. Devices do not matter, strides are kept for weights only.
+    ``manifest.weights`` are not stored. Devices do not matter, strides are kept for weights only. What registers the operators is looked up here.
     Raises :class:`ExportError`; then, and when the process is killed, the old file at ``path`` is untouched.
     """
     path = Path(path)
@@ -121,6 +122,7 @@ def write_package(
             libraries=libraries,
             weights={name: dataclasses.replace(spec, sha256=digests[name]) for name, spec in specs.items()} | filled,
             members=dict(archive.members),
+            operators=operators_of(manifest),
         )
         data = to_json(complete)
         archive.add(MANIFEST_MEMBER, len(data), [data])

@@ -32,6 +32,7 @@ from aot_backward_runtime.manifest import (
     VariantSpec,
     Verdict,
 )
+from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.plan import ROLES
 from aot_backward_runtime.signatures import Key, Policy, admission
 from aot_backward_runtime.targets import seen_as, targets_of
@@ -66,7 +67,8 @@ def rebuild(
     follow, where it is not the one that ``source`` was compiled for. ``signature`` and ``key``, of ``source``, are those of
     :func:`aot_backward_runtime.load`; what is written is not signed.
     Raises :class:`PackageError` where ``source`` is no whole package or its graphs are no graphs, :class:`ExportError` where it has
-    none, or the new code does not give what it should; then nothing is written.
+    none, or the new code does not give what it should, :class:`IncompatibleError` where nobody has registered an operator that it calls; then nothing
+    is written.
     """
     path, say = Path(path), progress or (lambda *_: None)
     check_destination(path)
@@ -75,6 +77,7 @@ def rebuild(
         check_target(target)
     archive = open_package(source, admit=admission(signature, key))
     archive.verify_digests()
+    check_registered(archive.manifest, source, recorded_too=True)
     names = names or targets.parsed(",".join(_named(t) for t in targets_of(archive.manifest)))
     _refuse_other_autocast(archive.manifest, captured_for or archive.manifest.target.device, names[0])
     if lacking := sorted(name for name, spec in archive.manifest.libraries.items() if not spec.graph):

@@ -19,7 +19,6 @@ from aot_backward_runtime.interpreter import Run
 from aot_backward_runtime.package import Package, load
 from aot_backward_runtime.passes import Operands, Structure
 from aot_backward_runtime.replay import Replaying
-from aot_backward_runtime.signatures import Key, Policy
 from aot_backward_runtime.tape import Tape, slots
 from aot_backward_runtime.targets import targets_of
 
@@ -136,9 +135,9 @@ class Recording(Collecting):
 class Saving(Collecting):
     """The context of ``replay(save_misses=FILE)``; ``skipped``: what could not be traced, and why."""
 
-    def __init__(self, path: Path, entry: str | None, strict: bool, to: Path, signature: Policy | None = None, key: Key | None = None):
+    def __init__(self, package: Package, entry: str | None, strict: bool, to: Path):
         check_destination(to)
-        super().__init__(load(path, signature=signature, key=key), entry, strict=strict)
+        super().__init__(package, entry, strict=strict)
         self.to = to
         self.skipped: Counter[str] = Counter()
 

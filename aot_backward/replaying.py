@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from aot_backward_runtime.package import load
 from aot_backward_runtime.replay import Replaying
 from aot_backward_runtime.replay import replay as replay_only
 from aot_backward_runtime.signatures import Key, Policy
@@ -16,6 +18,7 @@ def replay(
     entry: str | None = None,
     strict: bool = False,
     save_misses: str | os.PathLike[str] | None = None,
+    imports: Sequence[str] = (),
     signature: Policy | None = None,
     key: Key | None = None,
 ) -> Replaying:
@@ -26,7 +29,7 @@ def replay(
     last pass. Needs memory for two passes of each structure that is missed.
     """
     if save_misses is None:
-        return replay_only(path, entry=entry, strict=strict, signature=signature, key=key)
+        return replay_only(path, entry=entry, strict=strict, imports=imports, signature=signature, key=key)
     from .record import Saving
 
-    return Saving(Path(path), entry, strict, Path(save_misses), signature, key)
+    return Saving(load(path, imports=imports, signature=signature, key=key), entry, strict, Path(save_misses))

@@ -73,6 +73,10 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "HigherOrderOperator": ("torch._ops", _ALL),
     "_dispatch_has_kernel": ("torch._C", _ALL),
     "_dispatch_get_registrations_for_dispatch_key": ("torch._C", _ALL),
+    "_dispatch_find_schema_or_throw": ("torch._C", _ALL),
+    "_dispatch_pystub": ("torch._C", _ALL),
+    "OPDEFS": ("torch._library.custom_ops", _ALL),
+    "fake_registry": ("torch._library.simple_registry", _ALL),
     "_ExcludeDispatchKeyGuard": ("torch._C", _ALL),
     "DispatchKeySet": ("torch._C", _ALL),
     "DispatchKey": ("torch._C", _ALL),
@@ -120,7 +124,15 @@ _RENAMED = {
     "is_non_overlapping_and_dense": "is_non_overlapping_and_dense_or_false",
     "contiguous_strides": "make_contiguous_strides_for",
     "in_tracing_context": "tracing",
+    "fake_registry": "singleton",
 }
+
+NAMESPACES = frozenset({
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "aten", "c10d", "debug_mode_ops", "debugprims",
+    "export", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "prims", "profiler", "quantization", "quantized",
+    "rngprims", "sparse", "static_runtime", "symm_mem",
+})  # fmt: skip
+"""Of the operators that ``import torch`` registers (2.13)."""
 
 _MISSING_OPTIONS: dict[str, frozenset[str]] = {
     "2.12": frozenset({"cpp.march", "aot_inductor.enable_line_tables"}),
@@ -136,6 +148,21 @@ def minor() -> str:
 def known_options(options: dict[str, object]) -> dict[str, object]:
     """Those of ``options`` that this torch's ``torch._inductor.config`` has: it raises on any other."""
     return {name: value for name, value in options.items() if name not in _MISSING_OPTIONS.get(minor(), ())}
+
+
+def module_of_custom_op(operator: str) -> str:
+    """The module of the function that ``torch.library.custom_op`` made the operator ("mine::cube") of; "" where it was not made so."""
+    definition = __getattr__("OPDEFS").get(operator)
+    return "" if definition is None else str(definition._init_fn.__module__)
+
+
+def places_of_operator(operator: str, overload: str) -> list[str]:
+    """The files, as far as they are known, that defined the operator and that registered its rule for fake tensors."""
+    written = __getattr__("_dispatch_find_schema_or_throw")(operator, overload).debug()  # "registered at FILE:LINE"
+    fake = __getattr__("fake_registry").get(f"{operator}.{overload}" if overload else operator)
+    kernel = fake.fake_impl.kernel if fake is not None else None
+    sources = [written.partition(" at ")[2], *([kernel.source] if kernel is not None else [])]
+    return [source.rpartition(":")[0] for source in sources if source]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,8 @@ from torch.export import Dim
 
 import aot_backward as ab
 
+from .golden_operators import cube
+
 
 class Pair(nn.Module):
     """A module that uses what the format can say: a tie, a buffer that moves, a frozen parameter, nested arguments and results, a symbol."""
@@ -120,7 +122,23 @@ def write_targets(path: Path) -> None:
     ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])}, target="cpu:avx2,cpu:sse4")
 
 
-WRITERS = {"pair": write_pair, "passes": write_passes, "step": write_step, "orders": write_orders, "targets": write_targets}
+def cubed(x: torch.Tensor) -> torch.Tensor:
+    return (cube(x) * x).sum()
+
+
+def write_operators(path: Path) -> None:
+    """A gradient through an operator that PyTorch does not have."""
+    ab.export(path, {"cubed": ab.Grad(cubed, [ab.Variant((torch.ones(4),))])})
+
+
+WRITERS = {
+    "pair": write_pair,
+    "passes": write_passes,
+    "step": write_step,
+    "orders": write_orders,
+    "targets": write_targets,
+    "operators": write_operators,
+}
 
 if __name__ == "__main__":
     WRITERS[Path(sys.argv[1]).stem.rpartition("-")[2]](Path(sys.argv[1]))

@@ -10,17 +10,18 @@ from torch import nn
 
 from aot_backward_runtime import IncompatibleError, load, replay
 from aot_backward_runtime.archive import open_package
-from aot_backward_runtime.manifest import FORMAT_VERSION
+from aot_backward_runtime.manifest import FORMAT_VERSION, OperatorSpec
 from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.weights import filled, load_weights
 
-from .golden_packages import Curved, Pair, arguments, backward_passes, bend, samples, training
+from . import golden_operators
+from .golden_packages import Curved, Pair, arguments, backward_passes, bend, cubed, samples, training
 from .oracle import assert_same, run
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES, STEPS, ORDERS, TARGETS = (
-    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders", "targets")
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS = (
+    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders", "targets", "operators")
 )
 
 
@@ -28,7 +29,7 @@ def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS} == {*FILES}
+    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -136,6 +137,18 @@ def test_targets_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
     for target in ("cpu:avx2", "cpu:sse4"):
         _, gradients = load(path, target=target).grad()(x)
         torch.testing.assert_close(gradients["x"], expected)
+
+
+@pytest.mark.parametrize("path", OPERATORS, ids=lambda p: p.name)
+def test_operators_that_others_register_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
+    (spec,) = open_package(path).manifest.operators.items()
+    assert spec == ("golden::cube", OperatorSpec("tests.golden_operators", "golden_operators.py"))
+    if not runs_here(path):
+        return
+    x = torch.linspace(-1, 2, 4, requires_grad=True)
+    expected = torch.autograd.grad(cubed(x), x)[0]
+    _, gradients = load(path, imports=[golden_operators.__name__]).grad()(x.detach())
+    torch.testing.assert_close(gradients["x"], expected)
 
 
 @pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from .failures import EXIT_CODES, debug_option
+from .imports import import_option
 from .progress import shown
 
 
@@ -15,6 +16,7 @@ from .progress import shown
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BW.pt2", help="The package that it is added to.")
 @click.option("--entry", default="backward", show_default=True, metavar="NAME", help="The name of its replay entry.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
+@import_option
 @debug_option
 def compile_command(misses: Path, output: Path, entry: str, target: str) -> None:
     """Compile what a replay kept with --save-misses, and add it to BW.pt2."""

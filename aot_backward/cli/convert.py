@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .failures import EXIT_CODES, debug_option
+from .imports import import_option
 from .progress import shown
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ external_data_option = click.option(
 @click.option("--variant", type=int, metavar="N", help="Only the variant of this number, counted from 0; by default all.")
 @external_data_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@import_option
 @debug_option
 def convert(package: Path, output: Path, entry: str | None, variant: int | None, external_data: bool | None, as_json: bool) -> None:
     """Write the gradients in IN.pt2 as ONNX graphs, which onnxruntime runs. The model's source is not needed.

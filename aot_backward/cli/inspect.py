@@ -119,6 +119,7 @@ def _described(archive: Archive) -> dict[str, Any]:
         "notes": manifest.notes,
         "entries": entries,
         "libraries": libraries,
+        "operators": {name: dataclasses.asdict(spec) for name, spec in manifest.operators.items()},
         "weights": {
             "stored": manifest.has_weights,
             "bytes": _weight_bytes(archive),
@@ -267,6 +268,8 @@ def _show(d: dict[str, Any]) -> None:
     click.echo(f"weights: {len(weights['tensors'])} tensors, {stored}")
     for what, note in d["notes"].items():
         click.echo(f"{what}: {note}")
+    for operator, by in d["operators"].items():
+        click.echo(f"calls {operator}, registered by {by['module'] or by['file'] or 'an unknown library'}{_to_import(by['module'])}")
     names = [t["name"] or t["device"] for t in targets]
     for name, entry in d["entries"].items():
         if entry["kind"] == "replay":
@@ -289,6 +292,12 @@ def _show(d: dict[str, Any]) -> None:
         ("graph", "size", "nodes", "GLIBC", "GLIBCXX", "needs", "SHA-256"),
         [(n, size(x["bytes"]), x["nodes"], x["glibc"], x["glibcxx"], " ".join(x["needed"]), x["sha256"][:16]) for n, x in d["libraries"].items()],
     )
+
+
+def _to_import(module: str) -> str:
+    if module in ("", "__main__"):
+        return " when it was exported"
+    return f", which load does not import by itself: load(path, imports=[{module!r}]), --import {module}"
 
 
 def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:

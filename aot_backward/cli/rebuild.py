@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .failures import EXIT_CODES, debug_option
+from .imports import import_option
 from .progress import shown
 from .signatures import signature_options
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     help="cpu:sse4, cpu:avx2 (the same as cpu), cpu:avx512, cuda:sm_90 (80, 89, 100), or several with commas between them; "
     "without it, those of IN.pt2.",
 )
+@import_option
 @signature_options
 @debug_option
 def rebuild(package: Path, output: Path, target: str, signature: Policy | None, key: Path | None) -> None:

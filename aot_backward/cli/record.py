@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from .failures import EXIT_CODES, debug_option
+from .imports import import_option
 from .progress import shown
 from .script import Script, run_script
 
@@ -17,6 +18,7 @@ from .script import Script, run_script
 @click.option("--entry", default="backward", show_default=True, metavar="NAME", help="The name of its replay entry.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
+@import_option
 @debug_option
 @click.argument("script", type=Script(), metavar="TRAIN.py")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]…")

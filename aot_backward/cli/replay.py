@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .failures import EXIT_CODES, debug_option
+from .imports import import_option
 from .script import Script, run_script
 from .signatures import signature_options
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--strict", is_flag=True, help="A backward pass that the package does not hold is an error.")
 @click.option("--save-misses", type=click.Path(path_type=Path), metavar="FILE", help="Where to keep what it does not hold, for compile.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
+@import_option
 @signature_options
 @debug_option
 @click.argument("package", type=click.Path(path_type=Path), metavar="BW.pt2")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .failures import EXIT_CODES, debug_option
+from .imports import import_option
 from .signatures import signature_options
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--entry", metavar="NAME", help="Which entry to call; a sole one needs no name.")
 @click.option("--mode", type=click.Choice(["train", "eval"]), help="By default the one in which it was exported.")
 @click.option("--device", metavar="DEVICE", help="Of a package for GPUs: which, such as cuda:1; by default the current one.")
+@import_option
 @signature_options
 @debug_option
 def run(

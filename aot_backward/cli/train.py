@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .failures import EXIT_CODES, INTERRUPTED, debug_option
+from .imports import import_option
 from .signatures import signature_options
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per epoch on standard output.")
 @click.option("--device", metavar="DEVICE", help="Of a package for GPUs: which, such as cuda:1; by default the current one, or that of LOCAL_RANK.")
 @click.option("--cudagraphs", is_flag=True, help="Of a package for GPUs: replay steps as CUDA graphs.")
+@import_option
 @signature_options
 @debug_option
 @click.pass_context

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .failures import EXIT_CODES, FAILED, debug_option
+from .imports import import_option
 from .progress import shown
 from .signatures import key_option
 from .tables import count, size
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
 @click.option("--run/--no-run", default=True, help="Compare digests only, and open no native code.")
+@import_option
 @key_option("The public key that OUT.pt2 must be signed by.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output, also when something is wrong.")
 @debug_option

@@ -10,6 +10,7 @@ from aot_backward_exporters import portable
 from aot_backward_runtime.archive import Archive, open_package
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.manifest import EntrySpec, VariantSpec
+from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.plan import ROLES
 from aot_backward_runtime.weights import filled, load_examples, load_weights
 
@@ -54,6 +55,7 @@ def convert(
         raise ExportError(
             f"the entry {recorded[0]!r} holds recorded passes, which are part of a script and no program of their own: name another, --entry"
         )
+    check_registered(manifest, source)
     weights = filled(archive) | load_weights(archive)
     graphs: dict[str, Graph] = {}
     for one in chosen.values():

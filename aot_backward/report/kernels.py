@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from aot_backward_runtime.archive import Archive
+from aot_backward_runtime.manifest import OperatorSpec
 
 from .blocks import SHOWN, code, facts, folded, line, section, table
 from .drawing import Drawing
@@ -55,7 +56,7 @@ def _called(archive: Archive) -> Html:
     builds = [b for spec in manifest.libraries.values() for b in spec.every_build]
     needed = sorted({n for b in builds for n in b.needed})
     glibc, glibcxx = (max((getattr(b, f) for b in builds), key=_numeric, default="") for f in ("glibc", "glibcxx"))
-    through = [line(code(o), f" in {', '.join(graphs)}") for o, graphs in called.items()]
+    through = [line(code(o), f" in {', '.join(graphs)}{_registered(manifest.operators.get(o))}") for o, graphs in called.items()]
     note = "Matrix products, convolutions and other kernels that the compiler does not write itself are calls into libtorch, and not listed."
     versions = ", ".join(f"{family} {version}" for family, version in (("GLIBC", glibc), ("GLIBCXX", glibcxx)) if version)
     return facts(
@@ -68,6 +69,11 @@ def _called(archive: Archive) -> Html:
             ("Symbol versions", versions),
         ]
     )
+
+
+def _registered(spec: OperatorSpec | None) -> str:
+    by = (spec.module or spec.file) if spec is not None else ""
+    return f", registered by {by}" if by else ""
 
 
 def _numeric(version: str) -> tuple[int, ...]:

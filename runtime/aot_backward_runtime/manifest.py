@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.5  2026-11-22  ``Manifest.operators``: what registers the operators that PyTorch itself does not have
     1.4  2026-11-21  several targets: ``Manifest.targets``, ``Target.name``, ``LibrarySpec.builds``, ``verdicts``; ``LibrarySpec.graph``
     1.3  2026-11-21  ``VariantSpec.double``, ``gives``, ``random``, ``unreached`` and ``set_apart``; ``Plan.consumes`` (feature "consumes")
     1.2  2026-11-21  entries of kind "step": ``EntrySpec.step``, ``VariantSpec.step`` and ``accumulate``; ``WeightSpec.fill`` (feature "fill")
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 4)
+FORMAT_VERSION = (1, 5)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -418,6 +419,17 @@ class Member:
 
 
 @dataclass(frozen=True)
+class OperatorSpec:
+    """What registered an operator in the process that exported it.
+
+    ``module``: the Python module; "__main__" for a script's own, which cannot be imported by name; "" where none is known. ``file``: the name of the
+    file that did ("moe.py", "libmine.so"), for people; "" where that is not known."""
+
+    module: str = ""
+    file: str = ""
+
+
+@dataclass(frozen=True)
 class Manifest:
     format_version: tuple[int, int]
     required_features: tuple[str, ...]
@@ -432,3 +444,4 @@ class Manifest:
     created: str = ""  # date, ISO 8601, UTC
     notes: dict[str, str] = field(default_factory=dict)  # what is worth telling a person, never read by the runtime
     targets: tuple[Target, ...] = ()  # further ones, for each of which every library has a build
+    operators: dict[str, OperatorSpec] = field(default_factory=dict)  # that libraries call and PyTorch does not have, "mine::cube"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from .grad import LoadedGrad
 from .host import choose
 from .manifest import EntrySpec, Manifest, StructureSpec
 from .module import LoadedModule
+from .operators import check_registered, import_modules
 from .plan import ROLES, Library, State, check_weight
 from .signatures import Key, Policy, admission
 from .step import LoadedStep
@@ -131,6 +132,7 @@ def load(
     device: str | torch.device | None = None,
     cudagraphs: bool = False,
     target: str | None = None,
+    imports: Sequence[str] = (),
     signature: Policy | None = None,
     key: Key | None = None,
 ) -> Package:
@@ -142,18 +144,24 @@ def load(
     then takes tensors on that device, and runs on the caller's current stream of it. ``cudagraphs``: calls are captured as CUDA graphs, one for each
     list of shapes, and replayed (:mod:`.cudagraphs`); ``Package.cudagraphs`` counts them, and why a call could not be.
 
+    ``imports``: names of modules to import first, such as register operators that the package calls; nothing else is imported, whatever the package
+    says.
+
     ``signature``, ``key``: the signature in ``PATH.sig`` must be by the owner of the public key in the file ``key``: always ("require", the
     default with a key), where there is one ("if-present"), or is not looked at ("off", the default without). It is checked before anything in
     the package is used, and what is used are the bytes that were checked; :class:`SignatureError` where they are refused.
 
     Raises :class:`PackageError` where the file is not a whole package,
-    :class:`IncompatibleError` where it was built for something else than this machine, :class:`WeightsError` where weights do not fit.
+    :class:`IncompatibleError` where it was built for something else than this machine, or calls operators that nobody has registered in this process,
+    :class:`WeightsError` where weights do not fit.
     Loading a package, like importing a module, lets its author's code run when it is called.
     """
     archive = open_package(Path(path), admit=admission(signature, key))
     asked = _device(device)
     archive.choose(choose(archive.manifest, target, asked, path))
     manifest = archive.manifest
+    import_modules(imports)
+    check_registered(manifest, path)
     tensors = load_weights(archive) if manifest.has_weights else {}
     if weights is not None:
         unknown = sorted(weights.keys() - manifest.weights.keys())

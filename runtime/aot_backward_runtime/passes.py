@@ -17,6 +17,7 @@ from .expressions import evaluate
 from .guards import Contract, Fast, check_ambient, check_kind, laid_out
 from .interpreter import Run
 from .manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
+from .operators import unregistered
 from .plan import Library
 from .structures import check_against
 from .tape import CALLS_OUT, Op, Slot, Tape
@@ -247,6 +248,8 @@ class Structure:
     def __init__(self, tape: Tape, spec: StructureSpec | None, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
         self.tape, self.spec = tape, spec
         self.variants = [CompiledPass(v, tape, libraries, constants) for v in (spec.variants if spec else ())]
+        called = [s.library for v in self.variants for s in v.spec.segments if s.library]
+        self.missing = unregistered(o for name in called for o in libraries[name].spec.operators)  # operators that nobody has registered yet
         self._telling = _telling([v.spec for v in self.variants])
         self._fast: dict[tuple[int, ...], _Remembered] = {}  # by the sizes that tell passes apart
 

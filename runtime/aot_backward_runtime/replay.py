@@ -22,7 +22,8 @@ from .engine import Session
 from .errors import InputError, MissError
 from .function_code import PlainContext, digest_of
 from .interpreter import Run
-from .manifest import StructureSpec
+from .manifest import OperatorSpec, StructureSpec
+from .operators import told, unregistered
 from .package import Package, load
 from .passes import Operands, Structure
 from .plan import Library
@@ -82,8 +83,10 @@ class Replaying(Session):
         self._specs: dict[str, StructureSpec] = {}
         self._libraries: Mapping[str, Library] = {}
         self._constants: Mapping[str, torch.Tensor] = {}
+        self._operators: Mapping[str, OperatorSpec] = {}
         if package is not None:
             self._specs, self._libraries, self._constants = package.recorded(entry)
+            self._operators = package.manifest.operators
         self._met: dict[str, Structure] = {}
         self._numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
         self._said: set[str] = set()
@@ -145,6 +148,10 @@ class Replaying(Session):
                 raise InputError("anomaly mode looks at every node: the tape is interpreted")
             if structure.spec is None:
                 raise InputError(self._unknown(structure.tape))
+            if structure.missing:
+                structure.missing = unregistered(structure.missing)  # the script may have imported what registers them by now
+                if structure.missing:
+                    raise InputError(f"the package {told(structure.missing, self._operators)}")
             admitted = structure.admit(operands)
             admitted.variant.check_leaves(operands)
         except InputError as miss:
@@ -245,16 +252,22 @@ class _Bound:
 
 
 def replay(
-    path: str | os.PathLike[str], *, entry: str | None = None, strict: bool = False, signature: Policy | None = None, key: Key | None = None
+    path: str | os.PathLike[str],
+    *,
+    entry: str | None = None,
+    strict: bool = False,
+    imports: Sequence[str] = (),
+    signature: Policy | None = None,
+    key: Key | None = None,
 ) -> Replaying:
     """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
 
     Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`); those that the engine
-    refuses run in eager. The engine's setting is process-wide: enter once, around everything that trains. ``signature`` and ``key`` are those
-    of :func:`load`. Raises what that raises, and :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry``
-    names none.
+    refuses run in eager. The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are
+    those of :func:`load`; a pass that calls operators which nobody has registered when it runs is interpreted. Raises what
+    that raises, and :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
     """
-    return Replaying(load(path, signature=signature, key=key), entry, strict=strict)
+    return Replaying(load(path, imports=imports, signature=signature, key=key), entry, strict=strict)
 
 
 class _Ear:

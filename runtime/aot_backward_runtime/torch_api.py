@@ -70,6 +70,7 @@ __all__ = [
     "is_batched",
     "is_cache_empty",
     "is_functorch_wrapped",
+    "is_registered",
     "is_traced",
     "keeps_graph",
     "make_subclass",
@@ -103,6 +104,16 @@ def in_forward_mode() -> bool:
 def is_traced() -> bool:
     """Whether ``make_fx`` or ``torch.export`` records what operators are called."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_registered(operator: str) -> bool:
+    """Whether the dispatcher has the operator ("aten::add.Tensor"), whoever registered it. Nothing is looked up in modules."""
+    name, _, overload = operator.partition(".")
+    try:
+        _C._dispatch_find_schema_or_throw(name, overload)
+    except RuntimeError:
+        return False
+    return True
 
 
 def refuse_duals(tensors: Iterable[Any]) -> None:

@@ -1,0 +1,98 @@
+"""What registered the operators that a package calls, and PyTorch itself does not have: whoever loads the package must have them, too."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from aot_backward_runtime.manifest import Manifest, OperatorSpec
+
+from . import torch_api
+
+log = logging.getLogger("aot_backward")
+
+
+def operators_of(manifest: Manifest) -> dict[str, OperatorSpec]:
+    """The operators that the libraries call and PyTorch does not have, with what registered each here; where nothing did, as ``manifest`` says."""
+    called = sorted({o for spec in manifest.libraries.values() for build in spec.every_build for o in build.operators})
+    found = {o: _registered_by(o) for o in called if o.partition("::")[0] not in torch_api.NAMESPACES}
+    theirs = {o: s for o, s in found.items() if s.module.partition(".")[0] != "torch"}
+    return {o: s if s != OperatorSpec() else manifest.operators.get(o, s) for o, s in theirs.items()}
+
+
+def say(operators: Mapping[str, OperatorSpec]) -> None:
+    """Logs what whoever loads a package that calls these must do."""
+    by_source: dict[OperatorSpec, list[str]] = {}
+    for operator, spec in operators.items():
+        by_source.setdefault(spec, []).append(operator)
+    for spec, names in by_source.items():
+        log.warning("the package calls %s, %s", ", ".join(names), _advice(spec))
+
+
+def _advice(spec: OperatorSpec) -> str:
+    if spec.module == "__main__":
+        return (
+            f"which the script{spec.file and f' {spec.file}'} registers, and that cannot be imported by name where the package is loaded: move the "
+            "operator to a module of its own, which whoever loads the package imports"
+        )
+    if spec.module:
+        return (
+            f"which the Python module {spec.module!r}{spec.file and f' ({spec.file})'} registers: whoever loads the package imports it: "
+            f"load(path, imports=[{spec.module!r}]), --import {spec.module} on the command line"
+        )
+    return f"which {spec.file or 'a compiled extension'} registers: whoever loads the package loads that first, by torch.ops.load_library()"
+
+
+def _registered_by(operator: str) -> OperatorSpec:
+    """By its ``torch.library.custom_op``; by what a C++ library says of itself (``m.set_python_module``); by the Python file that defined it, or that
+    registered what a trace must know of it; by a compiled extension that has its name."""
+    name, _, overload = operator.partition(".")
+    module = sys.modules.get(torch_api.module_of_custom_op(name))
+    if module is not None:
+        return _spec(module)
+    if (stub := torch_api._dispatch_pystub(name, overload)) is not None:
+        return OperatorSpec(stub[0])
+    for place in torch_api.places_of_operator(name, overload):
+        if (module := next((m for m in _modules() if _file(m) == Path(place)), None)) is not None:
+            return _spec(module)
+    extensions = [file for file in map(Path, torch.ops.loaded_libraries) if file.is_file() and _holds(file, name)]
+    return OperatorSpec(file=extensions[0].name if len(extensions) == 1 else "")
+
+
+def _modules() -> Iterator[ModuleType]:
+    """Those that are imported, but for torch's own, through which others register; ``__main__`` last: a script may have imported itself by name."""
+    yield from (m for n, m in list(sys.modules.items()) if isinstance(m, ModuleType) and n.partition(".")[0] not in ("__main__", "torch"))
+    yield sys.modules["__main__"]
+
+
+def _file(module: ModuleType) -> Path | None:
+    file = vars(module).get("__file__")
+    return Path(file) if isinstance(file, str) else None
+
+
+def _spec(module: ModuleType) -> OperatorSpec:
+    file = _file(module)
+    return OperatorSpec(module.__name__ if _importable(module) else "__main__", file.name if file is not None else "")
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether an import of that name would find the same file, were the module not imported yet."""
+    top = module.__name__.partition(".")[0]
+    whole = sys.modules.get(top)
+    if top == "__main__" or whole is None:
+        return False
+    found = next((s for finder in sys.meta_path if (s := finder.find_spec(top, None)) is not None), None)
+    file = _file(whole)
+    return found is not None and (found.origin is None or file is None or Path(found.origin).resolve() == file.resolve())
+
+
+def _holds(file: Path, name: str) -> bool:
+    """Whether a library has both parts of an operator's name among its strings."""
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return all(content.find(part.encode()) >= 0 for part in name.split("::"))

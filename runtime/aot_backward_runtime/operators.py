@@ -1,0 +1,85 @@
+"""Operators that a package calls and PyTorch itself does not have: whether somebody has registered them in this process, and who could.
+
+A package never imports anything: it only says what registered its operators when it was exported. What is imported is what the caller names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Mapping
+
+from .errors import IncompatibleError, InputError, PackageError
+from .manifest import Manifest, OperatorSpec
+from .torch_api import is_registered
+
+_OPERATOR = re.compile(r"\w+::\w+(\.\w+)?", re.ASCII)
+_MODULE = re.compile(r"(\w+(\.\w+)*)?")
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Imports the modules of these names; :class:`InputError` where one of them is no module that can be imported."""
+    if isinstance(names, str):
+        raise InputError(f"imports is {names!r}; expected a list of names of modules, [{names!r}]")
+    for name in names:
+        if not isinstance(name, str) or not name or name.startswith("."):
+            raise InputError(f"imports has {name!r}; expected the name of a module, such as 'package.module'")
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever the module's own code raises
+            raise InputError(
+                f"imports: the module {name!r} could not be imported ({type(error).__name__}: {error}); it must be on the path of this process "
+                f"(sys.path, PYTHONPATH)"
+            ) from error
+
+
+def check_registered(manifest: Manifest, path: object, *, recorded_too: bool = False) -> None:
+    """:class:`IncompatibleError` where an entry calls operators that nobody has registered here. It names them all, and what registers them.
+
+    ``recorded_too``: also recorded passes. They are served to a script that has operators of its own, and may import them after it has loaded the
+    package, so loading does not ask for these."""
+    recorded = {s.library for e in manifest.entries.values() for t in e.structures for v in t.variants for s in v.segments if s.library}
+    if recorded_too:
+        recorded = set()
+    called = [o for name, spec in manifest.libraries.items() if name not in recorded for o in spec.operators]
+    for operator in (*manifest.operators, *(o for spec in manifest.libraries.values() for o in spec.operators)):
+        spec = manifest.operators.get(operator, OperatorSpec())
+        if not _OPERATOR.fullmatch(operator) or not _MODULE.fullmatch(spec.module) or not spec.file.isprintable():
+            raise PackageError(f"corrupt package {path}: it calls {operator!r} of {(spec.module or spec.file)!r}, which is no operator")
+    if missing := unregistered(called):
+        raise IncompatibleError(f"{path} {told(missing, manifest.operators)}")
+
+
+def unregistered(operators: Iterable[str]) -> list[str]:
+    """Those of ``operators`` ("mine::cube", "mine::cube.out") that this process does not have."""
+    return [o for o in dict.fromkeys(operators) if not is_registered(o)]
+
+
+def told(missing: Iterable[str], specs: Mapping[str, OperatorSpec]) -> str:
+    """What is missing here, what registered it at export, and what to do."""
+    by_source: dict[OperatorSpec, list[str]] = {}
+    for operator in missing:
+        by_source.setdefault(specs.get(operator, OperatorSpec()), []).append(operator)
+    return "; ".join(f"calls {', '.join(operators)}, {_source(spec)}" for spec, operators in by_source.items())
+
+
+def _source(spec: OperatorSpec) -> str:
+    how = "imports=[{0!r}] of load() and replay(), --import {0} on the command line"
+    if spec.module == "__main__":
+        return (
+            f"which a script{spec.file and f', {spec.file},'} registered that cannot be imported by name: move the operator to a module of its own, "
+            f"and import that first, or have it imported: {how.format('MODULE')}"
+        )
+    if spec.module and spec.module in sys.modules:
+        return f"which the Python module {spec.module!r} registered at export; the one that is imported here does not: is it another version of it?"
+    if spec.module:
+        return (
+            f"which the Python module {spec.module!r} registers, and nobody has imported it here: import it first, or have it imported: "
+            f"{how.format(spec.module)}"
+        )
+    if spec.file:
+        who, what = f"which the compiled extension {spec.file} registers, and nobody has loaded it here", f"torch.ops.load_library('…/{spec.file}')"
+    else:
+        who, what = "which nobody has registered here, and the package does not say who does", "torch.ops.load_library(FILE)"
+    return f"{who}: {what} first, or import the module that does so: {how.format('MODULE')}"
