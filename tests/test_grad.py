@@ -132,7 +132,7 @@ def test_state_goes_both_ways(package: Path) -> None:
     before = {n: t.clone() for n, t in state.items()}
     with pytest.raises(WeightsError, match=r"missing \['net\.0\.bias'\], unexpected \['other'\]"):
         pull.load_state_dict({**{n: torch.zeros_like(t) for n, t in state.items() if n != "net.0.bias"}, "other": torch.zeros(1)})
-    with pytest.raises(WeightsError, match=r"net\.0\.bias has shape \(7,\)"):
+    with pytest.raises(WeightsError, match=r"net\.0\.bias' has shape \(7,\)"):
         pull.load_state_dict({**{n: torch.zeros_like(t) for n, t in state.items()}, "net.0.bias": torch.zeros(7)})
     torch.testing.assert_close(pull.state_dict(), before)
 

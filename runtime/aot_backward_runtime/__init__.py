@@ -18,6 +18,7 @@ from .errors import (
     MissError,
     PackageError,
     SignatureError,
+    StateDictError,
     StateError,
     WeightsError,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "Package",
     "PackageError",
     "SignatureError",
+    "StateDictError",
     "StateError",
     "WeightsError",
     "load",

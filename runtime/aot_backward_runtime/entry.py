@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import torch_api
+from . import tensor_values, torch_api
 from .errors import InputError, WeightsError
 from .guards import Fast
 from .manifest import EntrySpec
@@ -127,15 +127,13 @@ class Entry:
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], strict: bool) -> None:
         """Copies ``tensors`` into ``own`` in place; nothing is changed where one of them does not fit."""
-        missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-        if strict and (missing or unexpected):
-            raise WeightsError(f"state of entry {self.name!r}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}")
-        for name in own.keys() & tensors.keys():
-            if tensors[name].shape != own[name].shape:
-                raise WeightsError(f"{name} has shape {tuple(tensors[name].shape)}; the package was compiled for {tuple(own[name].shape)}")
-        with torch.no_grad():
-            for name in own.keys() & tensors.keys():
-                own[name].copy_(tensors[name])
+        if not isinstance(tensors, Mapping):
+            raise WeightsError(
+                f"the state of entry {self.name!r} is a {type(tensors).__name__}; expected tensors by name, as state_dict() gives them"
+            )
+        if problem := tensor_values.unlike(own, tensors, strict=strict):
+            raise WeightsError(f"state of entry {self.name!r}: {problem}; nothing was changed")
+        tensor_values.write([(own[name], tensors[name]) for name in own if name in tensors])
 
 
 def _asked(parameters: frozenset[str] | None, tensors: Sequence[torch.Tensor]) -> frozenset[str]:

@@ -29,6 +29,10 @@ class WeightsError(AotBackwardError, ValueError):
     """Parameters or buffers do not fit the package; the old ones stay."""
 
 
+class StateDictError(WeightsError, RuntimeError):
+    """A ``state_dict`` does not fit a loaded module, and nothing was changed; a RuntimeError too, as ``nn.Module.load_state_dict`` raises."""
+
+
 class ExecutionError(AotBackwardError, RuntimeError):
     """Native code failed after its arguments had been found good, as when memory runs out."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from .errors import StateError
 from .parameter_groups import Numbers
 
 KEY = "loss_scale"
+_LARGEST = sys.float_info.max  # of Python's integers, too
 
 
 class LossScale:
@@ -28,8 +30,8 @@ class LossScale:
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             kinds = (int,) if name == "growth_interval" else (int, float)
-            if name not in ("growth_factor", "backoff_factor", "growth_interval") or type(value) not in kinds or not 0 < value < math.inf:
-                raise StateError(f"the loss scale's {name} is set to {value!r}; growth_factor, backoff_factor and growth_interval are positive")
+            if name not in ("growth_factor", "backoff_factor", "growth_interval") or type(value) not in kinds or not 0 < value <= _LARGEST:
+                raise StateError(f"the loss scale's {name} is set to {value!r:.60}; growth_factor, backoff_factor and growth_interval are positive")
         super().__setattr__(name, value)
 
     def get_scale(self) -> float:
@@ -37,9 +39,12 @@ class LossScale:
 
     def set_scale(self, scale: float) -> None:
         """:class:`StateError` where it is not a positive number, which float32 can hold."""
-        rounded = _float32(scale)
-        if not (rounded > 0 and math.isfinite(rounded)):
-            raise StateError(f"the loss scale is {scale!r}; expected a positive, finite number")
+        try:
+            rounded = _float32(scale)
+        except (OverflowError, RuntimeError, TypeError, ValueError):
+            rounded = math.nan
+        if isinstance(scale, str) or not (rounded > 0 and math.isfinite(rounded)):
+            raise StateError(f"the loss scale is {scale!r:.60}; expected a positive, finite number")
         self._scale = rounded
         self._numbers.set(-1, KEY, -1, rounded)
 
@@ -71,8 +76,8 @@ class LossScale:
             raise StateError(f"the state of the loss scale is {state!r:.120}; expected {sorted(expected)}, as torch.amp.GradScaler has it")
         for key, value in state.items():
             whole = key in ("growth_interval", "_growth_tracker")
-            if type(value) not in ((int,) if whole else (int, float)) or not 0 <= value < math.inf or (key != "_growth_tracker" and not value):
-                raise StateError(f"the loss scale's {key} is {value!r}; expected a positive number")
+            if type(value) not in ((int,) if whole else (int, float)) or not 0 <= value <= _LARGEST or (key != "_growth_tracker" and not value):
+                raise StateError(f"the loss scale's {key} is {value!r:.60}; expected a positive number")
         if not 0 < _float32(state["scale"]) < math.inf:
             raise StateError(f"the loss scale is {state['scale']!r}; expected a positive, finite number")
 
@@ -85,4 +90,4 @@ class LossScale:
 
 def _float32(value: float) -> float:
     """As ``GradScaler`` holds it."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(float(value), dtype=torch.float32))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import torch_api
+from . import tensor_values, torch_api
 from .entry import Admitted, Entry
-from .errors import GradientError, InputError, WeightsError
+from .errors import GradientError, InputError, StateDictError, WeightsError
 from .manifest import StateSpec
 from .plan import Binding, Lease, Runnable, Variant
 from .tree import unflatten
@@ -80,6 +80,29 @@ class LoadedModule(nn.Module):
             elif type(module) is not _Part:
                 module.train(mode)
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``, but all or nothing: :class:`StateDictError` names what does not fit before anything is changed."""
+        if isinstance(state_dict, Mapping) and not torch_api.has_loading_hooks(self):
+            self._aot_check_state(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _aot_check_state(self, given: Mapping[str, Any], strict: bool, assign: bool) -> None:
+        entry = self._aot_entry
+        own = {s.name: t for s, t in zip(entry.spec.state, self._aot_current(), strict=True)}
+        persistent = {s.name: own[s.name] for s in entry.spec.state if s.persistent}
+        if problem := tensor_values.unlike(persistent, {n: v for n, v in given.items() if n in persistent}, strict=strict):
+            raise StateDictError(f"state of entry {entry.name!r}: {problem}; nothing was changed")
+        added = tuple(f"{n}." for n, m in self.named_children() if type(m) is not _Part)  # the caller's own
+        others = {*dict(self.named_parameters(remove_duplicate=False)), *dict(self.named_buffers(remove_duplicate=False))} - own.keys()
+        unexpected = sorted(map(str, given.keys() - persistent.keys() - others))
+        if strict and (unexpected := [n for n in unexpected if not n.startswith(added)]):
+            raise StateDictError(f"state of entry {entry.name!r}: unexpected {unexpected[:5]}; nothing was changed")
+        if assign:
+            try:
+                entry.state.check([given.get(n, t).detach() if n in persistent else t for n, t in own.items()])
+            except WeightsError as error:
+                raise StateDictError(f"state of entry {entry.name!r}: {error}; nothing was changed") from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(self.__dict__.get("_modules", {}).get(name), _Part) and not isinstance(value, _Part):

@@ -164,8 +164,11 @@ def load(
     check_registered(manifest, path)
     tensors = load_weights(archive) if manifest.has_weights else {}
     if weights is not None:
-        unknown = sorted(weights.keys() - manifest.weights.keys())
-        if unknown:
+        if not isinstance(weights, Mapping):
+            raise WeightsError(
+                f"weights is a {type(weights).__name__}; expected tensors by their key, as {path} lists them: {sorted(manifest.weights)[:20]}"
+            )
+        if unknown := sorted(map(str, weights.keys() - manifest.weights.keys())):
             raise WeightsError(f"{path} has no weight {unknown[0]!r}; its weights: {sorted(manifest.weights)[:20]}")
         for key, tensor in weights.items():
             check_weight(key, tensor, manifest.weights[key])

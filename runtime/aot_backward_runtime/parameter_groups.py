@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -54,9 +55,12 @@ class Numbers:
         spec, _ = self._places[group, key, position]
         label = _label(group, key, position)
         try:
+            if isinstance(value, (str, bytes, bytearray)):
+                raise TypeError("float() would read it")
             number = float(value)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{label} is {value!r}; expected a number") from error
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: of a tensor that is complex, or on the meta device
+            shown = "an integer beyond float64" if isinstance(value, int) else f"{value!r:.60}"
+            raise InputError(f"{label} is {shown}; expected a number") from error
         if spec.allowed and not any(_inside(number, i) for i in spec.allowed):
             ways = " or ".join(map(_words, spec.allowed))
             raise InputError(f"{label} = {number:g}: {self.optimizer} computes otherwise then; compiled for {ways}: export a step for this value")
@@ -100,7 +104,7 @@ class Group(dict[str, Any]):
         """:class:`InputError` where ``value`` may not be set."""
         if key == "params":
             raise InputError("the parameters of a group are fixed in the compiled step; export a step with other groups")
-        if key in self._fixed and plain(value) != plain(super().__getitem__(key)):
+        if key in self._fixed and _differ(value, super().__getitem__(key)):
             raise InputError(
                 f"{_label(self._index, key, -1)} is fixed in the compiled step at {super().__getitem__(key)!r}, got {value!r}: export a step for it"
             )
@@ -123,7 +127,7 @@ class Group(dict[str, Any]):
         if not isinstance(value, (tuple, list)) or len(value) != len(before):
             raise InputError(f"{_label(self._index, key, -1)} is {value!r}; expected {len(before)} numbers")
         for i, (old, new) in enumerate(zip(before, value, strict=True)):
-            if i not in positions and old != new:
+            if i not in positions and _differ(old, new):
                 raise InputError(f"{_label(self._index, key, i)} is fixed in the compiled step at {old!r}, got {new!r}: export a step for it")
         return [(p, value[p]) for p in positions]
 
@@ -185,14 +189,23 @@ def options_in(text: str, what: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """An option as JSON has it: tensors of one element as numbers, tuples as lists."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    """An option as JSON has it: tensors of one element and NumPy's numbers as Python's, tuples as lists."""
+    if isinstance(value, torch.Tensor) and not value.is_meta and value.numel() == 1:
         return value.item()
+    if type(value) not in (bool, int, float) and isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, (tuple, list)):
         return [plain(v) for v in value]
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
     return value
+
+
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return bool(plain(one) != plain(other))
+    except (RuntimeError, TypeError, ValueError):  # a tensor of several elements is neither equal nor not
+        return True
 
 
 def _label(group: int, key: str, position: int) -> str:

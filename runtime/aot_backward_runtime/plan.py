@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import torch_api
+from . import tensor_values, torch_api
 from .errors import IncompatibleError, InputError, WeightsError
 from .expressions import evaluate
 from .guards import Contract, Fast, check_ambient, dtype_of
@@ -146,18 +146,23 @@ class State:
             raise
         if addresses != self.binding[1] or self._same is None or not self._looks_the_same(current):
             self._same = None
-            tensors = dict(self._fixed)
-            for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
-                check_weight(name, tensor, spec, self._device)
-                if key not in tensors:
-                    tensors[key] = tensor.detach()  # what is there now, also if the parameter is given other memory (.data = …) later
-                elif tensors[key].data_ptr() != tensor.data_ptr():
-                    tied = next(n for n, k, _ in self._weights if k == key)
-                    raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
+            tensors = self.check(current)
             self.binding = (tensors, self.binding[1] if addresses == self.binding[1] else addresses)
             own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
             self._same = Fast(own).check if own else lambda: True
         return self.binding
+
+    def check(self, current: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``current``, and what is fixed, by weight key; :class:`WeightsError` where libraries could not be bound to it."""
+        tensors = dict(self._fixed)
+        for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
+            check_weight(name, tensor, spec, self._device)
+            if key not in tensors:
+                tensors[key] = tensor.detach()  # what is there now, also if the parameter is given other memory (.data = …) later
+            elif tensors[key].data_ptr() != tensor.data_ptr():
+                tied = next(n for n, k, _ in self._weights if k == key)
+                raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
+        return tensors
 
     def _looks_the_same(self, current: Sequence[torch.Tensor]) -> bool:
         """In C, but for ties, whose later names must hold the very tensor of the first (the check in C takes no tensor twice)."""
@@ -173,6 +178,8 @@ def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec, device: torc
     """:class:`WeightsError` where native code compiled for ``spec``, which runs on ``device``, could not read ``tensor``."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch_api.is_functorch_wrapped(tensor):
         raise WeightsError(f"{name} is a {type(tensor).__qualname__} that native code cannot read; expected a plain tensor or Parameter")
+    if problem := tensor_values.unplain(tensor):
+        raise WeightsError(f"{name} {problem}")
     if device is not None and tensor.device != device:
         raise WeightsError(
             f"{name} is on {tensor.device}; the loaded code runs on {device}: move it back, or load(path, device={str(tensor.device)!r})"
@@ -181,6 +188,8 @@ def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec, device: torc
         raise WeightsError(f"{name} has dtype {tensor.dtype}; the package was compiled for torch.{spec.dtype}: export it with that dtype")
     if tuple(tensor.shape) != spec.shape:
         raise WeightsError(f"{name} has shape {tuple(tensor.shape)}; the package was compiled for {spec.shape}")
+    if problem := tensor_values.unbacked(tensor):
+        raise WeightsError(f"{name} {problem}")
     if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), spec.stride, strict=True)):
         raise WeightsError(f"{name} has strides {tensor.stride()}; the package was compiled for {spec.stride}: copy it into the old tensor instead")
     if tensor.is_cuda and tensor.numel() and tensor.data_ptr() % 16:

@@ -20,7 +20,7 @@ from .grad import BoundParameter
 from .guards import Fast
 from .loss_scale import LossScale
 from .plan import Binding, Runnable
-from .training_state import TrainingState
+from .training_state import Change, TrainingState
 from .tree import unflatten
 
 if TYPE_CHECKING:
@@ -333,9 +333,17 @@ class LoadedStep(torch.optim.Optimizer):
         """Takes over ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}`` of an eager training, or :meth:`state_dict`'s.
         :class:`StateError` or :class:`InputError` names what does not fit; then nothing was changed."""
         with self._lock:
-            self._state.load_state_dict(state_dict)
-            self.zero_grad()
+            self._take(self._state.checked(state_dict))
             self._spoilt = ""
+
+    def _take(self, change: Change) -> None:
+        """``change`` becomes the state, also where an interrupt comes in between."""
+        self._last = None
+        try:
+            self._state.take(change)
+        except BaseException:
+            self._state.take(change)
+            raise
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
         """Writes the whole state of training to ``path``, whole or not at all: parameters, buffers, the optimizer's state, the groups' numbers,
@@ -368,9 +376,16 @@ class LoadedStep(torch.optim.Optimizer):
         with self._lock:
             state, averaging = self._state, self._averaging
             if averaging is None:
-                states, extra = state.resume(path)
+                change, states, extra = state.read(path, random)
+                self._take(change)
             else:
-                states, extra = averaging.by_first(lambda: state.resume(path))
+
+                def first() -> tuple[dict[str, torch.Tensor], Any]:
+                    change, states, extra = state.read(path, random)
+                    self._take(change)
+                    return states, extra
+
+                states, extra = averaging.by_first(first)
                 self._follow_first(averaging)
             self._last, self._spoilt, self._buffers_due = None, "", True
             rank = f"/{number}" if (number := self._rank()) else ""

@@ -64,6 +64,7 @@ __all__ = [
     "execution_engine",
     "foreach_add_",
     "foreach_copy_",
+    "has_loading_hooks",
     "in_a_mode",
     "in_forward_mode",
     "in_functorch",
@@ -72,6 +73,7 @@ __all__ = [
     "is_functorch_wrapped",
     "is_registered",
     "is_traced",
+    "is_wrapper",
     "keeps_graph",
     "make_subclass",
     "matmul_precision",
@@ -99,6 +101,16 @@ def in_functorch() -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is at work: ``torch.autograd.forward_ad.dual_level``, ``torch.func.jvp``."""
     return forward_ad._current_level >= 0
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for others (DTensor, fake tensors, those inside ``vmap``) and holds no values that C++ could copy."""
+    return is_functorch_wrapped(tensor) or _C._dispatch_keys(tensor).has(_C.DispatchKey.Python)
+
+
+def has_loading_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks may give the tensors of a state other names before it is loaded."""
+    return any(m._load_state_dict_pre_hooks for m in module.modules())
 
 
 def is_traced() -> bool:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import loss_scale, state_file
+from . import loss_scale, state_file, tensor_values
 from .errors import AotBackwardError, StateError
 from .manifest import StepSpec
 from .parameter_groups import Group, Numbers, plain
+from .tensor_values import Copies
 
 Notes = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | None]
-_Copies = list[tuple[torch.Tensor, torch.Tensor]]
 _PROGRESS = ("count", "skipped", "accumulated")
+_LARGEST = 1 << 62
+_WRONG = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+"""What other shapes of dicts and lists, and numbers and tensors of other kinds, raise where they are looked at."""
 _LOSS = "loss_fn."
 
 
@@ -98,14 +102,15 @@ class TrainingState:
     def progress(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in _PROGRESS}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def checked(self, state: Mapping[str, Any]) -> Change:
+        """What eager's dicts come to, for :meth:`take`; :class:`StateError` says what does not fit."""
         try:
-            self._load_state_dict(state)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # before anything was written: other shapes of dicts and lists
+            return self._checked(state)
+        except _WRONG as error:
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise StateError(f"this is no state of a module and an optimizer: {what}") from error
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _checked(self, state: Mapping[str, Any]) -> Change:
         if not isinstance(state, Mapping) or not {"module", "optimizer"} <= state.keys():
             has = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise StateError(f'expected {{"module": net.state_dict(), "optimizer": optimizer.state_dict()}}, got {has}')
@@ -135,16 +140,13 @@ class TrainingState:
         progress["accumulated"] = 0  # gradients that wait are no part of it
         untouched = state.get("count") == 0 and self._first is not None and all(map(_equal, (v for _, v in slots), self._first))
         scaler = state.get("scaler")
-        if self.scaler is not None and scaler:  # an eager scaler that is switched off has an empty one
+        if self.scaler is None or not scaler:  # an eager scaler that is switched off has an empty one
+            scaler = None
+        else:
             self.scaler.check(scaler)
-        self._write(copies + slots, options)
-        if self.scaler is not None and scaler:
-            self.scaler.load_state_dict(scaler)
-        self.fresh = not named or untouched
-        for name, value in progress.items():
-            setattr(self, name, value)
+        return Change(copies + slots, options, progress, not named or untouched, scaler)
 
-    def _slots_from(self, named: Mapping[str, Mapping[str, Any]]) -> _Copies:
+    def _slots_from(self, named: Mapping[str, Mapping[str, Any]]) -> Copies:
         if not named:
             if self._first is None and self.slots:
                 raise StateError("the optimizer's state is empty, and this step was exported in the middle of a training: it knows no beginning")
@@ -164,11 +166,12 @@ class TrainingState:
                     if any(g.get("dampening") for g in self.groups) and any(s.get(key) is not None for s in named.values()):
                         raise StateError(f"{name!r} has no momentum yet and others have: with dampening its first step would be another one")
                     value = torch.zeros_like(tensor)  # eager's, before the first step
-                if not isinstance(value, torch.Tensor):
-                    value = torch.tensor(float(value)) if isinstance(value, (int, float)) else value
+                if type(value) in (int, float):
+                    value = torch.tensor(float(value))
                 if value is None:
                     raise StateError(f"the optimizer's state of {name!r} has no {key!r}; {self.spec.optimizer} needs it")
-                _check_shape(f"the optimizer's {key!r} of {name!r}", value, tensor)
+                if problem := tensor_values.misfit(value, tensor):
+                    raise StateError(f"the optimizer's {key!r} of {name!r} {problem}")
                 if first is not None and float(value) != float(first):
                     raise StateError(
                         f"the optimizer's {key!r} is {float(first):g} for {parameters[0]!r} and {float(value):g} for {name!r}; this step was "
@@ -197,16 +200,16 @@ class TrainingState:
         }
         state_file.write_state(path, tensors, about)
 
-    def resume(self, path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], Any]:
-        """Takes over what :meth:`save` wrote; the states of random generators, by name, and ``extra``."""
+    def read(self, path: str | os.PathLike[str], random: bool) -> tuple[Change, dict[str, torch.Tensor], Any]:
+        """What :meth:`save` wrote, for :meth:`take`; the states of random generators by name, looked at where ``random``; and ``extra``."""
         tensors, about = state_file.read_state(path)
         try:
-            return self._resume(tensors, about)
-        except (AotBackwardError, KeyError, TypeError, ValueError) as error:
+            return self._read(tensors, about, random)
+        except (AotBackwardError, *_WRONG) as error:
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise StateError(f"{path} does not fit this step: {what}") from error
 
-    def _resume(self, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+    def _read(self, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any], random: bool) -> tuple[Change, dict[str, torch.Tensor], Any]:
         if about["optimizer"] != self.spec.optimizer:
             raise StateError(f"it was saved by {about['optimizer']}, this is {self.spec.optimizer}")
         theirs, ours = [g["parameters"] for g in about["groups"]], [list(g.parameters) for g in self.spec.groups]
@@ -217,28 +220,37 @@ class TrainingState:
         for name, tensor in tensors.items():
             kind, _, rest = name.partition("/")
             parts[kind][rest] = tensor
-        copies = self._fitting("module", self._whole, parts["module"]) + self._fitting("loss", self.loss, parts["loss"])
-        copies += self._fitting("optimizer", {f"{key}/{names[0]}": t for key, names, t in self.slots}, parts["optimizer"])
+        copies = self._fitting("module", self._whole, parts["module"], True) + self._fitting("loss", self.loss, parts["loss"], True)
+        copies += self._fitting("optimizer", {f"{key}/{names[0]}": t for key, names, t in self.slots}, parts["optimizer"], True)
         progress = {name: _count(name, about[name]) for name in _PROGRESS}
-        if progress["accumulated"]:
-            copies += self._fitting("gradient", self.gradients, parts["gradient"])
+        if progress["accumulated"] and not self.gradients:
+            raise StateError(f"gradients of {progress['accumulated']} calls wait in it, which this step was exported without (accumulate=True)")
+        copies += self._fitting("gradient", self.gradients if progress["accumulated"] else {}, parts["gradient"], True)
         options = [g["options"] for g in about["groups"]]
         self._check_options(options)
-        extra, fresh, scaler = about["extra"], bool(about["fresh"]), about.get("scaler")
+        fresh, scaler = about["fresh"], about.get("scaler")
+        if not isinstance(fresh, bool):
+            raise StateError(f"fresh is {fresh!r}; expected true or false")
         if (scaler is None) != (self.scaler is None):
             raise StateError(f"it has {'no' if scaler is None else 'a'} loss scale, and this step has {'one' if scaler is None else 'none'}")
         if self.scaler is not None:
             self.scaler.check(scaler)
-        self._write(copies, options)
-        self._go_on(progress, fresh, scaler)
-        return parts["random"], extra
+        for name, state in parts["random"].items() if random else ():
+            _check_random(name, state)
+        return Change(copies, options, progress, fresh, scaler), parts["random"], about["extra"]
 
-    def _go_on(self, progress: Mapping[str, int], fresh: bool, scaler: Mapping[str, Any] | None) -> None:
-        if self.scaler is not None and scaler is not None:
-            self.scaler.load_state_dict(scaler)
-        for name, value in progress.items():
+    def take(self, change: Change) -> None:
+        """What was checked becomes the state; after an interrupt inside it may be called again."""
+        tensor_values.write(change.copies)
+        for group, given in zip(self.groups, change.options, strict=True):
+            for key, value in given.items():
+                if key not in _FORM:
+                    group.put(key, value)
+        if self.scaler is not None and change.scaler is not None:
+            self.scaler.load_state_dict(change.scaler)
+        for name, value in change.progress.items():
             setattr(self, name, value)
-        self.fresh = fresh
+        self.fresh = change.fresh
         self.waiting(self.accumulated)
 
     # another process
@@ -255,11 +267,12 @@ class TrainingState:
     def follow(self, notes: Notes) -> None:
         """Options, counts and all become those of a process with the same package. :meth:`tensors` are not changed."""
         options, progress, fresh, scaler = notes
-        self._write([], options)
-        self._go_on(progress, fresh, scaler)
+        self.take(Change([], options, progress, fresh, scaler))
 
     def _check_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         for group, given in zip(self.groups, options, strict=True):
+            if not isinstance(given, Mapping):
+                raise StateError(f"the options of a parameter group are a {type(given).__name__}; expected a dict")
             for key in sorted(group.own - given.keys() - set(_FORM)):
                 if group[key] is not False and group[key] is not None:  # what an older torch did not have yet is off
                     raise StateError(f"a parameter group has no {key!r}; in this step it is {group[key]!r}")
@@ -267,22 +280,23 @@ class TrainingState:
                 if key not in _FORM:
                     group.check(key, value)
 
-    def _write(self, copies: _Copies, options: Sequence[Mapping[str, Any]]) -> None:
-        with torch.no_grad():
-            for own, value in copies:
-                own.copy_(value)
-        for group, given in zip(self.groups, options, strict=True):
-            for key, value in given.items():
-                if key not in _FORM:
-                    group.put(key, value)
-
-    def _fitting(self, what: str, own: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> _Copies:
-        missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-        if missing or unexpected:
-            raise StateError(f"{what} state: missing {missing[:5] or 'nothing'}, unexpected {unexpected[:5] or 'nothing'}")
-        for name, tensor in own.items():
-            _check_shape(f"{what} {name!r}", given[name], tensor)
+    def _fitting(self, what: str, own: Mapping[str, torch.Tensor], given: Any, exactly: bool = False) -> Copies:
+        if not isinstance(given, Mapping):
+            raise StateError(f"{what} state is a {type(given).__name__}; expected tensors by name")
+        if problem := tensor_values.unlike(own, given, exactly=exactly):
+            raise StateError(f"{what} state: {problem}")
         return [(tensor, given[name]) for name, tensor in own.items()]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A state that was found good, on its way in."""
+
+    copies: Copies
+    options: Sequence[Mapping[str, Any]]
+    progress: Mapping[str, int]
+    fresh: bool
+    scaler: Mapping[str, Any] | None
 
 
 _FORM = ("foreach", "fused", "capturable", "differentiable")
@@ -294,17 +308,18 @@ def _equal(value: torch.Tensor, own: torch.Tensor) -> bool:
 
 
 def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise StateError(f"{name} is {value!r}; expected a count")
-    return int(value)
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise StateError(f"{name} is {value!r:.60}; expected a count")
+    return value
 
 
-def _check_shape(what: str, value: Any, own: torch.Tensor) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise StateError(f"{what} is a {type(value).__name__}; expected a tensor")
-    if value.shape != own.shape and (own.dim() != 0 or value.numel() != 1):
-        raise StateError(f"{what} has shape {tuple(value.shape)}; this step was compiled for {tuple(own.shape)}")
-    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-        raise StateError(f"{what} is a tensor of layout {value.layout} on {value.device}; expected a plain one: pass .to_dense(), or its values")
-    if value.is_complex() and not own.is_complex():
-        raise StateError(f"{what} is complex; this step was compiled for {own.dtype}")
+def _check_random(name: str, state: torch.Tensor) -> None:
+    """:class:`StateError` where torch's generator would not take ``state``: tried on another one."""
+    kind = name.partition("/")[0]
+    if state.dtype != torch.uint8 or state.dim() != 1:
+        raise StateError(f"the random state {name!r} is {state.dtype} of shape {tuple(state.shape)}; expected a row of bytes")
+    if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):
+        try:
+            torch.Generator(kind).set_state(state)
+        except RuntimeError as error:
+            raise StateError(f"the random state {name!r} is none ({str(error).splitlines()[0]}); resume(…, random=False) does without") from error
