@@ -18,7 +18,7 @@ from aot_backward_runtime.function_code import PlainContext
 from aot_backward_runtime.interpreter import Run
 from aot_backward_runtime.package import Package, load
 from aot_backward_runtime.passes import Operands, Structure
-from aot_backward_runtime.replay import Replaying
+from aot_backward_runtime.replay import MAX_STRUCTURES, Replaying
 from aot_backward_runtime.tape import Tape, slots
 from aot_backward_runtime.targets import targets_of
 
@@ -29,6 +29,7 @@ from .package import check_destination
 Progress = Callable[[str, int, int], None]
 ENTRY = "backward"
 _KINDS = 8  # programs of one structure
+_OBSERVATIONS = 1024  # different passes of one structure: what none of them showed to change stays as it is
 
 
 @dataclass
@@ -55,9 +56,10 @@ class Met:
 class Collecting(Replaying):
     """A replay that watches the passes which it has to interpret. ``met``: by fingerprint."""
 
-    def __init__(self, package: Package | None, entry: str | None, *, strict: bool = False):
-        super().__init__(package, entry, strict=strict)
+    def __init__(self, package: Package | None, entry: str | None, *, strict: bool = False, max_structures: int = MAX_STRUCTURES):
+        super().__init__(package, entry, strict=strict, max_structures=max_structures)
         self.met: dict[str, Met] = {}
+        self.skipped: Counter[str] = Counter()
 
     @property
     def watched_some(self) -> bool:
@@ -65,6 +67,8 @@ class Collecting(Replaying):
         return any(m.observations for m in self.met.values())
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
+        if not self.keeps(structure):
+            return super().interpret(structure, operands)
         tape = structure.tape
         fingerprint = tape.fingerprint()
         if fingerprint not in self.met:
@@ -82,8 +86,21 @@ class Collecting(Replaying):
             start = time.perf_counter()
             results = super().interpret(structure, operands)
             met.seconds = min(met.seconds, time.perf_counter() - start)
-        met.observations[observation] = met.observations.get(observation, 0) + 1  # not of a pass that raised
+        if observation in met.observations or len(met.observations) < _OBSERVATIONS:
+            met.observations[observation] = met.observations.get(observation, 0) + 1  # not of a pass that raised
         return results
+
+    def worth_compiling(self) -> dict[str, Met]:
+        """What was met, by fingerprint; where structures kept changing, those that came more than once. The others go to ``skipped``."""
+        if not self.full:
+            return self.met
+        often = {f: m for f, m in self.met.items() if sum(m.observations.values()) > 1}
+        once = len(self.met) - len(often)
+        self.skipped[
+            f"the structure kept changing: after {self.max_structures} structures (max_structures), further ones were left to eager, and {once} of "
+            f"those that were recorded came once and are not compiled. {_CONSTANTS}"
+        ] += 1
+        return often
 
     def _watched(self, structure: Structure, operands: Operands, example: Example) -> list[torch.Tensor | None]:
         tape = structure.tape
@@ -96,6 +113,12 @@ class Collecting(Replaying):
         return [run.get(o) for o in tape.outputs]
 
 
+_CONSTANTS = (
+    "A number that changes from pass to pass and is part of a node, such as the limit of a clamp, makes a structure of its own: "
+    "as a 0-d tensor it would not. report.engine names the nodes that were new"
+)
+
+
 def _refuse_several(path: Path) -> None:
     there = [t.label for t in targets_of(open_package(path).manifest)]
     if len(there) > 1:
@@ -105,7 +128,7 @@ def _refuse_several(path: Path) -> None:
 class Recording(Collecting):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``skipped``: what could not be compiled, and why."""
 
-    def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None):
+    def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None, max_structures: int):
         if path is not None:
             check_destination(path)
         package = None
@@ -114,9 +137,8 @@ class Recording(Collecting):
             package = load(path)
         if package is not None and entry not in package.entries:
             package = None
-        super().__init__(package, entry)
+        super().__init__(package, entry, max_structures=max_structures)
         self.path, self.entry, self.target, self.progress = path, entry, target, progress
-        self.skipped: Counter[str] = Counter()
         self.recorded = 0
 
     def _missed(self, reason: str) -> None:
@@ -129,35 +151,42 @@ class Recording(Collecting):
         if done and self.path is not None and self.watched_some:
             from .compiled import add_passes
 
-            self.skipped += add_passes(self.path, self.entry, self.met, target=self.target, progress=self.progress)
+            self.skipped += add_passes(self.path, self.entry, self.worth_compiling(), target=self.target, progress=self.progress)
 
 
 class Saving(Collecting):
     """The context of ``replay(save_misses=FILE)``; ``skipped``: what could not be traced, and why."""
 
-    def __init__(self, package: Package, entry: str | None, strict: bool, to: Path):
+    def __init__(self, package: Package, entry: str | None, to: Path, *, strict: bool, max_structures: int):
         check_destination(to)
-        super().__init__(package, entry, strict=strict)
+        super().__init__(package, entry, strict=strict, max_structures=max_structures)
         self.to = to
-        self.skipped: Counter[str] = Counter()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if self.watched_some:
             from .misses import save_misses
 
-            self.skipped += save_misses(self.to, self.met)
+            self.skipped += save_misses(self.to, self.worth_compiling())
 
 
-def record(path: str | os.PathLike[str] | None = None, *, entry: str = ENTRY, target: str = "cpu", progress: Progress | None = None) -> Recording:
+def record(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    entry: str = ENTRY,
+    target: str = "cpu",
+    progress: Progress | None = None,
+    max_structures: int = MAX_STRUCTURES,
+) -> Recording:
     """A context in which every backward pass is watched; when it closes, what is new is compiled and put into the package at ``path``.
 
     Inside, passes are interpreted with eager's gradients; those that an existing package serves run from it. Sizes that changed between
     passes become dynamic, so let the script see at least two batch sizes. Each compiled pass is compared with the recorded numbers, and left
     out, with the reason in ``skipped``, where it differs or cannot be traced. ``path=None``: nothing is compiled, only :attr:`tapes` are kept.
-    Nothing is written where the block ends by an exception. Needs memory for two passes of each structure.
+    Nothing is written where the block ends by an exception. Needs memory for two passes of each structure. After ``max_structures`` new
+    structures, further ones are left to eager, and those that came only once are not compiled: ``skipped`` says so.
     """
-    return Recording(Path(path) if path is not None else None, entry, target, progress)
+    return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures)
 
 
 def observe(operands: Operands) -> Observation:

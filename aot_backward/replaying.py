@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aot_backward_runtime.package import load
-from aot_backward_runtime.replay import Replaying
+from aot_backward_runtime.replay import MAX_STRUCTURES, Replaying
 from aot_backward_runtime.replay import replay as replay_only
 from aot_backward_runtime.signatures import Key, Policy
 
@@ -21,6 +21,7 @@ def replay(
     imports: Sequence[str] = (),
     signature: Policy | None = None,
     key: Key | None = None,
+    max_structures: int = MAX_STRUCTURES,
 ) -> Replaying:
     """:func:`aot_backward_runtime.replay.replay`, which can also keep what it met and the package does not hold.
 
@@ -29,7 +30,8 @@ def replay(
     last pass. Needs memory for two passes of each structure that is missed.
     """
     if save_misses is None:
-        return replay_only(path, entry=entry, strict=strict, imports=imports, signature=signature, key=key)
+        return replay_only(path, entry=entry, strict=strict, imports=imports, signature=signature, key=key, max_structures=max_structures)
     from .record import Saving
 
-    return Saving(load(path, imports=imports, signature=signature, key=key), entry, strict, Path(save_misses))
+    package = load(path, imports=imports, signature=signature, key=key)
+    return Saving(package, entry, Path(save_misses), strict=strict, max_structures=max_structures)

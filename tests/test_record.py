@@ -67,8 +67,7 @@ def same(expected: Sequence[Sequence[Tensor | None]], actual: Sequence[Sequence[
                 assert float((e - a).norm()) <= 1e-5 * max(float(e.norm()), 0.05 * largest)
 
 
-@pytest.fixture(scope="session")
-def package() -> Path:
+def recorded_mlp() -> Path:
     """:func:`mlp` over several batches. Do not write to it."""
 
     def make(path: Path) -> None:
@@ -77,6 +76,11 @@ def package() -> Path:
         assert not recording.skipped
 
     return shared("recorded-mlp", make)
+
+
+@pytest.fixture(scope="session")
+def package() -> Path:
+    return recorded_mlp()
 
 
 def test_recording_gives_eagers_bits(tmp_path: Path) -> None:

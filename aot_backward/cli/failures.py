@@ -18,6 +18,10 @@ EXIT_CODES = (
 _DEBUG = "aot_backward.debug"
 
 
+class ScriptInterrupted(click.Abort):
+    """A script that the command ran was interrupted, and its traceback has been printed."""
+
+
 def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--debug``, before or after the name of the command."""
 
@@ -43,6 +47,9 @@ class Commands(click.Group):
             where = getattr(error, "ctx", None)  # only usage errors know their command
             hint = f" ({where.command_path} --help shows how)" if where is not None else ""
             code = _report(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
+        except ScriptInterrupted:
+            sys.excepthook = lambda *_: None
+            raise KeyboardInterrupt from None  # Python ends by the signal then, as it does after the script alone
         except click.Abort:
             code = _report("interrupted", INTERRUPTED)
         except BrokenPipeError:  # whoever read the output has gone, `aot-backward inspect … | head`

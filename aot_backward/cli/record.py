@@ -10,7 +10,7 @@ import click
 from .failures import EXIT_CODES, debug_option
 from .imports import import_option
 from .progress import shown
-from .script import Script, run_script
+from .script import Script, run_script, script_options
 
 
 @click.command(epilog=EXIT_CODES)
@@ -20,19 +20,20 @@ from .script import Script, run_script
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @debug_option
-@click.argument("script", type=Script(), metavar="TRAIN.py")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]…")
+@script_options
 @click.pass_context
-def record(context: click.Context, output: Path, entry: str, target: str, as_json: bool, script: Path, arguments: tuple[str, ...]) -> None:
+def record(context: click.Context, output: Path, entry: str, target: str, as_json: bool, script: Script, max_structures: int | None) -> None:
     """Run TRAIN.py as it is, and compile its backward passes into BW.pt2 when it ends.
 
     Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the script fails.
     """
+    from aot_backward_runtime.replay import MAX_STRUCTURES
+
     from ..record import record as recording
 
     with shown() as progress:
-        session = recording(output, entry=entry, target=target, progress=progress)
-        code = run_script(script, arguments, session)
+        session = recording(output, entry=entry, target=target, progress=progress, max_structures=max_structures or MAX_STRUCTURES)
+        code = run_script(script, session)
     if as_json:
         click.echo(json.dumps({**session.report.to_json(), "recorded": session.recorded, "skipped": dict(session.skipped)}), err=True)
     else:

@@ -10,7 +10,7 @@ import click
 
 from .failures import EXIT_CODES, debug_option
 from .imports import import_option
-from .script import Script, run_script
+from .script import Script, run_script, script_options
 from .signatures import signature_options
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 @signature_options
 @debug_option
 @click.argument("package", type=click.Path(path_type=Path), metavar="BW.pt2")
-@click.argument("script", type=Script(), metavar="TRAIN.py")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]…")
+@script_options
 @click.pass_context
 def replay(
     context: click.Context,
@@ -36,19 +35,23 @@ def replay(
     save_misses: Path | None,
     as_json: bool,
     package: Path,
-    script: Path,
-    arguments: tuple[str, ...],
+    script: Script,
     signature: Policy | None,
     key: Path | None,
+    max_structures: int | None,
 ) -> None:
     """Run TRAIN.py as it is, its backward passes from BW.pt2: no tracing, no compiler.
 
     A pass that the package does not hold is interpreted: the gradients are eager's, and the report says why.
     """
+    from aot_backward_runtime.replay import MAX_STRUCTURES
+
     from ..replaying import replay as replaying
 
-    session = replaying(package, entry=entry, strict=strict, save_misses=save_misses, signature=signature, key=key)
-    code = run_script(script, arguments, session)
+    session = replaying(
+        package, entry=entry, strict=strict, save_misses=save_misses, signature=signature, key=key, max_structures=max_structures or MAX_STRUCTURES
+    )
+    code = run_script(script, session)
     if as_json:
         click.echo(json.dumps(session.report.to_json()), err=True)
     else:

@@ -1,43 +1,144 @@
-"""Runs a person's script in this process, as ``python train.py ARGS…`` would, inside a context."""
+"""Runs a person's script in this process, as ``python train.py ARGS…`` or ``python -m package.module ARGS…`` would, inside a context."""
 
 from __future__ import annotations
 
+import builtins
 import runpy
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType, TracebackType
 from typing import Any
 
 import click
 
+from .failures import FAILED, ScriptInterrupted
 
-class Script(click.ParamType):
-    """A file of Python code."""
-
-    name = "TRAIN.py"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        path = Path(str(value))
-        if not path.is_file():
-            self.fail(f"{value} does not exist", param, ctx)
-        return path
+_OURS = ("aot_backward", "aot_backward_runtime", "aot_backward_exporters")
+_STARTS = (*_OURS, "runpy")  # whose frames stand before the script's first
 
 
-def run_script(script: Path, arguments: Sequence[str], context: AbstractContextManager[Any]) -> int:
-    """Runs ``script`` as ``__main__`` inside ``context``; its exit code. Its errors go up with their own traceback."""
-    before, first = sys.argv, sys.path[0]
-    sys.argv = [str(script), *arguments]
-    sys.path[0] = str(script.resolve().parent)
+@dataclass(frozen=True)
+class Script:
+    """``name``: a file of Python code, or with ``as_module`` what stands behind ``-m``."""
+
+    name: str
+    arguments: tuple[str, ...]
+    as_module: bool = False
+
+    def run(self) -> None:
+        if self.as_module:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            # not runpy.run_path, which would make sys.argv[0] the whole path that __file__ is
+            path = str(Path(self.name).absolute())
+            main = ModuleType("__main__")
+            main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
+            main.__dict__.update(__builtins__=builtins, __cached__=None)
+            sys.modules["__main__"] = main
+            exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 # what python does
+
+    @property
+    def folder(self) -> str:
+        """What Python puts first in ``sys.path``."""
+        return str(Path.cwd()) if self.as_module else str(Path(self.name).resolve().parent)
+
+
+def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument ``script``, a :class:`Script`, and the option ``max_structures``."""
+    most = click.option(
+        "--max-structures", type=click.IntRange(min=1), metavar="N",
+        help="After N structures that the package does not hold, leave further ones to eager.  [default: 128]",
+    )  # fmt: skip
+    words = "TRAIN.py | -m MODULE [ARGS]…"
+    return most(click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, callback=_parsed, metavar=words)(command))
+
+
+def _parsed(context: click.Context, parameter: click.Parameter, words: Sequence[str]) -> Script:
+    first, *rest = words
+    if first == "-m":
+        if not rest:
+            raise click.UsageError("-m needs the name of a module", context)
+        return Script(rest[0], tuple(rest[1:]), as_module=True)
+    path = Path(first)
+    if not path.exists():
+        raise click.UsageError(f"the script {first} does not exist", context)
+    if not path.is_file():
+        raise click.UsageError(f"the script {first} is not a file", context)
+    return Script(first, tuple(rest))
+
+
+def run_script(script: Script, context: AbstractContextManager[Any]) -> int:
+    """Runs ``script`` as ``__main__`` inside ``context``; its exit code.
+
+    What it raises is printed as Python prints it, without our frames, and ends the command with Python's exit status. What ``context`` raises,
+    a strict replay's :class:`MissError` included, goes up.
+    """
+    from aot_backward_runtime.errors import MissError
+
+    code = 0
+    with _as_main(script), context:
+        try:
+            script.run()
+        except SystemExit as end:
+            code = _exit_code(end)
+        except MissError:
+            raise
+        except BaseException as error:
+            _without_ours(error, set())
+            if isinstance(error, ImportError) and error.__traceback__ is None:  # runpy itself, which found no such module
+                raise click.ClickException(str(error)) from None
+            sys.excepthook(type(error), error, error.__traceback__)
+            if isinstance(error, KeyboardInterrupt):
+                raise ScriptInterrupted from None
+            raise click.exceptions.Exit(FAILED) from None
+    return code
+
+
+@contextmanager
+def _as_main(script: Script) -> Iterator[None]:
+    arguments, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
+    sys.argv = ["-m" if script.as_module else script.name, *script.arguments]  # runpy puts the module's file there
+    if not sys.flags.safe_path:
+        sys.path[0] = script.folder
     try:
-        with context:
-            try:
-                runpy.run_path(str(script), run_name="__main__")
-            except SystemExit as end:
-                if end.code is None or isinstance(end.code, int):
-                    return end.code or 0
-                click.echo(end.code, err=True)
-                return 1
-        return 0
+        yield
     finally:
-        sys.argv, sys.path[0] = before, first
+        sys.argv, sys.path[:], sys.modules["__main__"] = arguments, path, main
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return int(end.code or 0)
+    print(end.code, file=sys.stderr)
+    return FAILED
+
+
+def _without_ours(error: BaseException, seen: set[int]) -> None:
+    """Takes our frames out of the traceback, and out of those of the exceptions that it came of."""
+    if id(error) in seen:
+        return
+    seen.add(id(error))
+    steps = []
+    step = error.__traceback__
+    while step is not None:
+        steps.append(step)
+        step = step.tb_next
+    while steps and _home(steps[0]) in _STARTS:
+        del steps[0]
+    kept: TracebackType | None = None
+    for step in reversed(steps):
+        if _home(step) not in _OURS:
+            kept = TracebackType(kept, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    error.__traceback__ = kept
+    for other in (error.__cause__, error.__context__, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())):
+        if other is not None:
+            _without_ours(other, seen)
+
+
+def _home(step: TracebackType) -> str:
+    """The package that a frame's code is from."""
+    return str(step.tb_frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import torch_api
-from .errors import AotBackwardError
+from .errors import AotBackwardError, MissError
 from .interpreter import MATERIALIZE
 
 _sessions: list[Session] = []
@@ -22,6 +22,11 @@ _eager: Callable[..., Any] = torch_api.engine_run_backward
 _engine = torch_api.execution_engine
 _set_materialize_grads = torch.autograd.function.FunctionCtx.set_materialize_grads
 _modules = (torch.autograd, torch.autograd.graph)  # the first imports it by name
+_LEFT_BEHIND = 1024  # walks of the engine that ended without a program
+_LEFT_NODES = 40_000  # ... or this many nodes of such walks, but
+_LEFT_LEAST = 64  # never fewer walks than this: what was bound must be bound again then
+"""After these the engine's cache is emptied. It keeps a node of its own for each node that it walks, also of a pass that is then left to
+eager: 470 bytes a node (torch 2.13), and it compares the nodes that follow one node one by one, since its hash leaves their constants out."""
 
 
 class Session:
@@ -40,6 +45,8 @@ class Session:
         self.runs_in = 0  # the thread of the pass
         self.roots: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
+        self.largest = 0  # nodes of the largest structure that was recorded
+        self._left = 0  # walks since the engine's cache was empty that ended without a program
 
     # -- for subclasses
 
@@ -48,6 +55,11 @@ class Session:
 
     def left_to_eager(self, reason: str) -> None:
         raise NotImplementedError
+
+    def clear_cache(self) -> None:
+        """Forgets what was bound; the next pass of each structure is a binding pass again."""
+        self._left = 0
+        torch_api.clear_cache()
 
     # -- the context
 
@@ -58,7 +70,7 @@ class Session:
             )
         self._thread = threading.get_ident()
         self._prior = torch_api.set_autograd_compiler(self.recorder, True)
-        torch_api.clear_cache()  # an entry of the cache belongs to whoever recorded it
+        self.clear_cache()  # an entry of the cache belongs to whoever recorded it
         if not _sessions:
             for module in _modules:
                 module._engine_run_backward = _run  # type: ignore[attr-defined]
@@ -76,7 +88,7 @@ class Session:
                 module._engine_run_backward = _eager  # type: ignore[attr-defined]
             torch.autograd.function.FunctionCtx.set_materialize_grads = _set_materialize_grads  # type: ignore[method-assign]
             torch_api.set_execution_engine(_engine)
-        torch_api.clear_cache()
+        self.clear_cache()
         torch_api.set_autograd_compiler(*self._prior)
         self._prior = (None, False)
 
@@ -116,12 +128,17 @@ class Session:
             if self._off:
                 self.left_to_eager("ran beside a pass of another thread")
                 return self._without(roots, args, kwargs)
+            if self._left >= _LEFT_LEAST and (self._left >= _LEFT_BEHIND or self._left * self.largest >= _LEFT_NODES):
+                self.clear_cache()
             self.inside, self.running, self.runs_in = True, False, threading.get_ident()
             self.roots, self.targets = roots, args[3]
             try:
                 return _eager(roots, *args, **kwargs)
             except Exception as error:
                 if self.running:
+                    raise
+                self._left += 1
+                if isinstance(error, MissError):
                     raise
                 reason = " ".join(str(error).split()) or type(error).__name__
             finally:

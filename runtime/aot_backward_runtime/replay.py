@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +25,10 @@ from .interpreter import Run
 from .manifest import OperatorSpec, StructureSpec
 from .operators import told, unregistered
 from .package import Package, load
-from .passes import Operands, Structure
+from .passes import Admitted, Operands, Structure
 from .plan import Library
-from .recorder import Recorded, Recorder
+from .reasons import Reasons
+from .recorder import Recorded, Recorder, Refused
 from .schedule import eager_order
 from .signatures import Key, Policy
 from .tape import Tape
@@ -36,6 +37,12 @@ log = logging.getLogger("aot_backward.replay")
 _CALM = 8  # passes in a row that the package served, after which the engine is no longer asked for its reasons (they cost it time)
 
 _NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
+MAX_STRUCTURES = 128
+"""Structures that no package holds, in one context. Each has its tape kept: 1 to 4 kB a node."""
+_WORDS = 64  # new structures for which the engine says what was new: it copies all that it knows of the siblings, at each node
+_SAID = 64  # lines in the log
+_WINDOW = 64  # unknown passes that are recorded, to find those that the package holds, after the engine's cache was emptied
+_EVERY = 128  # one of as many is recorded at least, later on
 
 
 @dataclass
@@ -49,18 +56,18 @@ class Report:
 
     bindings: int = 0
     hits: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
-    eager: Counter[str] = field(default_factory=Counter)
-    engine: Counter[str] = field(default_factory=Counter)  # what the engine said of passes that its cache did not have
+    misses: Reasons = field(default_factory=Reasons)
+    eager: Reasons = field(default_factory=Reasons)
+    engine: Reasons = field(default_factory=Reasons)  # what the engine said of the first passes that its cache did not have
     saved: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "bindings": self.bindings,
             "hits": self.hits,
-            "misses": dict(self.misses),
-            "eager": dict(self.eager),
-            "engine": dict(self.engine),
+            "misses": self.misses.shown(),
+            "eager": self.eager.shown(),
+            "engine": self.engine.shown(),
             "seconds_saved": round(self.saved, 6),
         }
 
@@ -68,16 +75,18 @@ class Report:
         missed, eager = sum(self.misses.values()), sum(self.eager.values())
         lines = [f"{self.bindings} bound, {self.hits} hits, {missed} misses, {eager} left to eager; {self.saved:.3f} s saved"]
         for what, reasons in (("miss", self.misses), ("eager", self.eager), ("engine", self.engine)):
-            lines += [f"  {what} x{count}: {reason}" for reason, count in reasons.most_common()]
+            lines += [f"  {what} x{count}: {reason}" for reason, count in reasons.shown().items()]
         return "\n".join(lines)
 
 
 class Replaying(Session):
     """The context of :func:`replay`. ``report``: a :class:`Report`; ``tapes``: what was met, in order."""
 
-    def __init__(self, package: Package | None, entry: str | None = None, *, strict: bool = False):
+    def __init__(self, package: Package | None, entry: str | None = None, *, strict: bool = False, max_structures: int = MAX_STRUCTURES):
         super().__init__()
-        self.strict = strict
+        if type(max_structures) is not int or max_structures < 1:
+            raise InputError(f"max_structures is {max_structures!r}; expected a positive int")
+        self.strict, self.max_structures = strict, max_structures
         self.report = Report()
         self.tapes: list[Tape] = []
         self._specs: dict[str, StructureSpec] = {}
@@ -91,6 +100,13 @@ class Replaying(Session):
         self._numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
         self._said: set[str] = set()
         self._calm = 0
+        self._words = _WORDS
+        self._unknown = 0  # structures that were met and the package does not hold
+        self._live: list[_Bound] = []  # what the engine's cache holds
+        self._wanted = 0  # ... held, and served passes, when it was last emptied
+        self._attempts = 0  # passes to record until all of those are bound again
+        self._skip = 0  # passes until the next attempt after those
+        self._chance = random.Random(0)  # noqa: S311 # a fixed step would miss what the script does every second pass
 
     def __enter__(self) -> Replaying:
         super().__enter__()
@@ -103,7 +119,10 @@ class Replaying(Session):
 
     def clear_cache(self) -> None:
         """Forgets what was bound; the next pass of each structure is a binding pass again."""
-        torch_api.clear_cache()
+        self._wanted = sum(bound.served for bound in self._live)
+        self._attempts = _WINDOW + 2 * self._wanted if self._wanted else 0
+        self._live.clear()
+        super().clear_cache()
 
     def is_cache_empty(self) -> bool:
         """Whether nothing is bound."""
@@ -112,32 +131,83 @@ class Replaying(Session):
     # -- what the engine calls
 
     def recorder(self) -> Recorder:
+        if self.full and not self.strict and not self._attempt():
+            raise Refused(self._full_words())
         return Recorder(lambda names: eager_order(self.roots, self.targets, names), self._bind)
 
     def left_to_eager(self, reason: str) -> None:
-        self.report.eager[reason] += 1
+        self.report.eager.note(reason)
         self._say(f"a backward pass was left to eager: {reason}")
 
     def _bind(self, recorded: Recorded, reasons: Sequence[str]) -> Callable[..., Any]:
+        for reason in reasons:
+            self.report.engine.note(reason)
+            self._words -= 1
+        bound = _Bound(self, recorded)
+        self.largest = max(self.largest, len(bound.tape.nodes))
+        if not self.keeps(bound.structure):
+            raise MissError(f"{self._full_words()} (replay was told to be strict)") if self.strict else Refused(self._full_words())
         self.report.bindings += 1
-        self.report.engine.update(reasons)
         self._curious(True)
-        return _Bound(self, recorded)
+        self._live.append(bound)
+        self._wanted -= 1
+        return bound
+
+    # -- where structures keep changing
+
+    @property
+    def full(self) -> bool:
+        """Whether ``max_structures`` were met that the package does not hold: further ones are left to eager."""
+        return self._unknown >= self.max_structures
+
+    def _attempt(self) -> bool:
+        """Whether a pass that the engine does not know is recorded all the same: the package, or an earlier pass, may know its structure.
+
+        Recording costs some ten times what eager does. So where the engine's cache was emptied, it is done until all that had served passes
+        have come again, and now and then besides.
+        """
+        if self._attempts > 0 and self._wanted > 0:
+            self._attempts -= 1
+            return True
+        self._skip -= 1
+        if self._skip > 0:
+            return False
+        self._skip = self._chance.randrange(1, _EVERY)
+        return True
+
+    def _full_words(self) -> str:
+        return (
+            f"the structure keeps changing: {self.max_structures} structures that no package holds were met, and further ones are not looked at "
+            "(max_structures)"
+        )
+
+    def keeps(self, structure: Structure) -> bool:
+        """Whether ``structure`` is one of those that this context knows."""
+        return structure.tape.fingerprint() in self._met
 
     def structure(self, tape: Tape) -> Structure:
         """What the package has for ``tape``. Where the numbers in a custom function's context keep changing, that function is called."""
         fingerprint = tape.fingerprint()
         if tape.plain_customs and fingerprint not in self._specs:
             called = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
-            seen = self._numbers.setdefault(called.fingerprint(), set())
+            seen = self._numbers.get(called.fingerprint(), set())
             if fingerprint not in seen and (called.fingerprint() in self._specs or len(seen) >= _NUMBERS):
                 tape, fingerprint = called, called.fingerprint()
-            else:
+            elif not self.full:
                 seen.add(fingerprint)
+                self._numbers[called.fingerprint()] = seen
         known = self._met.get(fingerprint)
         if known is None:
-            known = self._met[fingerprint] = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
+            known = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
+            if known.spec is None and self.full:
+                return known
+            self._met[fingerprint] = known
             self.tapes.append(tape)
+            if known.spec is None:
+                self._unknown += 1
+                if self.full:
+                    self._words = 0
+                    self._curious(False)
         return known
 
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
@@ -147,18 +217,24 @@ class Replaying(Session):
             if torch.is_anomaly_enabled():
                 raise InputError("anomaly mode looks at every node: the tape is interpreted")
             if structure.spec is None:
-                raise InputError(self._unknown(structure.tape))
+                raise InputError(self._difference(structure.tape) if self.keeps(structure) else self._full_words())
             if structure.missing:
                 structure.missing = unregistered(structure.missing)  # the script may have imported what registers them by now
                 if structure.missing:
                     raise InputError(f"the package {told(structure.missing, self._operators)}")
             admitted = structure.admit(operands)
             admitted.variant.check_leaves(operands)
-        except InputError as miss:
-            if self.strict:
-                raise MissError(f"{miss} (replay was told to be strict)") from None
-            self._missed(str(miss))
-            return self.interpret(structure, operands)
+        except InputError as error:
+            miss = str(error)
+        else:
+            return self._served(structure, operands, admitted, binding, start)
+        if self.strict:
+            raise MissError(f"{miss} (replay was told to be strict)")
+        self._missed(miss)
+        return self.interpret(structure, operands)  # outside of the handler: what a hook raises has no context of ours
+
+    def _served(self, structure: Structure, operands: Operands, admitted: Admitted, binding: bool, start: float) -> list[torch.Tensor | None]:
+        assert structure.spec is not None
         results = admitted.variant.run(operands, admitted, self.calling_out, self._missed)
         if not binding:
             self.report.hits += 1
@@ -173,21 +249,21 @@ class Replaying(Session):
         return run.execute(structure.tape.ops, structure.tape.outputs)
 
     def _missed(self, reason: str) -> None:
-        self.report.misses[reason] += 1
+        self.report.misses.note(reason)
         self._curious(True)
         self._say(f"a backward pass was interpreted: {reason}")
 
     def _say(self, message: str) -> None:
-        if message not in self._said:
+        if message not in self._said and len(self._said) < _SAID:
             self._said.add(message)
-            log.warning("%s", message)
+            log.warning("%s%s", message, "; further reasons are in the report alone" if len(self._said) == _SAID else "")
 
     def _curious(self, on: bool) -> None:
         """Whether the engine words what its cache did not have; that costs it time on every pass."""
         self._calm = 0 if on else self._calm
-        torch_api.set_verbose_logger(_EAR if on else None)  # type: ignore[arg-type] # its stub says a function; it calls .debug
+        torch_api.set_verbose_logger(_EAR if on and self._words > 0 else None)  # type: ignore[arg-type] # its stub says a function; it calls .debug
 
-    def _unknown(self, tape: Tape) -> str:
+    def _difference(self, tape: Tape) -> str:
         """How ``tape`` differs from the nearest recorded structure."""
         nodes = tape.nodes
         best, alike = None, -1
@@ -212,6 +288,7 @@ class _Bound:
     def __init__(self, session: Replaying, recorded: Recorded):
         self.session, self.recorded = session, recorded
         self.binding = True
+        self.served = False
         self.order = recorded.order
         self.tape = recorded.arranged(recorded.order)
         self.structure = session.structure(self.tape)
@@ -239,6 +316,7 @@ class _Bound:
         session = self.session
         session.running = True
         binding, self.binding = self.binding, False
+        self.served = not binding
         if not binding and (self.tape.order_matters or (self.structure.spec is None and self.tape.order_rounds)):
             self._follow_order()
         if self.customs:
@@ -259,15 +337,19 @@ def replay(
     imports: Sequence[str] = (),
     signature: Policy | None = None,
     key: Key | None = None,
+    max_structures: int = MAX_STRUCTURES,
 ) -> Replaying:
     """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
 
     Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`); those that the engine
-    refuses run in eager. The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are
-    those of :func:`load`; a pass that calls operators which nobody has registered when it runs is interpreted. Raises what
-    that raises, and :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
+    refuses run in eager. After ``max_structures`` structures that the package does not hold, further ones are left to eager, so that a script
+    whose structure keeps changing costs neither time nor memory without bound; what is bound goes on being served.
+
+    The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are those of
+    :func:`load`; a pass that calls operators which nobody has registered when it runs is interpreted. Raises what that raises, and
+    :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
     """
-    return Replaying(load(path, imports=imports, signature=signature, key=key), entry, strict=strict)
+    return Replaying(load(path, imports=imports, signature=signature, key=key), entry, strict=strict, max_structures=max_structures)
 
 
 class _Ear:

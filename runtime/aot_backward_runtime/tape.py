@@ -123,7 +123,7 @@ class Tape:
         lines.append(f"  return [{', '.join(map(_show, self.outputs))}]")
         return "\n".join(lines)
 
-    @cached_property
+    @property
     def canonical(self) -> str:
         """The canonical JSON form: keys sorted, no spaces; what has no effect on the result (nodes' names and numbers) left out."""
         form: dict[str, Any] = {"version": VERSION, "torch": ".".join(torch.__version__.split(".")[:2])}
