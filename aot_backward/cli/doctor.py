@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import click
 
 from .failures import FAILED, debug_option
+from .tables import say, say_json
 
 
 @click.command(epilog="Exit codes: 0 exports for cpu can work here; 1 they cannot.")
@@ -21,9 +21,11 @@ def doctor(context: click.Context, as_json: bool) -> None:
     findings = examine()
     works = not any(f.status == "failed" for f in findings)
     if as_json:
-        click.echo(json.dumps({"ok": works, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
+        say_json({"ok": works, "findings": [dataclasses.asdict(f) for f in findings]})
     else:
         for f in findings:
-            click.echo(f"{f.status:8} {f.what}: {f.found}" + (f"\n         -> {f.next}" if f.next else ""))
-        click.echo("exports for cpu can work here" if works else "an export would fail here, see above")
+            say(f"{f.status:8} {f.what}: {f.found}")
+            if f.next:
+                say(f"         -> {f.next}")
+        say("exports for cpu can work here" if works else "an export would fail here, see above")
     context.exit(0 if works else FAILED)

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from .tables import say
+
 FAILED, USAGE, INCOMPATIBLE, INTERRUPTED = 1, 2, 3, 130
 EXIT_CODES = (
     "Exit codes: 0 done; 1 it failed, or a check found something wrong; 2 bad usage; "
@@ -81,5 +83,5 @@ def _failure(error: Exception, debug: bool) -> int:
 
 
 def _report(message: str, code: int) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    say(f"error: {' '.join(message.split())}", err=True)
     return code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .failures import EXIT_CODES, debug_option
-from .tables import count, size, table
+from .tables import count, say, say_json, size, table
 
 if TYPE_CHECKING:
     from aot_backward_runtime.archive import Archive
@@ -54,7 +53,7 @@ def inspect(package: Path, as_json: bool, html: Path | None) -> None:
         return
     described = _described(open_package(package))
     if as_json:
-        click.echo(json.dumps(described, indent=2))
+        say_json(described)
     else:
         _show(described)
 
@@ -71,7 +70,7 @@ def _write_report(archive: Archive, path: Path) -> None:
     except OSError as error:
         raise AotBackwardError(f"cannot write {path}: {error.strerror or error}; nothing was changed") from error
     graphs = sum(bool(spec.graph) for spec in archive.manifest.libraries.values())
-    click.echo(f"wrote {path} ({size(len(text))}): {count(len(archive.manifest.entries), 'entry', 'entries')}, {count(graphs, 'graph')}")
+    say(f"wrote {path} ({size(len(text))}): {count(len(archive.manifest.entries), 'entry', 'entries')}, {count(graphs, 'graph')}")
 
 
 def _described(archive: Archive) -> dict[str, Any]:
@@ -261,25 +260,25 @@ def _show(d: dict[str, Any]) -> None:
     weights, targets = d["weights"], d["targets"]
     arch = ", ".join(" ".join(filter(None, (t["device"], t["machine"], t["march"], t["cuda_arch"]))) for t in targets)
     version = ".".join(map(str, d["format_version"]))
-    click.echo(f"{d['path']}: {size(d['bytes'])}, format {version}, {d['producer']}, {d['created'] or 'no date'}")
-    click.echo(f"built for {arch} with torch {d['torch']}; manifest SHA-256 {d['manifest_sha256']}")
-    click.echo(f"signature: {d['signature']}, not looked at; verify --key PUBLIC.pem does" if d["signature"] else "signature: none beside it")
+    say(f"{d['path']}: {size(d['bytes'])}, format {version}, {d['producer']}, {d['created'] or 'no date'}")
+    say(f"built for {arch} with torch {d['torch']}; manifest SHA-256 {d['manifest_sha256']}")
+    say(f"signature: {d['signature']}, not looked at; verify --key PUBLIC.pem does" if d["signature"] else "signature: none beside it")
     stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
-    click.echo(f"weights: {len(weights['tensors'])} tensors, {stored}")
+    say(f"weights: {len(weights['tensors'])} tensors, {stored}")
     for what, note in d["notes"].items():
-        click.echo(f"{what}: {note}")
+        say(f"{what}: {note}")
     for operator, by in d["operators"].items():
-        click.echo(f"calls {operator}, registered by {by['module'] or by['file'] or 'an unknown library'}{_to_import(by['module'])}")
+        say(f"calls {operator}, registered by {by['module'] or by['file'] or 'an unknown library'}{_to_import(by['module'])}")
     names = [t["name"] or t["device"] for t in targets]
     for name, entry in d["entries"].items():
         if entry["kind"] == "replay":
-            click.echo(f"\nentry {name!r}: replay, backward passes of {count(len(entry['structures']), 'structure')}")
+            say(f"\nentry {name!r}: replay, backward passes of {count(len(entry['structures']), 'structure')}")
             for structure in entry["structures"]:
                 _show_structure(structure, names)
             continue
-        click.echo(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
+        say(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
         if entry["gradients"]:
-            click.echo(f"  gradients of {', '.join(entry['gradients'])}")
+            say(f"  gradients of {', '.join(entry['gradients'])}")
         if entry["step"]:
             _show_step(entry["step"])
         for i, v in enumerate(entry["variants"]):
@@ -302,46 +301,46 @@ def _to_import(module: str) -> str:
 
 def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
     mode = f", {v['mode']} mode" if v["mode"] else ""
-    click.echo(f"  variant {number}{mode}: {v['arguments']} -> {v['returns']}")
+    say(f"  variant {number}{mode}: {v['arguments']} -> {v['returns']}")
     for kind in ("inputs", "outputs"):
         for t in v[kind]:
             gradient = ", gets a gradient" if kind == "inputs" and t["requires_grad"] else ""
-            click.echo(f"    {kind[:-1]} {t['name']}: {t['dtype']} ({', '.join(map(str, t['shape']))}) on {t['device']}{gradient}")
+            say(f"    {kind[:-1]} {t['name']}: {t['dtype']} ({', '.join(map(str, t['shape']))}) on {t['device']}{gradient}")
     for label, bounds in v["sizes"].items():
         top = "" if bounds["maximum"] is None else f" to {bounds['maximum']}"
-        click.echo(f"    {label}: from {bounds['minimum']}{top}")
+        say(f"    {label}: from {bounds['minimum']}{top}")
     _show_conditions(v["guards"], v["ambient"], "    ")
     if v["gradients"]:
         names = v["gradients"] if len(v["gradients"]) <= 8 else [*v["gradients"][:7], f"{len(v['gradients']) - 7} more"]
         again = "" if v["order"] == 1 else f", differentiable up to order {v['order']}"
-        click.echo(f"    gradients of {', '.join(names)}{again}")
+        say(f"    gradients of {', '.join(names)}{again}")
     for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
-        click.echo(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
+        say(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
 
 
 def _show_step(s: dict[str, Any]) -> None:
     state, gradients = s["state"], s["gradients"]
     made = "after steps that it made before the export" if s["steps_made_at_export"] else "before its first step"
-    click.echo(f"  optimizer {s['optimizer']}, {made}; {count(state['tensors'], 'tensor')} of state, {size(state['bytes'])}")
+    say(f"  optimizer {s['optimizer']}, {made}; {count(state['tensors'], 'tensor')} of state, {size(state['bytes'])}")
     for i, group in enumerate(s["groups"]):
         moved = {n["name"].partition("[")[0] for n in group["numbers"]}
         numbers = ", ".join(f"{n['name']} {n['value']:g}{_limits(n['allowed'])}" for n in group["numbers"])
         fixed = ", ".join(f"{k} {v}" for k, v in group["options"].items() if k not in moved)
-        click.echo(f"  group {i} of {count(len(group['parameters']), 'parameter')}: {numbers or 'no number that a schedule may move'}")
+        say(f"  group {i} of {count(len(group['parameters']), 'parameter')}: {numbers or 'no number that a schedule may move'}")
         if fixed:
-            click.echo(f"    fixed: {fixed}")
+            say(f"    fixed: {fixed}")
     for key, what in (("clip_norm", "norm"), ("clip_value", "elements")):
         if s[key] is not None:
-            click.echo(f"  clips the gradients' {what} at {s[key]:g}")
+            say(f"  clips the gradients' {what} at {s[key]:g}")
     if s["loss_scale"] is not None:
-        click.echo(f"  scales the loss, at first by {s['loss_scale']:g}, as torch.amp.GradScaler")
+        say(f"  scales the loss, at first by {s['loss_scale']:g}, as torch.amp.GradScaler")
     if s["skip_nonfinite"]:
-        click.echo("  skips an update whose gradients have Inf or NaN")
+        say("  skips an update whose gradients have Inf or NaN")
     if s["gradients_can_wait"]:
         kept = f"{count(gradients['tensors'], 'tensor')}, {size(gradients['bytes'])}"
-        click.echo(f"  gradients can wait (update=False, several processes): {kept}")
+        say(f"  gradients can wait (update=False, several processes): {kept}")
     else:
-        click.echo("  gradients cannot wait: every call is an update, in one process")
+        say("  gradients cannot wait: every call is an update, in one process")
 
 
 def _limits(allowed: list[dict[str, Any]]) -> str:
@@ -366,28 +365,28 @@ def _interval(interval: dict[str, Any]) -> str:
 def _show_structure(s: dict[str, Any], targets: list[str]) -> None:
     counts = Counter(n.rpartition("::")[2] for n in s["nodes"])
     seconds = f", {s['seconds_uncompiled'] * 1e6:.0f} µs uncompiled" if s["seconds_uncompiled"] else ""
-    click.echo(f"  structure {s['fingerprint'][:12]}: {count(len(s['nodes']), 'node')}, {count(s['operations'], 'operation')}{seconds}")
-    click.echo(f"    {', '.join(n if k == 1 else f'{n} x{k}' for n, k in counts.items())}")
+    say(f"  structure {s['fingerprint'][:12]}: {count(len(s['nodes']), 'node')}, {count(s['operations'], 'operation')}{seconds}")
+    say(f"    {', '.join(n if k == 1 else f'{n} x{k}' for n, k in counts.items())}")
     for i, v in enumerate(s["variants"]):
         scalars = f", {count(len(v['scalars']), 'scalar')}" if v["scalars"] else ""
-        click.echo(f"    variant {i}: {count(len(v['inputs']), 'tensor')}, {count(len(v['sizes']), 'size')}{scalars}")
+        say(f"    variant {i}: {count(len(v['inputs']), 'tensor')}, {count(len(v['sizes']), 'size')}{scalars}")
         for symbol in v["symbols"]:
             scaled = f"{symbol['scale']} * " if symbol["scale"] != 1 else ""
             offset = f" + {symbol['offset']}" if symbol["offset"] else ""
             label = f" ({symbol['label']})" if symbol["label"] != symbol["name"] else ""
             top = "" if symbol["maximum"] is None else f" to {symbol['maximum']}"
-            click.echo(f"      {symbol['read_from']} = {scaled}{symbol['name']}{offset}{label}: from {symbol['minimum']}{top}")
+            say(f"      {symbol['read_from']} = {scaled}{symbol['name']}{offset}{label}: from {symbol['minimum']}{top}")
         _show_conditions(v["guards_in_words"], v["ambient"], "      ")
-        click.echo(f"      runs {', then '.join(v['steps']) or 'nothing'}")
+        say(f"      runs {', then '.join(v['steps']) or 'nothing'}")
         for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
-            click.echo(f"      compared with the recorded numbers{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
+            say(f"      compared with the recorded numbers{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
 
 
 def _show_conditions(guards: list[str], ambient: dict[str, Any], indent: str) -> None:
     for guard in guards:
-        click.echo(f"{indent}only where {guard}")
+        say(f"{indent}only where {guard}")
     if ambient["autocast"]:
-        click.echo(f"{indent}under autocast {ambient['autocast']}")
+        say(f"{indent}under autocast {ambient['autocast']}")
 
 
 def _verdict(verdict: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from .failures import EXIT_CODES, debug_option
 from .imports import import_option
 from .script import Script, run_script, script_options
 from .signatures import signature_options
+from .tables import say
 
 if TYPE_CHECKING:
     from aot_backward_runtime.signatures import Policy
@@ -55,5 +56,6 @@ def replay(
     if as_json:
         click.echo(json.dumps(session.report.to_json()), err=True)
     else:
-        click.echo(str(session.report), err=True)
+        for line in str(session.report).splitlines():  # its reasons name nodes as the package does
+            say(line, err=True)
     context.exit(code)

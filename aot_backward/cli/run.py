@@ -10,6 +10,7 @@ import click
 from .failures import EXIT_CODES, debug_option
 from .imports import import_option
 from .signatures import signature_options
+from .tables import say
 
 if TYPE_CHECKING:
     from aot_backward_runtime.signatures import Policy
@@ -52,4 +53,4 @@ def run(
 
     results = call_entry(load(package, device=device, signature=signature, key=key), entry, mode, read_tensors(inputs))
     write_tensors(outputs, results)
-    click.echo(f"wrote {outputs}: {', '.join(results)}")
+    say(f"wrote {outputs}: {', '.join(results)}")

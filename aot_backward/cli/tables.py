@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
 
+def say(text: str, *, err: bool = False) -> None:
+    """Prints a line in which anybody's words may stand, after an empty one where ``text`` begins so.
+
+    A package's names could else move the cursor, change colours or turn the direction of the text."""
+    encoding = (sys.stderr if err else sys.stdout).encoding or "utf-8"
+    shown = visible(text.removeprefix("\n")).encode(encoding, "backslashreplace").decode(encoding)
+    click.echo(f"\n{shown}" if text.startswith("\n") else shown, err=err)
+
+
+def say_json(value: Any, indent: int | None = 2) -> None:
+    """Prints JSON, in which nothing but ASCII stands that can be seen."""
+    click.echo(json.dumps(value, indent=indent).replace("\x7f", "\\u007f"))
+
+
+def visible(text: str) -> str:
+    """``text`` on one line, what cannot be seen as Python escapes it."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Prints ``rows`` below ``header``; nothing where there are none."""
-    cells = [[str(c) for c in row] for row in rows]
+    cells = [[visible(str(c)) for c in row] for row in rows]
     if not cells:
         return
     if sys.stdout.isatty():
@@ -24,9 +45,9 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -
         Console().print(drawn)
         return
     widths = [max(len(r[i]) for r in [list(header), *cells]) for i in range(len(header))]
-    click.echo(f"\n{title}")
+    say(f"\n{title}")
     for row in [list(header), *cells]:
-        click.echo("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+        say("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
 
 
 def size(number: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from .failures import EXIT_CODES, FAILED, debug_option
 from .imports import import_option
 from .progress import shown
 from .signatures import key_option
-from .tables import count, size
+from .tables import count, say, say_json, size
 
 if TYPE_CHECKING:
     from ..verify import Report
@@ -44,31 +43,31 @@ def verify(context: click.Context, package: Path, run: bool, key: Path | None, a
             report = verify_package(package, run=run, progress=progress, key=key)
     except AotBackwardError as error:
         if as_json:
-            click.echo(json.dumps({"path": str(package), "ok": False, "error": str(error)}))
+            say_json({"path": str(package), "ok": False, "error": str(error)}, indent=None)
         raise
     if as_json:
-        click.echo(json.dumps({"path": str(package), "ok": report.ok, **dataclasses.asdict(report)}, indent=2))
+        say_json({"path": str(package), "ok": report.ok, **dataclasses.asdict(report)})
     else:
         _show(package, report, key)
     if not report.ok:
         first = next(v for v in report.variants if v.wrong)
-        click.echo(f"error: {package}: entry {first.entry!r}: {first.wrong[0]}; export it again", err=True)
+        say(f"error: {package}: entry {first.entry!r}: {first.wrong[0]}; export it again", err=True)
         context.exit(FAILED)
 
 
 def _show(package: Path, report: Report, key: Path | None) -> None:
     if report.signature:
-        click.echo(f"{package}: its signature {report.signature} is good, by the owner of {key}")
-    click.echo(f"{package}: {report.members} members, {size(report.bytes)}: digests are right")
+        say(f"{package}: its signature {report.signature} is good, by the owner of {key}")
+    say(f"{package}: {report.members} members, {size(report.bytes)}: digests are right")
     for r in report.recorded:
         passes = f"recorded passes of {count(r.structures, 'structure')}, {count(r.variants, 'variant')}"
         unproved = f" ({r.unproved} of them never were)" if r.unproved else ""
-        click.echo(f"entry {r.entry!r}: {passes}: {r.compared}{unproved}; not run here")
+        say(f"entry {r.entry!r}: {passes}: {r.compared}{unproved}; not run here")
     for v in report.variants:
         which = f"entry {v.entry!r} variant {v.variant}{v.target and f', {v.target}'}"
         if v.wrong:
-            click.echo(f"{which}: WRONG: {'; '.join(v.wrong)}")
+            say(f"{which}: WRONG: {'; '.join(v.wrong)}")
         else:
-            click.echo(f"{which}: {v.tensors} tensors as eager's; {v.worst} is worst, at {v.ratio:.2g} of what is allowed")
+            say(f"{which}: {v.tensors} tensors as eager's; {v.worst} is worst, at {v.ratio:.2g} of what is allowed")
     if report.not_run:
-        click.echo(f"numbers were not compared: {report.not_run}")
+        say(f"numbers were not compared: {report.not_run}")

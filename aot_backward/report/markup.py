@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from collections.abc import Iterable
 from typing import Any
 
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _VOID = frozenset({"meta", "input", "br"})
 LONGEST = 1000  # characters of one piece of text out of a package
 
@@ -29,7 +27,7 @@ def clean(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    return _UNPRINTABLE.sub("\ufffd", text)
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\t\n" else "\ufffd" for c in text)
 
 
 def element(tag: str, *children: Child, **attributes: str | float | bool | None) -> Html:
