@@ -14,6 +14,7 @@ import torch
 
 from aot_backward_runtime import host, load
 from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.manifest import Ambient, EntrySpec, Manifest, VariantSpec
 from aot_backward_runtime.package import Package
 from aot_backward_runtime.signatures import Key, admission, signature_beside
@@ -127,7 +128,10 @@ def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
 
 def example_of(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> selfcheck.Example:
     """The stored arguments of a variant."""
-    stored = [_as(s.dtype, examples[f"{entry}/{number}/input/{i}"]) for i, s in enumerate(spec.inputs)]
+    names = [f"{entry}/{number}/input/{i}" for i in range(len(spec.inputs))]
+    if missing := [n for n in names if n not in examples]:
+        raise PackageError(f"the package stores examples, and no {missing[0]!r}, which variant {number} of entry {entry!r} is compared with")
+    stored = [_as(s.dtype, examples[n]) for s, n in zip(spec.inputs, names, strict=True)]
     inputs = [t.to(s.device).requires_grad_(s.requires_grad) for s, t in zip(spec.inputs, stored, strict=True)]
     args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
     return selfcheck.Example(args, kwargs, spec.mode, None)
@@ -171,7 +175,10 @@ def _compared(entry: str, number: int, actual: Named, kept: Mapping[str, torch.T
         if a.shape != e.shape or a.dtype != e.dtype:
             wrong.append(f"{name} is {a.dtype} {tuple(a.shape)}, stored was {e.dtype} {tuple(e.shape)}")
             continue
-        allowed = float(kept[f"allowed/{name}"])
+        limit = kept.get(f"allowed/{name}")
+        if limit is None or limit.numel() != 1:
+            raise PackageError(f"the package does not say how far off {name} of entry {entry!r} may be: 'allowed/{name}' is missing, or no number")
+        allowed = float(limit)
         error = _difference(a, e)
         ratio = error / allowed if allowed else (0.0 if error == 0 else float("inf"))
         if not ratio <= 1:

@@ -73,8 +73,9 @@ def split_module(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch
 
     _refuse_sizes_from_data(joint, forward)
     crossing = _crossing(joint, forward, backward)
-    pieces.forward = _finish_forward(pieces, Cut(joint, forward, f"{name}.forward", weights), crossing)
-    pieces.backward = _finish_backward(pieces, Cut(joint, backward, f"{name}.backward", weights), crossing, depends)
+    first = Cut(joint, forward, f"{name}.forward", weights)
+    pieces.forward = _finish_forward(pieces, first, crossing)
+    pieces.backward = _finish_backward(pieces, Cut(joint, backward, f"{name}.backward", weights), crossing, depends, _origins(first, crossing))
     return pieces
 
 
@@ -91,7 +92,8 @@ def split_grad(joint: Joint, name: str, weights: Mapping[str, tuple[str, torch.T
     user = current_outputs(joint, cut, results)
     gradients = []
     for (target, _), node in zip(asked, results[joint.forward_values :], strict=True):
-        gradients.append(Gradient(_target(target), cut.result(node) if isinstance(node, Node) else ""))
+        source = cut.result(node, f"gradient of {_called(joint, target)}") if isinstance(node, Node) else ""
+        gradients.append(Gradient(_target(target), source))
     pieces.gradient = cut.plan(pieces, outputs=user, gradients=tuple(gradients))
     return pieces
 
@@ -126,6 +128,7 @@ class Cut:
         self.results: list[Node] = []
         self.names: list[str] = []
         self.saved: dict[str, int] = {}  # placeholder name -> index among the saved tensors
+        self.origins: dict[str, str] = {}  # of saved tensors that somebody else sees too, by placeholder name: what they are called there
         self.donated: frozenset[int] = frozenset()  # saved tensors that nobody else sees
 
     def result(self, node: Node, name: str = "") -> str:
@@ -175,7 +178,8 @@ class Cut:
                 if self.saved[node.name] in self.donated:
                     donated.append((len(operands), self.saved[node.name]))
                 operands.append(f"saved:{self.saved[node.name]}")
-                inputs.append(joint.sizes.spec(f"saved[{self.saved[node.name]}]", node.meta["val"], False))
+                origin = f" = {self.origins[node.name]}" if node.name in self.origins else ""
+                inputs.append(joint.sizes.spec(f"saved[{self.saved[node.name]}]{origin}", node.meta["val"], False))
             elif kind == "input":
                 operands.append(f"input:{index}")
                 inputs.append(joint.sizes.spec(joint.input_names[index], node.meta["val"], False))
@@ -214,8 +218,23 @@ def _finish_forward(pieces: Pieces, cut: Cut, crossing: _Crossing) -> Plan:
     return cut.plan(pieces, outputs=outputs, saved=saved, watched=tuple(w for w in watched if w not in saved))
 
 
-def _finish_backward(pieces: Pieces, cut: Cut, crossing: _Crossing, depends: dict[tuple[str, Any], tuple[int, ...]]) -> Plan:
+def _origins(forward: Cut, crossing: _Crossing) -> dict[str, str]:
+    """What saved tensors are called that are inputs, or outputs too: whoever reads the package can tell them from each other by that."""
+    out = {}
+    for number, node in enumerate(crossing.nodes):
+        if node.op == "placeholder":
+            kind, index = forward.joint.placeholders[node.name]
+            name = forward.joint.input_names[index] if kind == "input" else ""
+        else:
+            name = forward.names[forward.results.index(node)]
+        if name and name != f"saved[{number}]":
+            out[node.name] = name
+    return out
+
+
+def _finish_backward(pieces: Pieces, cut: Cut, crossing: _Crossing, depends: dict[tuple[str, Any], tuple[int, ...]], origins: dict[str, str]) -> Plan:
     joint = cut.joint
+    cut.origins = origins
     cut.saved = {node.name: i for i, node in enumerate(crossing.nodes)}
     cut.donated = frozenset(crossing.donated)
     gradients = []
@@ -223,7 +242,9 @@ def _finish_backward(pieces: Pieces, cut: Cut, crossing: _Crossing, depends: dic
     for target, node in zip(joint.gradient_slots, results_of(cut.graph), strict=True):
         if target in joint.gradients:
             node = alone.get(node, node)
-            source = cut.result(node, f"gradient of {_called(joint, target)}") if isinstance(node, Node) else ""
+            # its name says again on what it depends: a reader compares the two
+            called = f"gradient of {_called(joint, target)} from {', '.join(map(str, depends[target]))}"
+            source = cut.result(node, called) if isinstance(node, Node) else ""
             gradients.append(Gradient(_target(target), source, depends[target]))
     return cut.plan(pieces, gradients=tuple(gradients))
 

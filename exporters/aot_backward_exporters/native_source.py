@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.torch_api import CONSTANT_LOOKS
 
 WRAPPER_HEADER = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
 KERNEL_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
@@ -20,6 +21,7 @@ TORCH_INCLUDE = Path(torch.__file__).parent / "include"
 _INTERFACE = Path(torch.__file__).parent / "_inductor/codegen/aoti_runtime/interface.cpp"
 _MODEL_BASE = Path("torch/csrc/inductor/aoti_runtime/model_base.h")
 _PARSE_DEVICE = re.compile(r"inline void parse_device_str\((?P<parameters>.*?)\) \{\n.*?\n\}\n", re.DOTALL)
+_CONSTANT_INFO = re.compile(r"constants_info_\[(\d+)\]\.(name|dtype|shape|stride) = (?:static_cast<int32_t>\()?(.*?)\)?;$", re.MULTILINE)
 _KERNEL_START = 'extern "C" '
 _OMP = re.compile(r"^[ \t]*#pragma omp (parallel|for).*$", re.MULTILINE)
 _CHECKS_WANTED = "static bool _check_aoti_runtime_check_inputs_env() {"
@@ -36,7 +38,22 @@ def model_source(wrapper: str) -> str:
     before, found, after = wrapper.partition(interface)
     if not found or after.count(_CHECKS_WANTED) != 1:
         raise ExportError(f"the C++ that torch {torch.__version__} generates is unknown to this aot-backward: install one that supports it")
-    return before + _interface_includes() + after.replace(_CHECKS_WANTED, _CHECKS_UNWANTED + _CHECKS_WANTED.replace("_check", "_unused", 1))
+    return (
+        before
+        + _interface_includes()
+        + _looks(wrapper)
+        + after.replace(_CHECKS_WANTED, _CHECKS_UNWANTED + _CHECKS_WANTED.replace("_check", "_unused", 1))
+    )
+
+
+def _looks(wrapper: str) -> str:
+    """A symbol that says of each constant which dtype, shape and strides the code was compiled for: the C interface gives a name, a dtype and a size
+    in bytes alone. A reader compares it with the manifest, where a layout that the code does not have would give wrong numbers."""
+    known: dict[str, dict[str, str]] = {}
+    for number, field, value in _CONSTANT_INFO.findall(wrapper):
+        known.setdefault(number, {})[field] = value.strip('"{}').replace(" ", "").removeprefix("cached_torch_dtype_")
+    lines = "".join(f"{c['name']} {c['dtype']} [{c['shape']}] [{c['stride']}]\\n" for c in known.values())
+    return f'extern "C" __attribute__((used, visibility("default"))) const char {CONSTANT_LOOKS}[] = "{lines}";\n'
 
 
 def kernel_source(kernels: str) -> str:

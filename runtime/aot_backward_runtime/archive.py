@@ -12,11 +12,11 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from . import cache
+from .consistency import check_entry, check_orders, check_targets, check_weights, state_names
 from .elf import numeric, read_elf
 from .errors import PackageError
 from .manifest import (
@@ -29,11 +29,10 @@ from .manifest import (
     LibrarySpec,
     Manifest,
     Member,
-    VariantSpec,
 )
 from .manifest_json import from_json
 from .structures import check_structures
-from .targets import seen_as
+from .targets import seen_as, targets_of
 from .zip_directory import Place, read_at, read_directory
 
 LIBRARY_FOLDER = "data/aotinductor"
@@ -254,6 +253,12 @@ class Archive:
             self._check_reference(f"library {name}: constant {constant.name}", constant.weight, self.manifest.weights)
 
     def _check_entries(self) -> None:
+        try:
+            check_targets(targets_of(self.manifest))
+            check_weights(self.manifest.weights)
+        except PackageError as error:
+            raise self.corrupt(str(error)) from error
+        named = state_names(self.manifest)
         for name, entry in self.manifest.entries.items():
             for state in entry.state:
                 self._check_reference(f"entry {name}: {state.name}", state.weight, self.manifest.weights)
@@ -263,23 +268,13 @@ class Archive:
             judged = [v.verdicts for v in entry.variants] + [v.verdicts for s in entry.structures for v in s.variants]
             if any(len(verdicts) != len(self.manifest.targets) for verdicts in judged):
                 raise self.corrupt(f"entry {name} has not as many verdicts as there are further targets, {len(self.manifest.targets)}")
-            for number, variant in enumerate(entry.variants):
-                self._check_orders(f"entry {name}: variant {number}", variant)
             try:
+                for number, variant in enumerate(entry.variants):
+                    check_orders(f"variant {number}", variant)
+                check_entry(entry, self.manifest, named)
                 check_structures(entry, self.manifest.libraries)
             except PackageError as error:
                 raise self.corrupt(f"entry {name}: {error}") from error
-
-    def _check_orders(self, what: str, variant: VariantSpec) -> None:
-        """That gradients which can be differentiated again take the inputs and the incoming gradients, and give what the backward gives."""
-        for first, again in pairwise(variant.orders):
-            if first.backward is None or again.forward is None or again.backward is None or len(again.gives) != len(again.forward.outputs):
-                raise self.corrupt(f"{what}: its gradients cannot be differentiated again as it says")
-            kinds = [(s.dtype, s.device, s.shape) for s in (*first.inputs, *first.cotangents)]
-            if kinds != [(s.dtype, s.device, s.shape) for s in again.inputs]:
-                raise self.corrupt(f"{what}: its gradients take other inputs and incoming gradients than it does")
-            if not {g.of for g in first.backward.gradients}.issuperset(again.gives):
-                raise self.corrupt(f"{what}: its differentiable gradients are of {sorted(again.gives)}, the backward's are not")
 
     def _check_step(self, name: str, entry: EntrySpec) -> None:
         """That what a training step names is in the entry's state."""

@@ -110,7 +110,7 @@ class Fast:
         strides = [list(t.stride()) for t in tensors]
         guards = torch_api.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
         self.check = guards.check
-        self._needed = [_extent(t) for t in tensors]
+        self._needed = [extent(t) for t in tensors]
         self._aligned = [_alignment(t) for t in tensors]
         self._pointers = [-1] * len(tensors)
 
@@ -152,7 +152,7 @@ def dtype_of(name: str) -> torch.dtype:
 _data_ptr = torch.Tensor.data_ptr
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element to behind the last."""
     if tensor.numel() == 0:
         return 0
@@ -183,9 +183,9 @@ def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None
     if tensor.dim() != len(spec.shape):
         raise InputError(f"{spec.name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; expected {len(spec.shape)}, {_shape(spec)}")
     held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
-    if held < _extent(tensor):
+    if held < extent(tensor):
         raise InputError(
-            f"{spec.name} of shape {tuple(tensor.shape)} needs {_extent(tensor)} bytes, its storage holds {max(0, held)}: it was freed or shrunk"
+            f"{spec.name} of shape {tuple(tensor.shape)} needs {extent(tensor)} bytes, its storage holds {max(0, held)}: it was freed or shrunk"
         )
 
 

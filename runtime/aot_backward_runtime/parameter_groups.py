@@ -61,7 +61,7 @@ class Numbers:
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: of a tensor that is complex, or on the meta device
             shown = "an integer beyond float64" if isinstance(value, int) else f"{value!r:.60}"
             raise InputError(f"{label} is {shown}; expected a number") from error
-        if spec.allowed and not any(_inside(number, i) for i in spec.allowed):
+        if spec.allowed and not any(inside(number, i) for i in spec.allowed):
             ways = " or ".join(map(_words, spec.allowed))
             raise InputError(f"{label} = {number:g}: {self.optimizer} computes otherwise then; compiled for {ways}: export a step for this value")
         return number
@@ -213,7 +213,7 @@ def _label(group: int, key: str, position: int) -> str:
     return where + (f"[{position}]" if position >= 0 else "")
 
 
-def _inside(value: float, interval: Interval) -> bool:
+def inside(value: float, interval: Interval) -> bool:
     low, high = interval.low, interval.high
     above = low is None or value > low or (value == low and not interval.low_open)
     return above and (high is None or value < high or (value == high and not interval.high_open))

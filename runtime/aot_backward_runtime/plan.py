@@ -17,7 +17,7 @@ import torch
 from . import tensor_values, torch_api
 from .errors import IncompatibleError, InputError, WeightsError
 from .expressions import evaluate
-from .guards import Contract, Fast, check_ambient, dtype_of
+from .guards import Contract, Fast, check_ambient, dtype_of, extent
 from .manifest import EntrySpec, LibrarySpec, Plan, VariantSpec, WeightSpec
 from .tree import arguments, flatten
 
@@ -34,6 +34,7 @@ class Library:
     def __init__(self, path: Callable[[], Path], spec: LibrarySpec, device: torch.device):
         self.path, self.spec, self.device = path, spec, device
         self._runner: Any = None
+        self._stated: torch_api.Stated | None = None
         self._bound: tuple[int, ...] | None = None
         self._keep: list[torch.Tensor] = []
         self.lock = threading.RLock()
@@ -52,6 +53,7 @@ class Library:
             return False
         if self._runner is None:
             self._open()
+            self._check_layouts(tensors)
         moved = self._bound != addresses
         if moved and self.spec.constants:
             # aliases keep the memory alive for as long as the library points at it, whatever becomes of the tensors
@@ -81,7 +83,22 @@ class Library:
         return self.run if self.spec.operators else self._runner.run
 
     def _load(self) -> Any:
-        return torch_api.runner(str(self.path()), self.device)
+        path = str(self.path())
+        runner = torch_api.runner(path, self.device)
+        if self.device.type == "cpu":
+            self._stated = torch_api.stated(path)
+            self._check_counts(self._stated)
+        return runner
+
+    def _check_counts(self, stated: torch_api.Stated) -> None:
+        """:class:`IncompatibleError` where the library takes or gives another number of tensors than the manifest says: it would read beyond what it
+        is given."""
+        listed = (len(self.spec.inputs), len(self.spec.outputs))
+        if (stated.inputs, stated.outputs) != listed:
+            raise IncompatibleError(
+                f"{self.spec.member} takes {stated.inputs} tensors and gives {stated.outputs}; the manifest says {listed[0]} and {listed[1]}: "
+                "the package was put together of parts that do not belong together; export it again"
+            )
 
     def _open(self) -> None:
         try:
@@ -93,10 +110,38 @@ class Library:
         if names != listed:
             raise IncompatibleError(f"{self.spec.member} has the constants {sorted(names)}, the manifest lists {sorted(listed)}")
 
+    def _check_layouts(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """:class:`IncompatibleError` where a constant's strides spread it over more memory than it had when the library was compiled, or expand it
+        over less. The library states that memory alone, not its strides; a tensor that was part of a larger one had more."""
+        if self._stated is None:
+            return
+        for constant in self.spec.constants:
+            tensor, looks = tensors[constant.weight], self._stated.looks.get(constant.name)
+            if looks is not None and looks != _spelled(tensor, looks):
+                raise IncompatibleError(
+                    f"{self.spec.member} was compiled for {constant.weight} as {looks}; by the manifest it is {_spelled(tensor, '')}: the "
+                    "manifest is not that of this code; export it again"
+                )
+            expanded = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            held, had = -(-extent(tensor) // 64) * 64, self._stated.constants[constant.name]
+            if held > had or (expanded and held != had):
+                raise IncompatibleError(
+                    f"{self.spec.member} was compiled for {had} bytes of {constant.weight}; with the manifest's strides {tensor.stride()} it has "
+                    f"{held}: the manifest is not that of this code; export it again"
+                )
+
     def _hint(self) -> str:
         if not self.spec.operators:
             return ""
         return f"; it calls {', '.join(self.spec.operators)}: import the modules that register these operators before load()"
+
+
+def _spelled(tensor: torch.Tensor, looks: str) -> str:
+    """``float32 [2,3] [3,1]``; strides that no index is multiplied with are those of ``looks``, as they do not matter."""
+    theirs = looks.rpartition("[")[2].rstrip("]").split(",")
+    theirs = theirs if len(theirs) == tensor.dim() else list(map(str, tensor.stride()))
+    strides = [their if n <= 1 else str(s) for n, s, their in zip(tensor.shape, tensor.stride(), theirs, strict=True)]
+    return f"{str(tensor.dtype).removeprefix('torch.')} [{','.join(map(str, tensor.shape))}] [{','.join(strides)}]"
 
 
 class Lease(Protocol):

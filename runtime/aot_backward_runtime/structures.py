@@ -11,12 +11,13 @@ from typing import Any
 
 from .errors import PackageError
 from .expressions import symbols_of
-from .manifest import EntrySpec, LibrarySpec, PassSpec, Segment, Size, StructureSpec, TensorSpec
+from .manifest import EntrySpec, LibrarySpec, PassSpec, Segment, Size, StructureSpec, SymbolSpec, TensorSpec
 from .tape import CALLS_OUT, Op, Slot, Tape, slots
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _STATUS = re.compile(r"verified|not run(: .*)?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MADE = re.compile(r"tensor [0-9]+|(the gradient )?%v[0-9]+")  # what a recorded pass calls its tensors and its values
 _FUNCTIONS = ("max", "min")  # of expressions
 
 
@@ -64,25 +65,13 @@ def check_against(spec: PassSpec, tape: Tape) -> None:
 def _check_variant(structure: StructureSpec, spec: PassSpec, libraries: Mapping[str, LibrarySpec]) -> None:
     if not _STATUS.fullmatch(spec.verdict.status):
         raise PackageError(f"the verdict {spec.verdict.status[:80]!r} is neither 'verified' nor 'not run: reason'")
-    names: set[str] = set()
-    for symbol in spec.symbols:
-        if not _NAME.fullmatch(symbol.name) or iskeyword(symbol.name) or symbol.name in _FUNCTIONS or symbol.name in names:
-            raise PackageError(f"{symbol.name[:80]!r} is not a name for a symbol, or occurs twice")
-        if not -1 <= symbol.input < len(spec.inputs):
-            raise PackageError(f"symbol {symbol.name} is read from input {symbol.input}; there are {len(spec.inputs)}")
-        places = len(spec.sizes) if symbol.input < 0 else len(spec.inputs[symbol.input].shape)
-        if not 0 <= symbol.dim < places:
-            where = "the sizes" if symbol.input < 0 else f"the dimensions of input {symbol.input}"
-            raise PackageError(f"symbol {symbol.name} is read from number {symbol.dim} of {where}; there are {places}")
-        if symbol.scale < 1:
-            raise PackageError(f"symbol {symbol.name} has scale {symbol.scale}")
-        names.add(symbol.name)
+    names = check_symbols_of(spec.symbols, [t.shape for t in spec.inputs], spec.sizes)
     for tensor in spec.inputs:
-        _check_looks(tensor, names)
+        check_looks(tensor, names)
     for i, size in enumerate(spec.sizes):  # any number: among them are the index of a class to ignore, and dimensions from the end
-        _check_symbols(f"size {i}", size, names)
+        check_symbols(f"size {i}", size, names)
     for guard in spec.guards:
-        _check_symbols("a guard", guard, names)
+        check_symbols("a guard", guard, names)
     if sum(len(s.ops) for s in spec.segments) != structure.operations:  # counted first: what the manifest states may be any number
         raise PackageError(f"its steps run {sum(len(s.ops) for s in spec.segments)} operations; the structure has {structure.operations}")
     ops = {n for s in spec.segments for n in s.ops}
@@ -110,14 +99,16 @@ def _check_call(segment: Segment, library: LibrarySpec, spec: PassSpec, names: s
         )
     for operand, wanted in zip(segment.operands, library.inputs, strict=True):
         kind, where = _operand(operand)
-        _check_looks(wanted, names)
+        check_looks(wanted, names)
         if kind == "size":
-            _check_symbols(operand, where, names)
-            if len(wanted.shape) != 2 or wanted.shape[1] != 0:
+            check_symbols(operand, where, names)
+            if len(wanted.shape) != 2 or wanted.shape[1] != 0 or str(wanted.shape[0]) != where:
                 raise PackageError(f"{operand} is passed where {segment.library} takes a tensor of shape {wanted.shape}")
             continue
         if kind == "input" and where >= len(spec.inputs):
             raise PackageError(f"the operand {operand} does not exist: the pass has {len(spec.inputs)} tensors")
+        if _MADE.fullmatch(wanted.name) and wanted.name != (f"tensor {where}" if kind == "input" else f"the gradient %v{where}"):
+            raise PackageError(f"{operand} is passed where {segment.library} takes {wanted.name}")
         given = spec.inputs[where] if kind == "input" else made.get(where)
         if given is not None and _looks(given) != _looks(wanted):
             raise PackageError(f"{operand} is {_words(given)}; {segment.library} was compiled for {_words(wanted)}")
@@ -125,7 +116,9 @@ def _check_call(segment: Segment, library: LibrarySpec, spec: PassSpec, names: s
     if len(set(numbers)) != len(numbers) or any(n < 0 or n in made for n in numbers):
         raise PackageError(f"{segment.library} gives a value twice, or one of a negative number: {numbers[:20]}")
     for number, output in zip(segment.results, library.outputs, strict=True):
-        _check_looks(output, names)
+        check_looks(output, names)
+        if _MADE.fullmatch(output.name) and output.name != f"%v{number}":
+            raise PackageError(f"{segment.library} gives {output.name} as %v{number}")
         made[number] = output
 
 
@@ -190,16 +183,34 @@ def _operand(text: str) -> tuple[str, Any]:
     return kind, int(rest)
 
 
-def _check_looks(spec: TensorSpec, names: set[str]) -> None:
+def check_symbols_of(symbols: Sequence[SymbolSpec], shapes: Sequence[Sequence[Size]], sizes: Sequence[Size] | None = None) -> set[str]:
+    """The symbols' names, each of which is read from a dimension of a tensor that there is, or, with ``sizes``, from one of those."""
+    names: set[str] = set()
+    for symbol in symbols:
+        if not _NAME.fullmatch(symbol.name) or iskeyword(symbol.name) or symbol.name in _FUNCTIONS or symbol.name in names:
+            raise PackageError(f"{symbol.name[:80]!r} is not a name for a symbol, or occurs twice")
+        if not (0 if sizes is None else -1) <= symbol.input < len(shapes):
+            raise PackageError(f"symbol {symbol.name} is read from input {symbol.input}; there are {len(shapes)}")
+        places = len(sizes or ()) if symbol.input < 0 else len(shapes[symbol.input])
+        if not 0 <= symbol.dim < places:
+            where = "the sizes" if symbol.input < 0 else f"the dimensions of input {symbol.input}"
+            raise PackageError(f"symbol {symbol.name} is read from number {symbol.dim} of {where}; there are {places}")
+        if symbol.scale < 1:
+            raise PackageError(f"symbol {symbol.name} has scale {symbol.scale}")
+        names.add(symbol.name)
+    return names
+
+
+def check_looks(spec: TensorSpec, names: set[str]) -> None:
     if len(spec.shape) != len(spec.stride):
         raise PackageError(f"{spec.name} has {len(spec.shape)} sizes and {len(spec.stride)} strides")
     for size in (*spec.shape, *spec.stride):
         if isinstance(size, int) and size < 0:
             raise PackageError(f"{spec.name} has the size or stride {size}")
-        _check_symbols(spec.name, size, names)
+        check_symbols(spec.name, size, names)
 
 
-def _check_symbols(what: str, size: Size, names: set[str]) -> None:
+def check_symbols(what: str, size: Size, names: set[str]) -> None:
     unknown = symbols_of(size) - names
     if unknown:
         raise PackageError(f"{what}: the expression {str(size)[:80]!r} needs the unknown symbol {min(unknown)!r}")

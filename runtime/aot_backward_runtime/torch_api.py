@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _ctypes
 import contextlib
+import ctypes
 import functools
 import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -51,7 +54,9 @@ push_dispatch_mode = _C._push_on_torch_dispatch_stack
 pop_dispatch_mode = _C._pop_torch_dispatch_stack
 
 __all__ = [
+    "CONSTANT_LOOKS",
     "AOTIModelContainerRunnerCpu",
+    "Stated",
     "TensorGuards",
     "ZerosEar",
     "adopt_functional",
@@ -85,6 +90,7 @@ __all__ = [
     "set_execution_engine",
     "set_verbose_logger",
     "share_functional",
+    "stated",
 ]
 
 
@@ -193,6 +199,57 @@ def runner(library: str, device: torch.device) -> Any:
     from torch._C._aoti import AOTIModelContainerRunnerCuda  # only CUDA builds of torch have it
 
     return AOTIModelContainerRunnerCuda(library, 1, str(device), "", True)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a compiled library says of itself: how many tensors it takes and gives, and the bytes that the memory of each constant had at the export,
+    a multiple of 64. ``looks``: dtype, shape and strides of each, as :data:`CONSTANT_LOOKS` has them; empty in libraries of 0.1.0."""
+
+    inputs: int
+    outputs: int
+    constants: dict[str, int]
+    looks: dict[str, str]
+
+
+CONSTANT_LOOKS = "AOTInductorConstantLooks"
+"""A symbol that the exporter puts into each library for a CPU: a line of text for each constant, ``NAME float32 [2,3] [3,1]``."""
+
+
+def stated(library: str) -> Stated:
+    """Asks a library that is open in this process, by AOTInductor's C interface: the runner knows this, and does not tell."""
+    opened = ctypes.CDLL(library)
+    container, number, text = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_char_p()
+
+    def ask(what: str, *arguments: Any) -> None:
+        if opened[f"AOTInductorModelContainer{what}"](*arguments):
+            raise RuntimeError(f"AOTInductorModelContainer{what} failed")
+
+    try:
+        ask("CreateWithDevice", ctypes.byref(container), ctypes.c_size_t(1), b"cpu", None)
+        try:
+            counts = []
+            for what in ("GetNumInputs", "GetNumOutputs", "GetNumConstants"):
+                ask(what, container, ctypes.byref(number))
+                counts.append(number.value)
+            constants = {}
+            for i in map(ctypes.c_size_t, range(counts[2])):
+                ask("GetConstantName", container, i, ctypes.byref(text))
+                ask("GetConstantDataSize", container, i, ctypes.byref(number))
+                constants[(text.value or b"").decode(errors="replace")] = number.value
+            return Stated(counts[0], counts[1], constants, _looks_in(opened))
+        finally:
+            ask("Delete", container)
+    finally:
+        _ctypes.dlclose(opened._handle)
+
+
+def _looks_in(opened: ctypes.CDLL) -> dict[str, str]:
+    try:
+        text = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(opened, CONSTANT_LOOKS)))
+    except ValueError:  # it has no such symbol
+        return {}
+    return dict(line.partition(" ")[::2] for line in text.decode().splitlines())
 
 
 def end_allocating_to_pool(device: torch.device, pool: Any) -> None:

@@ -42,7 +42,16 @@ def load_weights(archive: Archive) -> dict[str, torch.Tensor]:
     for name, spec in specs.items():
         tensor = _tensor(data, stored[name], start, spec.dtype == "complex128")
         out[name] = _laid_out(archive, name, tensor, spec)
+    _check_numbers(archive, out)
     return out
+
+
+def _check_numbers(archive: Archive, tensors: dict[str, torch.Tensor]) -> None:
+    """That the numbers of a training step are listed in the order in which its code reads them: they are stored too, and nobody reads that."""
+    for name, entry in archive.manifest.entries.items():
+        stored = tensors.get(next((s.weight for s in entry.state if s.name == "numbers"), ""))
+        if entry.step is not None and stored is not None and stored[2:].tolist() != [n.value for n in entry.step.numbers]:
+            raise archive.corrupt(f"entry {name}: its numbers are listed as others than those that are stored with its state")
 
 
 def filled(archive: Archive) -> dict[str, torch.Tensor]:
