@@ -154,7 +154,7 @@ def _freeze(p: Any) -> None:
 @pytest.mark.parametrize("change", [_freeze, lambda p: p.register_hook(lambda g: g), lambda p: p.register_post_accumulate_grad_hook(lambda q: None)])
 def test_what_would_have_no_effect_on_a_parameter_is_refused(change: Callable[[Any], Any], path: Path) -> None:
     step = load(path).step()
-    with pytest.raises(InputError, match=r"fixed in the compiled step|calls no hooks"):
+    with pytest.raises(InputError, match=r"fixed in the compiled step|a hook .* would never run"):
         change(step.parameters["body.0.weight"])
 
 

@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
-from . import torch_api
-from .entry import Entry
+from .entry import Admitted, Entry
+from .errors import AotBackwardError
 from .guards import Fast
+from .parameter import BoundParameter, Watch, bound, has_hooks, through_hooks
 from .plan import Runnable, Variant
 from .tree import unflatten
-
-
-class BoundParameter(nn.Parameter):
-    """A parameter at which native code points. Writing into it is seen by the next call; giving it other memory has it bound anew.
-
-    Only this lets a call skip looking at each parameter's address (55 ns each). The weak reference that the owner holds makes
-    ``torch.utils.swap_tensors`` refuse.
-    """
-
-    _moved: list[bool]
-
-    @property
-    def data(self) -> torch.Tensor:
-        return nn.Parameter.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        nn.Parameter.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._moved[0] = True
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
-        self._moved[0] = True
-        return super().set_(*args, **kwargs)
-
-    def resize_(self, *args: Any, **kwargs: Any) -> Any:
-        self._moved[0] = True
-        return super().resize_(*args, **kwargs)
 
 
 class LoadedGrad:
@@ -49,28 +23,39 @@ class LoadedGrad:
 
     ``value`` is what the function returned (a 0-d tensor; ``(loss, aux)`` where it was exported with ``has_aux``), detached. ``grads`` is one
     tensor where ``wrt`` named one, else a dict by the names that were asked for; a gradient is None where eager's is.
-    ``parameters``: the parameters and buffers by name; write into them in place, or with :meth:`load_state_dict`.
+    ``parameters``: the parameters and buffers by name; write into them in place, or with :meth:`load_state_dict`. Hooks on their gradients, and
+    on those of arguments, are run, as by ``torch.autograd.grad``.
     Raises :class:`InputError` where an argument does not fit.
     """
 
-    def __init__(self, entry: Entry, tensors: dict[str, torch.Tensor]):
+    def __init__(self, entry: Entry, tensors: dict[str, torch.Tensor], shared: bool = False):
+        """``tensors``: the entry's state by weight key. ``shared``: whether others hold its memory too."""
         self._entry = entry
-        self._moved = [True]
+        self._watch = Watch()
         made: dict[str, torch.Tensor] = {}
         for spec in entry.spec.state:
             if spec.weight not in made:
-                made[spec.weight] = self._bound(tensors[spec.weight], spec.requires_grad)
+                made[spec.weight] = bound(BoundParameter, tensors[spec.weight], spec.requires_grad, self._watch)
         self._held = [made[spec.weight] for spec in entry.spec.state]
-        self.parameters: Mapping[str, torch.Tensor] = MappingProxyType({s.name: made[s.weight] for s in entry.spec.state})
+        self._named: Mapping[str, torch.Tensor] = MappingProxyType({s.name: made[s.weight] for s in entry.spec.state})
         self._weak = [weakref.ref(t) for t in self._held]
         entry.index_plans({name: i for i, name in enumerate(entry.state.names)})
         self.training = entry.spec.training
         self._functional = {v.spec.mode for v in entry.variants} == {""}
         self._last: _Ready | None = None
+        self._watched = shared
+        if shared:
+            self._watch.add(self._held)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        self._watch.add(self._held)
+        self._watched = True
+        return self._named
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         last = self._last
-        if last is None or kwargs or self._moved[0] or not last.fits(args):
+        if last is None or kwargs or (self._watched and self._watch.stirred()) or not last.fits(args):
             return self._look_closely(args, kwargs)
         inputs: Any = args if last.order is None else [args[i] for i in last.order]
         return last.finish(last.native(inputs), args)
@@ -85,20 +70,30 @@ class LoadedGrad:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by name, sharing memory with the loaded ones."""
-        return {s.name: self.parameters[s.name].detach() for s in self._entry.spec.state if s.persistent}
+        return {s.name: t.detach() for s, t in zip(self._entry.spec.state, self.parameters.values(), strict=True) if s.persistent}
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Copies values in place. :class:`WeightsError` names a tensor that does not fit; the old values then stay, all of them."""
-        own = {s.name: self.parameters[s.name] for s in self._entry.spec.state if s.persistent}
+        own = {s.name: self._named[s.name] for s in self._entry.spec.state if s.persistent}
         self._entry.load_state(tensors, own, strict)
 
     def __repr__(self) -> str:
         return f"LoadedGrad(entry={self._entry.name!r}, wrt={list(self._entry.spec.names)})"
 
-    def _bound(self, tensor: torch.Tensor, requires_grad: bool) -> BoundParameter:
-        made = torch_api.make_subclass(BoundParameter, tensor, requires_grad)
-        made._moved = self._moved
-        return made
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadedGrad:
+        """One of its own, on copies of the tensors; without their hooks, as copies of any ``Parameter``."""
+        tensors = {s.weight: t.detach().clone() for s, t in zip(self._entry.spec.state, self._held, strict=True)}
+        out = LoadedGrad(copy.deepcopy(self._entry, memo), tensors)
+        for mine, theirs in zip(self._held, out._held, strict=True):
+            theirs.requires_grad_(mine.requires_grad)
+            theirs.grad = None if mine.grad is None else mine.grad.clone()
+        memo[id(self)] = out
+        return out.train(self.training)
+
+    def __reduce__(self) -> Any:
+        raise AotBackwardError("a loaded gradient function cannot be pickled: pickle its state_dict(), and load the package where it is needed")
+
+    __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731
 
     def _look_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         entry = self._entry
@@ -108,12 +103,28 @@ class LoadedGrad:
         runnable = admitted.variant.plans["gradient"]
         with torch.no_grad():
             results = runnable.call(binding, admitted.flat, admitted.sizes)
-        self._moved[0] = False
+        hooks = any(list(map(has_hooks, self._named.values())))
+        self._watch.settle(hooks)
         ready = _Ready(entry, admitted.variant, runnable, admitted.sizes, self._held)
         if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
             ready.remember(args)
             self._last = ready
-        return ready.finish(results, admitted.given)
+        value, gradients = ready.finish(results, admitted.given)
+        return value, self._hooked(gradients, admitted) if hooks or any(t.requires_grad for t in admitted.given) else gradients
+
+    def _hooked(self, gradients: Any, admitted: Admitted) -> Any:
+        """``gradients`` after the hooks on what they are the gradients of."""
+        spec = self._entry.spec
+        named = {spec.names[0]: gradients} if spec.single else gradients
+        sources: dict[str, torch.Tensor] = {}
+        for name, target in zip(spec.names, spec.wrt, strict=True):
+            kind, _, where = target.partition(":")
+            tensor = admitted.given[int(where)] if kind == "input" else self._named[where]
+            if named[name] is not None and has_hooks(tensor):
+                sources[name] = tensor
+        made = dict(zip(sources, through_hooks(list(sources.values()), [named[n] for n in sources]), strict=True)) if sources else {}
+        named = {n: made.get(n, g) for n, g in named.items()}
+        return named[spec.names[0]] if spec.single else named
 
 
 class _Ready:
@@ -132,16 +143,21 @@ class _Ready:
         self.writes = [held[i] for i in runnable.writes]
         self.count = len(variant.spec.inputs)
         self.ready = False
+        self.differentiated = [int(t.removeprefix("input:")) for t in spec.wrt if t.startswith("input:")]
+        self.may_have_hooks: list[int] = []  # what requires no gradient has none, and requiring one is part of the check
 
     def remember(self, args: Sequence[torch.Tensor]) -> None:
         """From now on calls like ``args`` need only the check in C. The library is bound already."""
         if self.only_inputs and self.runnable.library is not None:
             fast = Fast(args)
             self.check, self.memory, self.native = fast.check, fast.memory, self.runnable.library.raw_run
+            self.may_have_hooks = [i for i in self.differentiated if args[i].requires_grad]
             self.ready = True
 
     def fits(self, args: Sequence[torch.Tensor]) -> bool:
         if not self.ready or len(args) != self.count or not self.check(*args) or not self.memory(args):
+            return False
+        if self.may_have_hooks and any(has_hooks(args[i]) for i in self.may_have_hooks):
             return False
         self.variant.check_ambient()
         return True

@@ -55,7 +55,7 @@ class LoadedModule(nn.Module):
         asked = None
         if entry.specialised and torch.is_grad_enabled():
             pairs = zip(entry.state.names, current, entry.state.owned, strict=True)
-            asked = frozenset([f"parameter:{name}" for name, tensor, owned in pairs if owned and tensor.requires_grad])
+            asked = frozenset([f"parameter:{name}" for name, tensor, owned in pairs if owned and tensor is not None and tensor.requires_grad])
         admitted = entry.admit("train" if self.training else "eval", args, kwargs, asked)
         variant = admitted.variant
         binding = entry.state.refresh(current)
@@ -127,6 +127,9 @@ class LoadedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadedModule:
         entry = self._aot_entry
+        for spec, tensor in zip(entry.spec.state, self._aot_current(), strict=True):
+            if tensor is None:
+                raise WeightsError(f"{spec.name} is None, and compiled code reads it: give it a tensor before the copy, or load the package again")
         tensors = {s.weight: t.detach().clone() for s, t in zip(entry.spec.state, self._aot_current(), strict=True)}
         out = LoadedModule(copy.deepcopy(entry, memo), tensors)
         out.train(self.training)

@@ -104,12 +104,12 @@ class Package:
         fixed = {c.weight: self._weights[c.weight] for n in used for c in manifest.libraries[n].constants if c.weight not in own}
         entry = Entry(name, spec, libraries, State(spec, manifest.weights, fixed, self.device), self._types, self.device)
         tensors = {k: self._weights[k] for k in own}
+        others = {s.weight for n, e in manifest.entries.items() if n != name for s in e.state}
         if spec.kind == "step":
-            others = {s.weight for n, e in manifest.entries.items() if n != name for s in e.state}
             # processes that train together must round alike, so the target counts as part of what they run
             digest = f"{self._archive.manifest_digest} for {manifest.target.label}"
             return LoadedStep(entry, tensors, digest, not others.isdisjoint(own))
-        return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors)
+        return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors, not others.isdisjoint(own))
 
     def _open(self, names: Iterable[str]) -> dict[str, Library]:
         made = {n: library_on(self.device, partial(self._archive.library, n), self.manifest.libraries[n]) for n in sorted(set(names))}

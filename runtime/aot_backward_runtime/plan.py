@@ -185,7 +185,7 @@ class State:
         """``current``: the tensors of :attr:`names` now. New ones are checked first; where they do not fit, the old binding stays."""
         try:
             addresses = tuple(map(torch.Tensor.data_ptr, current))
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec, self._device)
             raise
@@ -219,8 +219,10 @@ class State:
         )
 
 
-def check_weight(name: str, tensor: torch.Tensor, spec: WeightSpec, device: torch.device | None = None) -> None:
+def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, device: torch.device | None = None) -> None:
     """:class:`WeightsError` where native code compiled for ``spec``, which runs on ``device``, could not read ``tensor``."""
+    if tensor is None:
+        raise WeightsError(f"{name} is None, and compiled code reads it: give it a tensor of shape {spec.shape}, or load the package again")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch_api.is_functorch_wrapped(tensor):
         raise WeightsError(f"{name} is a {type(tensor).__qualname__} that native code cannot read; expected a plain tensor or Parameter")
     if problem := tensor_values.unplain(tensor):

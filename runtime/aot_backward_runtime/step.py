@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import heap, torch_api
+from . import heap
 from .entry import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
-from .grad import BoundParameter
 from .guards import Fast
 from .loss_scale import LossScale
+from .parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, through_hooks
 from .plan import Binding, Runnable
 from .training_state import Change, TrainingState
 from .tree import unflatten
@@ -28,21 +29,8 @@ if TYPE_CHECKING:
 
 _MODULE = "module."
 _REMEMBERED = 8  # kinds of call that need only a check in C
-_SEEN = (_MODULE, "optimizer.")  # what a caller sees, and may give other memory
-
-
-class StepParameter(BoundParameter):
-    """A parameter that compiled code trains: whether it does, and with which gradient, was settled at export."""
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        if requires_grad != self.requires_grad:
-            raise InputError("which parameters are trained is fixed in the compiled step; export a step without this one in the optimizer")
-        return self
-
-    def _no_hook(self, *args: Any, **kwargs: Any) -> Any:
-        raise InputError("a compiled step calls no hooks on gradients; do in the loss or the module what the hook would do, and export that")
-
-    register_hook = register_post_accumulate_grad_hook = _no_hook
+_OPTIMIZER = "optimizer."
+_SEEN = (_MODULE, _OPTIMIZER)  # what a caller sees, and may give other memory
 
 
 class LoadedStep(torch.optim.Optimizer):
@@ -63,13 +51,15 @@ class LoadedStep(torch.optim.Optimizer):
         spec = entry.spec.step
         assert spec is not None
         self._entry, self._tensors, self._digest = entry, dict(tensors), digest
-        self._moved = [True]  # set by a parameter that was given other memory
+        self._watch = Watch()  # of what a caller has got hold of
+        self._watched = False
         self._shared = shared
         self._handed_out = shared  # whether anybody could have a parameter in a graph of autograd's
         made: dict[str, torch.Tensor] = {}
         for s in entry.spec.state:
             if s.weight not in made:
-                made[s.weight] = self._bound(tensors[s.weight], s.requires_grad) if s.name.startswith(_SEEN) else tensors[s.weight]
+                seen = s.name.startswith(_SEEN)
+                made[s.weight] = bound(StepParameter, tensors[s.weight], s.requires_grad, self._watch) if seen else tensors[s.weight]
         self._held = [made[s.weight] for s in entry.spec.state]
         self._weak = [weakref.ref(t) for t in self._held if isinstance(t, BoundParameter)]  # torch.utils.swap_tensors refuses then
         own = [s for s in entry.spec.state if s.name.startswith(_MODULE)]
@@ -79,6 +69,7 @@ class LoadedStep(torch.optim.Optimizer):
         others = {s.name: made[s.weight] for s in entry.spec.state}
         self._state = TrainingState(spec, parameters, buffers, persistent, others, self._hand_out)
         self._places = {s.name: i for i, s in enumerate(entry.spec.state)}
+        self._say_where_no_hook_runs(parameters)
         entry.index_plans(self._places)
         self._update = Runnable(spec.update, entry.libraries) if spec.update is not None else None
         self._writes: Sequence[torch.Tensor] = [*parameters.values(), *buffers.values()]
@@ -100,7 +91,7 @@ class LoadedStep(torch.optim.Optimizer):
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
         """One step on these arguments. ``update=False``: gradients are only added up."""
         last = self._last
-        if last is None or kwargs or not update or self._moved[0] or not last.fits(args):
+        if last is None or kwargs or not update or (self._watched and self._watch.stirred()) or not last.fits(args):
             return self._in_two(args, kwargs, update)
         try:
             results = last.native(args if last.order is None else [args[i] for i in last.order])  # type: ignore[arg-type]
@@ -132,7 +123,7 @@ class LoadedStep(torch.optim.Optimizer):
         with self._lock:
             adding = not update or self._averaging is not None or self._state.accumulated > 0
             ready = None
-            if not kwargs and not self._moved[0]:
+            if not kwargs and not (self._watched and self._watch.stirred()):
                 ready = next((r for r in self._known if r.adding == adding and r.fits(args)), None)
             if ready is None:
                 return self._look_closely(args, kwargs, update)
@@ -153,18 +144,21 @@ class LoadedStep(torch.optim.Optimizer):
         with self._lock:
             self._check_whole()
             admitted = entry.admit(self._mode, args, kwargs)
-            apart = not update or state.accumulated > 0 or self._averaging is not None
+            binding = self._bind()
+            hooked = {n: p for n in state.gradients if has_hooks(p := state.parameters[n])}
+            self._watch.settle(bool(hooked))
+            apart = not update or state.accumulated > 0 or self._averaging is not None or bool(hooked)
             if apart and self._update is None:
                 raise InputError(f"entry {entry.name!r} was exported without gradients that wait: export it with accumulate=True for update=False")
-            binding = self._bind()
             self._share_buffers()
             runnable = admitted.variant.plans["accumulate" if apart else "step"]
             ready = _Ready(entry, admitted, runnable, self._held, apart)
-            try:
-                with torch.no_grad():
-                    results = runnable.call(binding, admitted.flat, admitted.sizes)
-            except RuntimeError as error:
-                raise self._failed(error, adding=apart) from error
+            with self._through_hooks(hooked):
+                try:
+                    with torch.no_grad():
+                        results = runnable.call(binding, admitted.flat, admitted.sizes)
+                except RuntimeError as error:
+                    raise self._failed(error, adding=apart) from error
             self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
             if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
                 ready.remember(args)
@@ -200,7 +194,7 @@ class LoadedStep(torch.optim.Optimizer):
     def _apply(self) -> None:
         state, runnable, run = self._state, self._update, self._run_update
         assert runnable is not None and runnable.library is not None
-        if run is None or self._moved[0]:
+        if run is None or (self._watched and self._watch.stirred()):
             binding = self._bind()
             run = lambda _: runnable.call(binding, (), {})  # noqa: E731
         if self._averaging is not None:
@@ -217,8 +211,15 @@ class LoadedStep(torch.optim.Optimizer):
         self.zero_grad()
 
     def _bind(self) -> Binding:
-        """What libraries are bound to; looked at again only where a parameter was given other memory."""
-        if self._binding is None or self._moved[0]:
+        """What libraries are bound to, looked at again."""
+        for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
+            if tensor.requires_grad != spec.requires_grad:
+                raise InputError(
+                    f"{spec.name.removeprefix(_MODULE)}.requires_grad was changed: which parameters are trained is fixed in the compiled step; put "
+                    "it back, and export a step without this one in the optimizer"
+                )
+        binding = self._entry.state.refresh([t.detach() for t in self._held])
+        if binding is not self._binding:
             self._forget()
             if self._shared:
                 for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
@@ -227,9 +228,50 @@ class LoadedStep(torch.optim.Optimizer):
                             f"{spec.name.removeprefix(_MODULE)} was given other memory, which other entries of the package would not see: "
                             f"write into it in place (with torch.no_grad(): p.copy_(…))"
                         )
-            self._binding = self._entry.state.refresh([t.detach() for t in self._held])
-            self._moved[0] = False
-        return self._binding
+            self._binding = binding
+        return binding
+
+    # hooks on gradients
+
+    def _say_where_no_hook_runs(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """A hook needs the gradient between the backward and the update."""
+        gradients = self._state.gradients
+        served = {id(parameters[n]) for n in gradients}
+        for name, parameter in parameters.items():
+            if id(parameter) not in served and isinstance(parameter, StepParameter):
+                parameter._no_hook = (
+                    f"a hook on {name} would never run: it gets no gradient from this step, whose optimizer does not train it"
+                    if gradients
+                    else f"a hook on {name} would never run: this step makes gradients and update in one native call. Export it with "
+                    "accumulate=True, which keeps them apart; or register the hook before the export, which traces it"
+                )
+
+    @contextlib.contextmanager
+    def _through_hooks(self, hooked: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, gradients are added up by one native call. Afterwards those of ``hooked`` are what its hooks make of them; where one raises, those
+        that waited before still wait, and no others."""
+        if not hooked:
+            yield
+            return
+        state = self._state
+        waited = [(t, t.detach().clone()) for t in state.gradients.values()] if state.accumulated else []
+        state.numbers.adding(False)  # each hook sees this call's gradient, as in eager
+        yield
+        slots = [state.gradients[n] for n in hooked]
+        scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # eager's hooks see gradients of the scaled loss
+        try:
+            made = through_hooks(list(hooked.values()), [s * scale for s in slots])
+            with torch.no_grad():
+                for slot, gradient in zip(slots, made, strict=True):
+                    slot.copy_(gradient / scale)
+                for slot, before in waited:
+                    slot.add_(before)
+        except BaseException:
+            with torch.no_grad():
+                for slot, before in waited:
+                    slot.copy_(before)
+            state.waiting(state.accumulated)
+            raise
 
     def _forget(self) -> None:
         """Each call is looked at closely again."""
@@ -291,12 +333,13 @@ class LoadedStep(torch.optim.Optimizer):
     @property
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """The gradients that have been added up, by parameter; empty where there are none. They are written to by the next call."""
-        return MappingProxyType(dict(self._state.gradients) if self._state.accumulated else {})
+        return MappingProxyType({n: t.detach() for n, t in self._state.gradients.items()} if self._state.accumulated else {})
 
     @property
     def state(self) -> Mapping[torch.Tensor, Mapping[str, torch.Tensor]]:  # type: ignore[override]
         """The optimizer's state by parameter, the tensors themselves. Write into them in place."""
         self._hand_out()
+        self._hand_out(_OPTIMIZER)
         out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for key, names, tensor in [] if self._state.fresh else self._state.slots:
             for name in names:
@@ -429,7 +472,7 @@ class LoadedStep(torch.optim.Optimizer):
                 view = buckets.views[gradient.parameter]
                 self._held[self._places[gradient.state]] = view.copy_(old[gradient.parameter])
             state.gradients = {n: buckets.views[n] for n in state.gradients}
-            self._last, self._moved[0] = None, True
+            self._forget()
             self._follow_first(averaging)
             self._averaging = averaging
             self._broadcast_buffers = broadcast_buffers and bool(state.buffers)
@@ -495,13 +538,10 @@ class LoadedStep(torch.optim.Optimizer):
     __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731
     __getstate__ = __reduce__
 
-    def _bound(self, tensor: torch.Tensor, requires_grad: bool) -> BoundParameter:
-        made = torch_api.make_subclass(StepParameter, tensor, requires_grad)
-        made._moved = self._moved
-        return made
-
-    def _hand_out(self) -> None:
-        self._handed_out = True
+    def _hand_out(self, kind: str = _MODULE) -> None:
+        """Somebody may have got hold of the tensors of that kind, and put them into a graph of autograd's."""
+        self._handed_out = self._watched = True
+        self._watch.add(t for s, t in zip(self._entry.spec.state, self._held, strict=True) if s.name.startswith(kind))
 
 
 class _Ready:

@@ -45,6 +45,9 @@ is_cache_empty = _engine.is_cache_empty
 set_autograd_compiler = _engine.set_autograd_compiler
 set_verbose_logger = _engine.set_verbose_logger
 make_subclass = Tensor._make_subclass
+backward_hooks = Tensor._backward_hooks  # the descriptors, whatever a subclass puts in their place
+post_accumulate_grad_hooks = Tensor._post_accumulate_grad_hooks
+requires_grad = Tensor.requires_grad
 engine_run_backward = torch.autograd.graph._engine_run_backward
 execution_engine = torch.autograd.Variable._execution_engine
 keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # of the backward that runs now; True outside of any
@@ -60,6 +63,7 @@ __all__ = [
     "TensorGuards",
     "ZerosEar",
     "adopt_functional",
+    "backward_hooks",
     "call_cpp_tensor_pre_hooks",
     "clear_cache",
     "deterministic",
@@ -83,7 +87,9 @@ __all__ = [
     "make_subclass",
     "matmul_precision",
     "opaque_to_dynamo",
+    "post_accumulate_grad_hooks",
     "refuse_duals",
+    "requires_grad",
     "runner",
     "saved_tensors_hooks",
     "set_autograd_compiler",

@@ -1,0 +1,139 @@
+"""Parameters at whose memory native code points, without being looked at in every call: what is done to them is noticed all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import torch_api
+from .errors import InputError
+from .guards import Fast
+
+
+class BoundParameter(nn.Parameter):
+    """A parameter or buffer of a gradient function or a training step. Writing into it is seen by the next call; giving it other memory has it
+    bound anew; hooks on its gradient are run by the call.
+
+    The properties stand in the way of torch's own registration, by whatever name it is called (``p.register_hook``,
+    ``torch.Tensor.register_hook(p, …)``). The weak reference that the owner holds makes ``torch.utils.swap_tensors`` refuse.
+    """
+
+    _touched: list[bool]
+
+    @property
+    def _backward_hooks(self) -> Any:
+        return torch_api.backward_hooks.__get__(self)
+
+    @_backward_hooks.setter
+    def _backward_hooks(self, hooks: Any) -> None:
+        self._refuse_hook()
+        torch_api.backward_hooks.__set__(self, hooks)
+        self._touched[0] = True
+
+    @property
+    def _post_accumulate_grad_hooks(self) -> Any:
+        return torch_api.post_accumulate_grad_hooks.__get__(self)
+
+    @_post_accumulate_grad_hooks.setter
+    def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
+        self._refuse_hook()
+        raise InputError(
+            "a hook that runs after a gradient was accumulated would never run: this call fills no .grad. register_hook is served, with the gradient"
+        )
+
+    def _refuse_hook(self) -> None:
+        """:class:`InputError` where a hook on this one's gradient could not be run."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of the caller's own, without hooks, as of any ``Parameter``."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class StepParameter(BoundParameter):
+    """A parameter that compiled code trains: whether it does, and with which gradient, was settled at export."""
+
+    _no_hook = ""  # why none is run, if none is
+
+    @property
+    def requires_grad(self) -> bool:
+        return torch_api.requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        if flag != self.requires_grad:
+            raise InputError("which parameters are trained is fixed in the compiled step; export a step without this one in the optimizer")
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.requires_grad = requires_grad
+        return self
+
+    def _refuse_hook(self) -> None:
+        if self._no_hook:
+            raise InputError(self._no_hook)
+
+
+class Watch:
+    """The tensors of an owner that somebody else has got hold of, and whether they still lie and look as when code was last bound to them.
+
+    Any of them can be given other memory or another form by functions that no class of ours is asked for (``torch.Tensor.set_(p, …)``), or by
+    another tensor of the same storage. What nobody has got hold of costs a call nothing.
+    """
+
+    __slots__ = ("_addresses", "_check", "tensors", "touched")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.touched = [True]  # whether to look closely, whatever the addresses are; parameters have it too, and not the watch: that were a cycle
+        self._addresses: list[int] = []
+        self._check: Callable[..., bool] = lambda *_: False
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        known = {id(t) for t in self.tensors}
+        more = [t for t in {id(t): t for t in tensors}.values() if id(t) not in known]
+        if more:
+            self.tensors.extend(more)
+            self.touched[0] = True
+
+    def settle(self, hooks: bool) -> None:
+        """Code has been bound to the tensors as they are. ``hooks``: whether some have hooks, for which each call looks closely."""
+        self._addresses = list(map(_data_ptr, self.tensors))
+        if self.tensors:
+            self._check = Fast(self.tensors).check
+        self.touched[0] = hooks
+
+    def stirred(self) -> bool:
+        """Whether a call must look closely again."""
+        return self.touched[0] or list(map(_data_ptr, self.tensors)) != self._addresses or not self._check(*self.tensors)
+
+
+_data_ptr = torch.Tensor.data_ptr
+
+
+def bound(kind: type[BoundParameter], tensor: torch.Tensor, requires_grad: bool, watch: Watch) -> BoundParameter:
+    made = torch_api.make_subclass(kind, tensor, requires_grad)
+    made._touched = watch.touched
+    return made
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether the gradient of ``tensor`` goes through hooks. One whose last was removed is as one that never had any: it tells of the next."""
+    hooks = torch_api.backward_hooks.__get__(tensor)
+    if hooks is not None and not hooks and isinstance(tensor, BoundParameter):
+        torch_api.backward_hooks.__set__(tensor, None)
+    return bool(hooks)
+
+
+def through_hooks(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """``gradients`` as the hooks on ``tensors`` make them. Autograd runs them: in its order, in one pass, with its checks of what they return.
+    Each gets memory of its own, which it may change, or keep."""
+    with torch.inference_mode(False), torch.enable_grad():
+        views = [t.view_as(t) for t in tensors]
+    return torch.autograd.grad(views, tensors, [g.clone() for g in gradients])
