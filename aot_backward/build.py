@@ -92,7 +92,8 @@ class Build:
                 requiring(program, wanted, args, kwargs) as (args, kwargs),
                 place.added(program, args, kwargs),
             ):
-                joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=not is_module)
+                kind = "module" if is_module else "grad"
+                joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, kind=kind, first_only=not is_module)
                 if isinstance(entry, Grad) and not entry.has_aux and joint.out_tree.kind != "tensor":
                     raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
                 prefix = f"{name}.{i}"

@@ -30,7 +30,7 @@ from aot_backward_runtime.guards import Contract
 from aot_backward_runtime.manifest import Manifest, SymbolSpec, VariantSpec, Verdict
 from aot_backward_runtime.package import Package, device_of
 
-from . import undisturbed
+from . import torch_api, undisturbed
 
 SEED = 20
 RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
@@ -120,10 +120,23 @@ def check(package: Package, entry: str, number: int, program: nn.Module, example
             if difference.ratio >= worst.ratio:
                 worst = difference
         if not sizes:
+            _check_filled(entry, _eager(program, example, args, kwargs, cotangents, spec, filled=True), expected, truth, moved, example.coarse)
             allowed = {d.name: d.allowed + _norm(_minus(expected[d.name], truth[d.name])) for d in differences}
             _store(stored, f"{entry}/{number}", args, kwargs, cotangents, expected, allowed)
         sizes.append(at)
     return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(s for s in sizes if s))
+
+
+def _check_filled(entry: str, filled: Named, expected: Named, truth: Named, moved: Mapping[str, float], coarse: bool) -> None:
+    """A real ``backward()`` fills ``.grad`` with what ``torch.autograd.grad`` gives, unless something hangs on the nodes that accumulate it."""
+    eager = {n: expected[n] for n in filled}
+    right = eager if truth is expected else {n: truth[n] for n in filled}
+    for difference in compare(filled, eager, right, moved, coarse):
+        if not difference.ratio <= 1:
+            raise ExportError(
+                f"{entry}: in eager, backward() leaves another {difference.name} in .grad than torch.autograd.grad gives, by {difference.error:.3g}: "
+                "something hangs on the parameter's AccumulateGrad node, which no package would run; export without it"
+            )
 
 
 def _called(package: Package, spec: VariantSpec) -> list[str]:
@@ -184,8 +197,10 @@ def artifact(package: Package, entry: str, spec: VariantSpec, mode: str, args: A
         return {n: None if v is None else v.detach().clone() for n, v in out.items()}
 
 
-def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotangents: Sequence[torch.Tensor], spec: VariantSpec) -> Named:
-    """The same names from eager. ``program``'s buffers are put back."""
+def _eager(
+    program: nn.Module, example: Example, args: Any, kwargs: Any, cotangents: Sequence[torch.Tensor], spec: VariantSpec, *, filled: bool = False
+) -> Named:
+    """The same names from eager. ``program``'s buffers are put back. ``filled``: only what ``backward()`` leaves in ``.grad`` of the parameters."""
     out: Named = {}
     args, kwargs = _leaves_again(args, kwargs)
     parameters = dict(program.named_parameters(remove_duplicate=False))
@@ -206,6 +221,11 @@ def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotange
     ):
         value = program(*args, **kwargs)
         flat = _outputs(out, value)
+        if filled:
+            outputs = flat[:1] if example.wrt is not None else [flat[i] for i in spec.differentiable]
+            given = None if example.wrt is not None else [c.to(o.dtype) for c, o in zip(cotangents, outputs, strict=True)]
+            own = {id(p) for p in parameters.values()}
+            return _filled(outputs, given, {n: t for n, t in targets.items() if id(t) in own})
         if example.wrt is not None:
             gradients = torch.autograd.grad(flat[0], list(targets.values()), allow_unused=True)
             out.update({f"gradient of {n}": g for n, g in zip(targets, gradients, strict=True)})
@@ -215,6 +235,21 @@ def _eager(program: nn.Module, example: Example, args: Any, kwargs: Any, cotange
         if example.wrt is None:
             out.update({f"buffer {n}": b for n, b in program.named_buffers()})
         return {n: None if v is None else v.detach().clone() for n, v in out.items()}
+
+
+def _filled(outputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor] | None, parameters: Mapping[str, torch.Tensor]) -> Named:
+    """``.grad`` of ``parameters`` after a backward of ``outputs``, by ``gradient of NAME``. Their own ``.grad`` are put aside."""
+    if not parameters or not outputs:
+        return {}
+    before = [(p, p.grad) for p in parameters.values()]
+    try:
+        for p, _ in before:
+            p.grad = None
+        torch.autograd.backward(outputs, cotangents, inputs=list(parameters.values()))
+        return {f"gradient of {n}": p.grad for n, p in parameters.items()}
+    finally:
+        for p, grad in before:
+            p.grad = grad
 
 
 def _order(spec: VariantSpec) -> int:
@@ -498,18 +533,27 @@ def rounded_values(value: Any) -> Any:
 
 @contextlib.contextmanager
 def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
-    """The program's own parameters and buffers as float64, wherever the program reaches them from; put back afterwards."""
-    kept = [(t, t.data) for t in {id(t): t for t in [*program.parameters(), *program.buffers()]}.values() if t.is_floating_point()]
+    """The program's own parameters and buffers as float64, wherever the program reaches them from; put back afterwards.
+
+    The Python objects change places with others of what they stand for. Giving them other ``.data`` would make torch forget the node on which the
+    gradient of each is accumulated, and the hooks on it, and ``.grad`` would stand in the way. Hooks on the gradients themselves run here too."""
     default = torch.get_default_dtype()
+    swap, swapped = torch_api._swap_tensor_impl, list[tuple[torch.Tensor, torch.Tensor]]()
     try:
-        for tensor, data in kept:
-            tensor.data = rounded_values(data.double()) if rounded else data.double()
+        for tensor in {id(t): t for t in [*program.parameters(), *program.buffers()]}.values():
+            if tensor.is_floating_point():
+                wide = tensor.detach().double()
+                other = (rounded_values(wide) if rounded else wide).requires_grad_(tensor.requires_grad)
+                if tensor._backward_hooks:
+                    other._backward_hooks = tensor._backward_hooks
+                swap(tensor, other)
+                swapped.append((tensor, other))
         torch.set_default_dtype(torch.float64)
         yield
     finally:
         torch.set_default_dtype(default)
-        for tensor, data in kept:
-            tensor.data = data
+        for tensor, other in swapped:
+            swap(tensor, other)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
             requiring(program, wanted, args, kwargs) as (args, kwargs),
             place.added(program, args, kwargs),
         ):
-            joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, first_only=True)
+            joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, kind="step", first_only=True)
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]
                 raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")

@@ -44,6 +44,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "_compiling_state_context": ("torch._export.utils", _ALL),
     "_combine_args": ("torch.export.dynamic_shapes", _ALL),
     "_process_dynamic_shapes": ("torch.export.dynamic_shapes", _ALL),
+    "_swap_tensor_impl": ("torch._C", _ALL),
     "_global_forward_pre_hooks": ("torch.nn.modules.module", _ALL),
     "_global_forward_hooks": ("torch.nn.modules.module", _ALL),
     "_global_backward_pre_hooks": ("torch.nn.modules.module", _ALL),

@@ -253,7 +253,7 @@ class Odd(nn.Module):
 
 X = torch.randn(3, 3)
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "hook on a parameter": (_hooked, {}, r"the parameter 'weight' has a gradient hook, which a trace does not see"),
+    "hook on a parameter": (_hooked, {}, r"the parameter 'weight' has a gradient hook: _hooked.<lambda>"),
     "input written in place": (Writes, {}, r"the forward changes its input 'x' in place; clone it first"),
     "args is no tuple": (lambda: nn.Linear(3, 3), {"args": X}, r"args is a Tensor; expected a tuple"),
     "wrong number of arguments": (lambda: nn.Linear(3, 3), {"args": (X, X)}, r"the example arguments do not fit"),

@@ -1,8 +1,8 @@
 """Hooks under a trace: what a hook returns is traced; a hook that a package would drop is refused, with its name and its place.
 
 A trace runs a program's own autograd, so what hooks on modules, tensors and nodes make of values and gradients is in the graph. Not in it is what
-hangs on a parameter, which runs where the gradient arrives, and what a backward hook does instead of returning a gradient (it logs it, it stores
-it): that would be done once, while tracing, and never again.
+hangs on a parameter, which runs where the gradient arrives (``parameter_hooks.py`` puts it there), and what a backward hook does instead of
+returning a gradient (it logs it, it stores it): that would be done once, while tracing, and never again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from . import place
 @contextlib.contextmanager
 def traced(program: nn.Module) -> Iterator[None]:
     """Inside, a hook that would be dropped raises :class:`ExportError`: at once, or when it runs and returns nothing; so does ``backward()``."""
-    _refuse_parameters(program)
     _refuse_global()
     slots = [(n, hooks) for n, m in program.named_modules() for hooks in (m._backward_hooks, m._backward_pre_hooks)]
     kept = [dict(hooks) for _, hooks in slots]
@@ -45,10 +44,10 @@ def traced(program: nn.Module) -> Iterator[None]:
     def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         if name := next((n for n, p in program.named_parameters() if p is self), None):
             raise ExportError(
-                f"a hook is registered on the parameter {name!r} {place.here()}: each call adds another, and a trace sees none; register it once, on "
-                "the loaded module's parameter"
+                f"a hook is registered on the parameter {name!r} {place.here()}: each call adds another, and a trace sees none; register it once, "
+                "outside the forward"
             )
-        return register(self, _returning(hook, f"registered {place.here()}"))
+        return register(self, returning(hook, f"registered {place.here()}"))
 
     def retain_grad(self: torch.Tensor) -> None:
         if self.requires_grad and not self.is_leaf:
@@ -73,7 +72,7 @@ def traced(program: nn.Module) -> Iterator[None]:
 
     try:
         for name, hooks in slots:
-            hooks.update({k: _returning(h, f"on the module {name!r}" if name else "on the module itself") for k, h in hooks.items()})
+            hooks.update({k: returning(h, f"on the module {name!r}" if name else "on the module itself") for k, h in hooks.items()})
         torch.Tensor.register_hook = ours(register_hook, register)  # type: ignore[method-assign]
         torch.Tensor.retain_grad = ours(retain_grad, retain)  # type: ignore[method-assign]
         saved.__enter__ = ours(enter_saved, enter)  # type: ignore[method-assign]
@@ -86,26 +85,73 @@ def traced(program: nn.Module) -> Iterator[None]:
             hooks.update(before)
 
 
-def _returning(hook: Callable[..., Any], where: str) -> Callable[..., Any]:
+def returning(hook: Callable[..., Any], where: str, instead: str = "export without the hook") -> Callable[..., Any]:
+    @functools.wraps(hook, updated=())
     def call(*args: Any) -> Any:
         out = hook(*args)
         if out is None:
             raise ExportError(
                 f"the backward hook {place.of(hook)}, {where}, returns no gradient: what it does instead would not be done where the package runs. "
-                "Return the gradient that is to go on, or export without the hook"
+                f"Return the gradient that is to go on, or {instead}"
             )
         return out
 
     return call
 
 
-def _refuse_parameters(program: nn.Module) -> None:
+def of_parameters(program: nn.Module, kind: str) -> dict[str, tuple[Callable[..., Any], ...]]:
+    """The hooks on gradients of parameters that are differentiated, by the parameter's first name. ``kind``: of the entry.
+
+    :class:`ExportError` where one could not run as it does in eager: after the gradient was accumulated, on the node that accumulates it, or, in a
+    module, at all. Eager runs a parameter's hooks once in a backward, on the sum of all its uses, and of those one call of a module is one only.
+    """
+    out = {}
     for name, parameter in program.named_parameters():
-        for hook in [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]:
+        if not parameter.requires_grad:
+            continue
+        own = name.removeprefix("module.") if kind == "step" else name
+        loaded = _LOADED[kind].format(own)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            instead = f", and register it on the loaded module's parameter, {loaded}" if kind == "module" else ""
             raise ExportError(
-                f"the parameter {name!r} has a gradient hook, which a trace does not see: {place.of(hook)}; export without it, and register it "
-                "on the loaded module's parameter"
+                f"the parameter {own!r} has a hook that runs after its gradient was accumulated: {place.of(hook)}; a compiled {_MADE[kind]} does not "
+                f"fill .grad: export without it{instead}"
             )
+        for hook in on_accumulation(parameter):
+            raise ExportError(
+                f"a hook hangs on the AccumulateGrad node of the parameter {own!r}, where no trace comes by: {place.of(hook)}; export without it, "
+                f"and register one on the parameter itself (register_hook): before the export of a Grad or a Step, or on the loaded one, {loaded}"
+            )
+        found = tuple((parameter._backward_hooks or {}).values())
+        if found and kind == "module":
+            raise ExportError(
+                f"the parameter {own!r} has a gradient hook: {place.of(found[0])}; autograd runs it once, on the sum of all uses of the parameter, "
+                f"which the graph of one call does not know: export without it, and register it on the loaded module's parameter, {loaded}"
+            )
+        if found:
+            instead = f"export without it, and register it on the loaded parameter, {loaded}"
+            out[name] = tuple(returning(h, f"on the parameter {own!r}", instead) for h in found)
+    return out
+
+
+_MADE = {"module": "forward and backward", "grad": "gradient function", "step": "step"}
+_LOADED = {
+    "module": "module().get_parameter({!r})",
+    "grad": "grad().parameters[{!r}]",
+    "step": "step().parameters[{!r}] of a step with accumulate=True",
+}
+
+
+def on_accumulation(parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks on the node that accumulates the gradient of ``parameter``. A node has no list of them; a hook's own handle knows the others."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    found = []
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(lambda *_: None)
+        hooks = handle.hooks_dict_ref()
+        found += [hook for number, hook in hooks.items() if number != handle.id]
+        handle.remove()
+    return found
 
 
 def _refuse_global() -> None:

@@ -13,8 +13,8 @@ import inspect
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class Joint:
     out_tree: Tree
     ambient: Ambient
     trace_inputs: Any
+    hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)  # on gradients, by the parameter's first name
 
     @property
     def has_backward(self) -> bool:
@@ -143,9 +144,10 @@ def trace(
     dynamic_shapes: Any,
     *,
     signature: Callable[..., Any],
+    kind: str,
     first_only: bool = False,
 ) -> Joint:
-    """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them).
+    """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them). ``kind``: of the entry.
 
     ``first_only``: only the first output is differentiated; the others are carried along.
     A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it.
@@ -155,6 +157,7 @@ def trace(
     with assigned.noted(program) as written:
         try:
             with undisturbed.slots_kept(program), hooks.traced(program), _no_draws():
+                on_parameters = hooks.of_parameters(program, kind)
                 try:
                     joint = _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
                 except torch_api.Unsupported:
@@ -183,7 +186,7 @@ def trace(
                     f"the forward assigns the buffer {name!r} anew, {where}, which a package would not keep: write into it "
                     f"(self.{name.rpartition('.')[2]}.copy_(…), .add_(…))"
                 )
-    return joint
+    return replace(joint, hooks=on_parameters)
 
 
 @contextlib.contextmanager

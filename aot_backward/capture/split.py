@@ -23,6 +23,7 @@ from aot_backward_runtime.manifest import Call, Gradient, Plan, TensorSpec
 
 from .. import torch_api
 from ..program import Graph
+from . import parameter_hooks
 from .joint import Joint
 from .shapes import expression_of
 
@@ -108,6 +109,7 @@ def from_a_scalar(joint: Joint, name: str, weights: Mapping[str, tuple[str, torc
     if not isinstance(loss, Node) or tuple(loss.meta["val"].shape) != ():
         raise ExportError(f"{name}: a gradient needs a scalar loss, got shape {tuple(loss.meta['val'].shape)}; reduce it with .sum() or .mean()")
     sum_ties(joint, weights)
+    parameter_hooks.put(joint, weights)
     (node,) = [n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][0] == "cotangent"]  # nothing else is differentiated
     value = node.meta["val"]
     with graph.graph.inserting_after(node), joint.fake_mode:

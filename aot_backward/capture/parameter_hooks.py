@@ -1,0 +1,110 @@
+"""Hooks on parameters as part of the graph: what they make of a gradient, once, behind the sum of all that the parameter's uses give.
+
+That is where eager runs them, in ``.backward()`` and in ``torch.autograd.grad``. A hook is traced for what it returns. What it reads of the
+program's own parameters and buffers stays bound to them; other tensors that it closes over become constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from aot_backward_runtime.errors import ExportError
+
+from .. import torch_api
+from . import place
+from .joint import Joint, decompositions, tracing
+
+aten = torch.ops.aten
+
+
+def put(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+    """Puts ``joint.hooks`` behind the gradients of their parameters, which must have been summed over ties. ``weights``: state name -> (key, tensor).
+
+    :class:`ExportError` names a hook that cannot be traced."""
+    hooks = {weights[name][0]: (name, found) for name, found in joint.hooks.items()}
+    output = next(iter(joint.graph.graph.find_nodes(op="output")))
+    results = list(output.args[0])
+    for position, target in enumerate(joint.gradient_slots, start=joint.forward_values):
+        if target not in joint.gradients or target is None or target[0] != "parameter" or weights[target[1]][0] not in hooks:
+            continue
+        gradient = results[position]
+        if isinstance(gradient, Node):
+            name, found = hooks[weights[target[1]][0]]
+            results[position] = joint.gradients[target] = _behind(gradient, name, found, joint, output)
+    output.args = (results,)
+
+
+def _behind(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]], joint: Joint, output: Node) -> Node:
+    """What ``hooks`` make of ``gradient``, in their order, in front of ``output``."""
+    for hook in hooks:
+        traced = _traced(hook, name, gradient.meta["val"], joint.fake_mode)
+        given: dict[Node, Any] = {next(iter(traced.graph.find_nodes(op="placeholder"))): gradient}
+        with joint.graph.graph.inserting_before(output):
+            for node in traced.graph.find_nodes(op="get_attr"):
+                given[node] = _current(getattr(traced, str(node.target)), joint)
+            gradient = joint.graph.graph.graph_copy(traced.graph, given)  # type: ignore[assignment]
+    return gradient
+
+
+def _traced(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode: Any) -> GraphModule:
+    def called(gradient: torch.Tensor) -> torch.Tensor:
+        with _no_writes(hook, name):
+            made = hook(gradient.clone())  # which it may change in place
+        if not isinstance(made, torch.Tensor) or (made.shape, made.dtype) != (gradient.shape, gradient.dtype):
+            what = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__name__}"
+            raise ExportError(
+                f"the gradient hook {place.of(hook)} on the parameter {name!r} returns {what}; expected {gradient.dtype} {tuple(gradient.shape)}"
+            )
+        return made.clone()  # no constant, and no parameter, itself
+
+    try:
+        with fake_mode, tracing(), torch.no_grad():
+            traced = make_fx(torch.func.functionalize(called, remove="mutations"), decomposition_table=decompositions())(value)
+    except ExportError:
+        raise
+    except Exception as error:  # the person's own hook ran in there, and may raise anything
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        decides = "it decides by the value of a tensor: use torch.where, or " if "data-dependent" in first or "_local_scalar_dense" in first else ""
+        raise ExportError(
+            f"the gradient hook {place.of(hook)} on the parameter {name!r} could not be traced: {type(error).__name__}: {first}; {decides}export "
+            "without it, and register it on the loaded parameter"
+        ) from error
+    return traced
+
+
+def _no_writes(hook: Callable[..., Any], name: str) -> Any:
+    """A dispatch mode in which no tensor may be written that was there before."""
+
+    class NoWrites(torch_api.TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            for argument, value in zip(operator._schema.arguments, args, strict=False):
+                if argument.is_write and type(value) in (torch.Tensor, torch.nn.Parameter):
+                    raise ExportError(
+                        f"the gradient hook {place.of(hook)} on the parameter {name!r} changes a tensor in place, which would be done once, while "
+                        "tracing, and never again: return the gradient that is to go on, and change nothing else; or export without it, and register "
+                        "it on the loaded parameter"
+                    )
+            return operator(*args, **kwargs)
+
+    return NoWrites()
+
+
+def _current(value: torch.Tensor, joint: Joint) -> Node:
+    """The node that stands for ``value``: a parameter or buffer of the program, as the forward leaves it, or else a constant."""
+    graph = joint.graph
+    name = next((n for n, t in joint.state.items() if t is value), None)
+    if name is None:
+        attribute = f"hook_constant_{sum(1 for _ in graph.graph.find_nodes(op='get_attr'))}"
+        graph.register_buffer(attribute, value.detach())
+        made = graph.graph.get_attr(attribute)
+        made.meta["val"] = joint.fake_mode.from_tensor(value.detach(), static_shapes=True)
+        return made
+    node = next(n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][1] == name)
+    written = [n.args[1] for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0] is node]
+    return written[-1] if written else node  # type: ignore[return-value]
