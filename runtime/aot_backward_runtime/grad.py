@@ -13,7 +13,7 @@ import torch
 from .entry import Admitted, Entry
 from .errors import AotBackwardError
 from .guards import Fast
-from .parameter import BoundParameter, Watch, bound, has_hooks, through_hooks
+from .parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
 from .plan import Runnable, Variant
 from .tree import unflatten
 
@@ -43,8 +43,8 @@ class LoadedGrad:
         self.training = entry.spec.training
         self._functional = {v.spec.mode for v in entry.variants} == {""}
         self._last: _Ready | None = None
-        self._watched = shared
-        if shared:
+        self._watched = shared and any(map(resizable, self._held))
+        if self._watched:
             self._watch.add(self._held)
 
     @property

@@ -123,6 +123,11 @@ def bound(kind: type[BoundParameter], tensor: torch.Tensor, requires_grad: bool,
     return made
 
 
+def resizable(tensor: torch.Tensor) -> bool:
+    """Whether another tensor of the same memory could take it away. Memory that is mapped from a file cannot be resized."""
+    return tensor.untyped_storage().resizable()
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether the gradient of ``tensor`` goes through hooks. One whose last was removed is as one that never had any: it tells of the next."""
     hooks = torch_api.backward_hooks.__get__(tensor)

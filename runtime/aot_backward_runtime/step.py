@@ -19,7 +19,7 @@ from .entry import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
 from .guards import Fast
 from .loss_scale import LossScale
-from .parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, through_hooks
+from .parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable, through_hooks
 from .plan import Binding, Runnable
 from .training_state import Change, TrainingState
 from .tree import unflatten
@@ -84,6 +84,8 @@ class LoadedStep(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self.defaults: dict[str, Any] = json.loads(spec.defaults)
         self.grad_norm: torch.Tensor | None = None
+        if shared and any(map(resizable, self._held)):
+            self._hand_out()
         heap.keep(sum(p.nbytes for p in parameters.values() if p.requires_grad and p.device.type == "cpu"))
 
     # calling
