@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aot_backward.cli import main
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import PackageError
 
@@ -280,25 +281,38 @@ def _odd(manifest: Any) -> None:
     manifest["libraries"]["pair.0.forward"]["nodes"] = (1 << 63) - 1
 
 
-def test_control_characters_of_a_package_are_shown_escaped(tmp_path: Path) -> None:
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """The command line in this process: status, standard output and error."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, arguments)))
+    said = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, said.out, said.err
+
+
+def test_control_characters_of_a_package_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, path = spoil(tmp_path, 0, "pair", _odd)
-    for arguments in (("inspect", path), ("inspect", path, "--json"), ("verify", path, "--no-run"), ("verify", path)):
-        done = aot_backward(*arguments)
-        assert done.returncode == int(arguments == ("verify", path)), done.stderr  # which misses the example of the entry that is called otherwise
-        assert (done.stdout + done.stderr).replace("\n", "").isprintable(), arguments
-    assert SHOWN in aot_backward("inspect", path).stdout
-    assert json.loads(aot_backward("inspect", path, "--json").stdout)["producer"] == ODD
     page = tmp_path / "page.html"
-    assert aot_backward("inspect", path, "--html", page).returncode == 0
-    assert "\x1b" not in page.read_text() and "\u202e" not in page.read_text()
+    for arguments in (
+        ("inspect", path),
+        ("inspect", path, "--json"),
+        ("inspect", path, "--html", page),
+        ("verify", path, "--no-run"),
+        ("verify", path),
+    ):
+        status, out, err = run(capsys, *arguments)
+        assert status == int(arguments == ("verify", path)), err  # which misses the example of the entry that is called otherwise
+        assert (out + err).replace("\n", "").isprintable(), arguments
+    assert SHOWN in run(capsys, "inspect", path)[1]
+    assert json.loads(run(capsys, "inspect", path, "--json")[1])["producer"] == ODD
+    assert "red" in page.read_text() and page.read_text().replace("\n", "").isprintable()
     done = aot_backward("inspect", path, env={"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and done.stdout.isascii(), done.stderr
+    assert done.returncode == 0 and done.stdout.isascii() and SHOWN in done.stdout, done.stderr
 
 
-def test_errors_show_control_characters_escaped(tmp_path: Path) -> None:
+def test_errors_show_control_characters_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def edit(manifest: Any) -> None:
         _odd(manifest)
-        manifest["entries"]["pair"]["variants"][0]["forward"]["reads"][0] = ODD
         manifest["entries"]["pair"]["variants"][0]["outputs"][0]["name"] = ODD
 
     _, path = spoil(tmp_path, 0, "pair", edit)
@@ -309,15 +323,18 @@ def test_errors_show_control_characters_escaped(tmp_path: Path) -> None:
         ("verify", path, "--json"),
         ("run", path, "--inputs", inputs, "--outputs", inputs),
     ):
-        done = aot_backward(*arguments)
-        assert done.returncode == 1, done
-        assert done.stderr.startswith("error: corrupt package") and done.stderr.count("\n") == 1, done.stderr
-        assert (done.stdout + done.stderr).replace("\n", "").isprintable(), done
+        status, out, err = run(capsys, *arguments)
+        assert status == 1, err
+        assert err.startswith("error: corrupt package") and err.count("\n") == 1, err
+        assert SHOWN in err and (out + err).replace("\n", "").isprintable(), err
+    with pytest.raises(PackageError) as caught:
+        open_package(path)
+    assert str(caught.value).isprintable()
 
 
-def test_a_number_beyond_what_is_shown_is_refused(tmp_path: Path) -> None:
+def test_a_number_beyond_what_is_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, (path, value) in enumerate({"weights/scale/shape": [1 << 62] * 8, "weights/numbers/shape": [1 << 60]}.items()):
         _, spoilt = spoil(tmp_path, number, "pair" if "scale" in path else "step", put(path, value))
         with pytest.raises(PackageError, match=r"no tensor has|vector of numbers"):
             open_package(spoilt)
-        assert aot_backward("inspect", spoilt).returncode == 1
+        assert run(capsys, "inspect", spoilt)[0] == 1

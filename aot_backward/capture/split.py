@@ -177,11 +177,13 @@ class Cut:
                 graph.graph.erase_node(node)
                 continue
             if node.name in self.saved:
-                if self.saved[node.name] in self.donated:
-                    donated.append((len(operands), self.saved[node.name]))
-                operands.append(f"saved:{self.saved[node.name]}")
-                origin = f" = {self.origins[node.name]}" if node.name in self.origins else ""
-                inputs.append(joint.sizes.spec(f"saved[{self.saved[node.name]}]{origin}", node.meta["val"], False))
+                number = self.saved[node.name]
+                if number in self.donated:
+                    donated.append((len(operands), number))
+                # its name says again what the plan says of it: a reader compares the two
+                more = ", consumed" if number in self.donated else f" = {self.origins[node.name]}" if node.name in self.origins else ""
+                operands.append(f"saved:{number}")
+                inputs.append(joint.sizes.spec(f"saved[{number}]{more}", node.meta["val"], False))
             elif kind == "input":
                 operands.append(f"input:{index}")
                 inputs.append(joint.sizes.spec(joint.input_names[index], node.meta["val"], False))

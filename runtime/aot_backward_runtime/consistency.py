@@ -11,9 +11,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from keyword import iskeyword
 from typing import Any
+
+import torch
 
 from .errors import PackageError
 from .expressions import evaluate, symbols_of
@@ -44,6 +47,7 @@ _PRECISIONS = ("highest", "high", "medium")
 _CALLABLE = ("module", "grad", "step")
 _ROLES = {"module": ("forward", "backward", "inference"), "grad": ("gradient",), "step": ("step", "accumulate")}
 _SOURCE = re.compile(r"(input|saved|cotangent|result):(0|[1-9][0-9]{0,8})")
+_OTHER = re.compile(r"[^A-Za-z0-9]")
 _CONTROLLED = ("clip_norm", "clip_value", "loss_scale")  # numbers of the entry's own
 
 
@@ -276,8 +280,10 @@ def _operand(variant: VariantSpec, kind: str, where: int, manifest: Manifest) ->
     known = variant.inputs if origin == "input" else made
     if origin not in ("input", "result") or int(number) >= len(known):
         raise PackageError(f"the saved tensor {where} is {forward.saved[where]!r}, which does not exist")
-    spec = known[int(number)]
-    return spec, [f"saved[{where}]" if spec.name == f"saved[{where}]" else f"saved[{where}] = {spec.name}", f"saved[{where}]"]
+    spec, called = known[int(number)], f"saved[{where}]"
+    if variant.backward is not None and where in variant.backward.consumes:
+        return spec, [f"{called}, consumed", called]
+    return spec, [called if spec.name == called else f"{called} = {spec.name}", called]
 
 
 def _saved(variant: VariantSpec) -> tuple[str, ...]:
@@ -306,9 +312,10 @@ def _check_constants(entry: EntrySpec, plan: Plan, library: LibrarySpec, manifes
             raise PackageError(f"it reads and writes other weights than its library is bound to: {odd[0]!r}")
 
 
+@lru_cache(maxsize=1 << 14)  # each is asked for once for every plan
 def spelled(name: str) -> str:
     """What the constant of a library is called that is the state ``name``."""
-    word = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+    word = _OTHER.sub("_", name)
     return (f"constant_{word}" if word[:1].isdigit() else word).rstrip("_")
 
 
@@ -540,7 +547,7 @@ def _below(name: str, label: str) -> bool:
 
 def _holds(dtype: str, fill: float) -> bool:
     if dtype.startswith(_FLOATING):
-        return True
+        return abs(fill) <= torch.finfo(getattr(torch, dtype)).max
     if dtype == "bool":
         return fill in (0.0, 1.0)
     bits = int(dtype.lstrip("uint"))

@@ -1,8 +1,15 @@
 """What the runtime raises. Every error is an :class:`AotBackwardError` and names the thing, what came, what was expected, the next step."""
 
 
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 class AotBackwardError(Exception):
-    """The common base of every error of this project."""
+    """The common base of every error of this project. Its words can be printed anywhere: a package's names, which may be any text, stand escaped."""
+
+    def __init__(self, *arguments: object):
+        super().__init__(*(_printable(a) if isinstance(a, str) else a for a in arguments))
 
 
 class PackageError(AotBackwardError):

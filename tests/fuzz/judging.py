@@ -52,7 +52,8 @@ def judge(made: Spoilt, folder: Path, work: Path) -> tuple[str, str]:
                 return _judged(made, path, folder, work)
         return _judged(made, path, folder, work)
     except AotBackwardError as error:
-        str(error).encode()  # a message that cannot be printed is a fault too
+        if not str(error).replace("\n", "").isprintable():
+            return "control characters", f"{type(error).__name__}: {ascii(str(error))[:200]}"
         return "refused", type(error).__name__
     except _Fault as fault:
         return fault.verdict, str(fault)
