@@ -250,8 +250,7 @@ def _trained(state: dict[str, Any], numbers: list[dict[str, Any]], clip: float, 
         loss.backward()
         out[f"loss {number}"] = loss.detach()
         if update:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
-            if all(bool(p.grad.isfinite().all()) for p in net.parameters() if p.grad is not None):
+            if bool(nn.utils.clip_grad_norm_(net.parameters(), clip).isfinite()):  # else a step with skip_nonfinite leaves the update out
                 optimizer.step()
             optimizer.zero_grad()
     own_state = net.state_dict()

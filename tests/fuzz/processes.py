@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import selectors
@@ -27,7 +28,7 @@ from .judging import FAULTS
 __all__ = ["FAULTS", "Records", "one", "prepare", "run"]
 
 Records = list[dict[str, Any]]
-BATCH = 400
+BATCH = 1000
 
 
 def prepare(folder: Path, names: Sequence[str]) -> None:
@@ -122,6 +123,8 @@ def run(
         spoiling.whole(path)
         judging.sound(path)
         bases.KNOWN[name].call(load(path), path)
+    gc.collect()
+    gc.freeze()  # what is there now is not looked through, and so not copied, in each that is forked
     waiting = deque(numbers[i : i + BATCH] for i in range(0, len(numbers), BATCH))
     workers: dict[int, _Worker] = {}
     again: deque[int] = deque()  # ended or stopped a worker: run once more, alone

@@ -22,7 +22,7 @@ def read(path: Path) -> list[Record]:
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    return list({r["number"]: r for r in map(json.loads, whole.splitlines())}.values())
 
 
 def counts(records: Sequence[Record], field: str) -> dict[str, Counter[str]]:
