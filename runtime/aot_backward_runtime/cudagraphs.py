@@ -223,6 +223,10 @@ class GraphedLibrary(Library):
             return graph.copied()
 
     @property
+    def is_one_call(self) -> bool:
+        return False
+
+    @property
     def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         return self.run
 

@@ -14,7 +14,7 @@ from .entry import Admitted, Entry
 from .errors import AotBackwardError
 from .guards import Fast
 from .parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
-from .plan import Runnable, Variant
+from .plan import Binding, Runnable, Variant
 from .tree import unflatten
 
 
@@ -43,6 +43,7 @@ class LoadedGrad:
         self.training = entry.spec.training
         self._functional = {v.spec.mode for v in entry.variants} == {""}
         self._last: _Ready | None = None
+        self._binding: Binding | None = None
         self._watched = shared and any(map(resizable, self._held))
         if self._watched:
             self._watch.add(self._held)
@@ -58,11 +59,13 @@ class LoadedGrad:
         if last is None or kwargs or (self._watched and self._watch.stirred()) or not last.fits(args):
             return self._look_closely(args, kwargs)
         inputs: Any = args if last.order is None else [args[i] for i in last.order]
+        if last.writes:
+            torch.autograd.graph.increment_version(last.writes)  # before, so that an interrupt behind it cannot hide that they were written
         return last.finish(last.native(inputs), args)
 
     def train(self, mode: bool = True) -> LoadedGrad:
         """Serves calls from the variants exported in training mode (of a module; a plain function has no mode)."""
-        self.training, self._last = mode, None
+        self._last, self.training = None, mode
         return self
 
     def eval(self) -> LoadedGrad:
@@ -100,12 +103,17 @@ class LoadedGrad:
         mode = "" if self._functional else "train" if self.training else "eval"
         admitted = entry.admit(mode, args, kwargs)
         binding = entry.state.refresh([t.detach() for t in self._held])
+        if binding is not self._binding:
+            self._last = None  # its library is not the one that is bound anew here, where this call is of another kind
+            self._binding = binding
         runnable = admitted.variant.plans["gradient"]
+        ready = _Ready(entry, admitted.variant, runnable, admitted.sizes, self._held)
+        if ready.writes:
+            torch.autograd.graph.increment_version(ready.writes)
         with torch.no_grad():
             results = runnable.call(binding, admitted.flat, admitted.sizes)
         hooks = any(list(map(has_hooks, self._named.values())))
         self._watch.settle(hooks)
-        ready = _Ready(entry, admitted.variant, runnable, admitted.sizes, self._held)
         if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
             ready.remember(args)
             self._last = ready
@@ -163,8 +171,6 @@ class _Ready:
         return True
 
     def finish(self, results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        if self.writes:
-            torch.autograd.graph.increment_version(self.writes)
         if self.plain:
             value: Any = results[0]
         else:

@@ -24,7 +24,10 @@ class LossScale:
     """
 
     def __init__(self, numbers: Numbers, initial: float):
-        self._numbers, self._scale, self._tracker = numbers, initial, 0
+        self._numbers = numbers
+        self._now: tuple[float, int, object] = (initial, 0, None)
+        """The scale, the updates since it changed, and the call that made the last of them."""
+        self._written = initial
         self.growth_factor, self.backoff_factor, self.growth_interval = 2.0, 0.5, 2000
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -35,7 +38,7 @@ class LossScale:
         super().__setattr__(name, value)
 
     def get_scale(self) -> float:
-        return self._scale
+        return self._now[0]
 
     def set_scale(self, scale: float) -> None:
         """:class:`StateError` where it is not a positive number, which float32 can hold."""
@@ -45,28 +48,36 @@ class LossScale:
             rounded = math.nan
         if isinstance(scale, str) or not (rounded > 0 and math.isfinite(rounded)):
             raise StateError(f"the loss scale is {scale!r:.60}; expected a positive, finite number")
-        self._scale = rounded
-        self._numbers.set(-1, KEY, -1, rounded)
+        self._now = (rounded, *self._now[1:])
+        self.write()
 
-    def update(self, finite: bool) -> None:
-        """After an update that was made, or skipped because a gradient was not finite."""
-        if not finite:
-            self._tracker = 0
-            self.set_scale(max(_float32(self._scale * self.backoff_factor), torch.finfo(torch.float32).tiny))
-            return
-        self._tracker += 1
-        if self._tracker == self.growth_interval:
-            self._tracker = 0
-            if math.isfinite(grown := _float32(self._scale * self.growth_factor)):
-                self.set_scale(grown)
+    def update(self, finite: bool, call: object = None) -> None:
+        """After an update that was made, or skipped because a gradient was not finite. ``call``: which it was; said again, it changes nothing."""
+        scale, tracker, last = self._now
+        if call is None or last is not call:
+            if not finite:
+                scale, tracker = max(_float32(scale * self.backoff_factor), torch.finfo(torch.float32).tiny), 0
+            elif tracker + 1 == self.growth_interval:
+                grown, tracker = _float32(scale * self.growth_factor), 0
+                scale = grown if math.isfinite(grown) else scale
+            else:
+                tracker += 1
+            self._now = (scale, tracker, call)
+        self.write()
+
+    def write(self, again: bool = False) -> None:
+        """To where native code reads the scale, if it is another than there, or ``again``."""
+        if again or self._written != self._now[0]:
+            self._numbers.set(-1, KEY, -1, self._now[0])
+            self._written = self._now[0]
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "scale": self._scale,
+            "scale": self._now[0],
             "growth_factor": self.growth_factor,
             "backoff_factor": self.backoff_factor,
             "growth_interval": self.growth_interval,
-            "_growth_tracker": self._tracker,
+            "_growth_tracker": self._now[1],
         }
 
     def check(self, state: Any) -> None:
@@ -85,7 +96,7 @@ class LossScale:
         self.check(state)
         self.set_scale(state["scale"])
         self.growth_factor, self.backoff_factor = state["growth_factor"], state["backoff_factor"]
-        self.growth_interval, self._tracker = state["growth_interval"], state["_growth_tracker"]
+        self.growth_interval, self._now = state["growth_interval"], (self._now[0], state["_growth_tracker"], None)
 
 
 def _float32(value: float) -> float:

@@ -68,8 +68,8 @@ class LoadedModule(nn.Module):
                 run = _Run(admitted, variant.plans["forward"], binding, current, targets)
                 return self._aot_assemble(run.runnable, admitted, current, _Native.apply(run, *sources))
         with torch.no_grad():
-            values = runnable.call(binding, admitted.flat, admitted.sizes)
             _note_writes(runnable, current)
+            values = runnable.call(binding, admitted.flat, admitted.sizes)
         return self._aot_assemble(runnable, admitted, current, [values[i] for i in runnable.results])
 
     def train(self, mode: bool = True) -> LoadedModule:
@@ -222,13 +222,13 @@ class _Native(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if double is not None and double.spec.random:
             run.random = _random_state(double)
+        _note_writes(runnable, current)
         hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies, and keep what they got
         if runnable.library is not None and runnable.library.lends:
             results, run.lease = runnable.lend(run.binding, flat, run.admitted.sizes, run, hooked)
             shown = results if run.lease is None else run.lease.shown(runnable.results)
         else:
             shown = results = runnable.call(run.binding, flat, run.admitted.sizes)
-        _note_writes(runnable, current)
 
         def pick(kind: str, where: Any) -> torch.Tensor:
             return results[where] if kind == "result" else flat[where] if kind == "input" else current[where]
@@ -383,7 +383,8 @@ def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], adm
 
 
 def _note_writes(runnable: Runnable, current: Sequence[torch.Tensor]) -> None:
-    """Native code writes buffers through pointers: bump their versions, so that whoever saved one of them notices."""
+    """Native code writes buffers through pointers: bump their versions, so that whoever saved one of them notices. Before it runs, because an
+    interrupt may come right behind it."""
     if runnable.writes:
         torch.autograd.graph.increment_version([current[i] for i in runnable.writes])
 

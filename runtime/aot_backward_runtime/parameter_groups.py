@@ -16,7 +16,9 @@ from .manifest import GroupSpec, Interval, NumberSpec, StepSpec
 class Numbers:
     """The vector of numbers that the graphs read (:class:`NumberSpec`)."""
 
-    def __init__(self, spec: StepSpec, vector: torch.Tensor):
+    def __init__(self, spec: StepSpec, vector: torch.Tensor, unsettled: list[bool]):
+        """``unsettled[0]`` is True while numbers are being written; where it stays so, by an interrupt, the next call has them written again."""
+        self.unsettled = unsettled
         self.optimizer = spec.optimizer.rpartition(".")[2]
         self._places: dict[tuple[int, str, int], tuple[NumberSpec, torch.Tensor]] = {}
         for i, number in enumerate(spec.numbers, start=2):
@@ -39,12 +41,16 @@ class Numbers:
 
     def _put(self, place: int, flag: bool) -> None:
         if self._set[place] != flag:
-            self._set[place] = flag
             self._flags[place].fill_(float(flag))
             if place == 1 and flag:
                 for number, tensors in self._following.items():
                     for tensor in tensors:
                         tensor.fill_(self._vector[2 + number].item())
+            self._set[place] = flag  # the last: an interrupt before has all of it done again
+
+    def write_flags(self) -> None:
+        for place, flag in enumerate(self._set):
+            self._flags[place].fill_(float(flag))
 
     def positions(self, group: int, key: str) -> list[int]:
         """Where ``key`` has numbers: [-1] for one, the places within a list, or nothing."""
@@ -114,10 +120,20 @@ class Group(dict[str, Any]):
     def put(self, key: str, value: Any) -> None:
         """Like setting, of what was checked."""
         if key not in self._fixed:
-            for position, part in self._parts(key, value):
-                self._numbers.set(self._index, key, position, float(part))
             value = plain(value)
+            before, self._numbers.unsettled[0] = self._numbers.unsettled[0], True
             super().__setitem__(key, tuple(value) if key in self._tuples else value)
+            self._write(key)
+            self._numbers.unsettled[0] = before
+
+    def write(self) -> None:
+        """All numbers, to where native code reads them."""
+        for key in self.options().keys() - self._fixed:
+            self._write(key)
+
+    def _write(self, key: str) -> None:
+        for position, part in self._parts(key, super().__getitem__(key)):
+            self._numbers.set(self._index, key, position, float(part))
 
     def _parts(self, key: str, value: Any) -> Iterable[tuple[int, Any]]:
         positions = self._numbers.positions(self._index, key)

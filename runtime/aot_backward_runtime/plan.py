@@ -24,6 +24,7 @@ from .tree import arguments, flatten
 ROLES = ("forward", "backward", "inference", "gradient", "step", "accumulate")
 """The plans that a variant may have, by their names in :class:`VariantSpec`."""
 
+_Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 Binding = tuple[Mapping[str, torch.Tensor], tuple[int, ...]]
 """The tensors that constants point at, by weight key, and the addresses of the entry's own."""
 
@@ -56,6 +57,7 @@ class Library:
             self._check_layouts(tensors)
         moved = self._bound != addresses
         if moved and self.spec.constants:
+            self._bound = None  # after an interrupt nobody knows at what they point
             # aliases keep the memory alive for as long as the library points at it, whatever becomes of the tensors
             keep = {c.name: tensors[c.weight].detach() for c in self.spec.constants}
             self._runner.update_constant_buffer(keep, False, True, True)
@@ -76,6 +78,11 @@ class Library:
         """:meth:`run` for a forward whose backward is to come: results that may lie where a later call would write, and what sees to it that none
         does while ``holder`` lives. ``operands``: what the inputs are. ``hooked``: saved-tensor hooks get hold of the results."""
         return self.run(inputs), None
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether :attr:`raw_run` is one call of C++, which an interrupt comes before or after, and never into."""
+        return not self.spec.operators
 
     @property
     def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
@@ -380,6 +387,14 @@ class Runnable:
         with self.library.lock:  # else another thread could bind other tensors in between
             self.library.bind(binding)
             return self.library.run(operands) if lease is None else lease.run(self.library, operands)
+
+    def bound(self, binding: Binding, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> tuple[_Run, list[torch.Tensor]]:
+        """What :meth:`call` would call, and with what; nobody else may bind this library in between."""
+        if self.library is None:
+            return (lambda _: []), []
+        with self.library.lock:
+            self.library.bind(binding)
+        return self.library.raw_run, self._operands(inputs, sizes, (), ())
 
     def lend(
         self, binding: Binding, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int], holder: Any, hooked: bool

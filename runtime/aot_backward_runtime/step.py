@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import heap
+from . import heap, torch_api
 from .entry import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
 from .guards import Fast
@@ -53,6 +52,7 @@ class LoadedStep(torch.optim.Optimizer):
         self._entry, self._tensors, self._digest = entry, dict(tensors), digest
         self._watch = Watch()  # of what a caller has got hold of
         self._watched = False
+        self._moved = self._watch.touched  # also set while numbers are being written
         self._shared = shared
         self._handed_out = shared  # whether anybody could have a parameter in a graph of autograd's
         made: dict[str, torch.Tensor] = {}
@@ -67,7 +67,8 @@ class LoadedStep(torch.optim.Optimizer):
         buffers = {s.name.removeprefix(_MODULE): made[s.weight] for s in own if not s.parameter}
         persistent = [s.name.removeprefix(_MODULE) for s in own if s.persistent]
         others = {s.name: made[s.weight] for s in entry.spec.state}
-        self._state = TrainingState(spec, parameters, buffers, persistent, others, self._hand_out)
+        self._state = TrainingState(spec, parameters, buffers, persistent, others, self._hand_out, self._moved)
+        self._has_norm, self._may_skip = spec.norm, spec.finite
         self._places = {s.name: i for i, s in enumerate(entry.spec.state)}
         self._say_where_no_hook_runs(parameters)
         entry.index_plans(self._places)
@@ -93,53 +94,101 @@ class LoadedStep(torch.optim.Optimizer):
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
         """One step on these arguments. ``update=False``: gradients are only added up."""
         last = self._last
-        if last is None or kwargs or not update or (self._watched and self._watch.stirred()) or not last.fits(args):
+        if last is None or kwargs or not update or self._moved[0] or (self._watched and self._watch.stirred()) or not last.fits(args):
             return self._in_two(args, kwargs, update)
-        try:
-            results = last.native(args if last.order is None else [args[i] for i in last.order])  # type: ignore[arg-type]
-        except RuntimeError as error:
-            raise self._failed(error) from error
-        self._settle(results)
-        return last.finish(results, args)
-
-    def _settle(self, results: Sequence[torch.Tensor]) -> None:
-        """What an update leaves behind, besides the state."""
-        state, spec = self._state, self._state.spec
+        # Native code runs inside one call of C, list.extend: wherever an interrupt comes, ``ran`` tells whether the update was made.
+        ran: list[list[torch.Tensor]] = []
+        operands: Any = args if last.order is None else [args[i] for i in last.order]
+        call = map(last.native, (operands,))
         if self._handed_out:
             torch.autograd.graph.increment_version(self._writes)
+        try:
+            ran.extend(call)
+            if not self._may_skip:  # what _settle comes to then
+                if self._has_norm:
+                    self.grad_norm = ran[0][-1]
+                state = self._state
+                state.updates = (state.updates[0] + 1, call)
+            else:
+                self._settle(ran[0], call)
+        except BaseException as error:
+            if ran:
+                self._settle(ran[0], call)
+            self._broken_off(error, ran, last.runnable)
+            raise
+        return ran[0][0] if last.plain else last.finish(ran[0], args)
+
+    def _settle(self, results: Sequence[torch.Tensor], call: object) -> None:
+        """What an update leaves behind, besides the state. Said again of the same ``call``, after an interrupt, it changes nothing more."""
+        state, spec = self._state, self._state.spec
         if spec.norm:
             self.grad_norm = results[-2 if spec.finite else -1]
         if spec.finite:
             finite = bool(results[-1].item())
             if state.scaler is not None:
-                state.scaler.update(finite)
+                state.scaler.update(finite, call)
             if not finite:
-                state.skipped += 1
+                state.left_out(call)
                 return
-        state.count += 1
-        if state.fresh:
-            state.fresh = False
+        state.updated(call)
+
+    def _broken_off(self, error: BaseException, ran: Sequence[Any], runnable: Runnable, adding: bool = False) -> None:
+        """After native code failed, or an interrupt came before it (``ran`` is empty) or behind it."""
+        if ran or isinstance(error, AotBackwardError):
+            return
+        if isinstance(error, RuntimeError):
+            raise self._failed(error, adding) from error
+        if runnable.library is not None and not runnable.library.is_one_call:
+            self._forget()
+            self._spoilt = f"a call was broken off ({type(error).__name__}), maybe inside its native code"
 
     def _in_two(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
         """A call that is not of the last kind, but of one that has come before: of another size, or with gradients that wait or are averaged."""
         with self._lock:
             adding = not update or self._averaging is not None or self._state.accumulated > 0
             ready = None
-            if not kwargs and not (self._watched and self._watch.stirred()):
+            if not kwargs and not self._moved[0] and not (self._watched and self._watch.stirred()):
                 ready = next((r for r in self._known if r.adding == adding and r.fits(args)), None)
             if ready is None:
                 return self._look_closely(args, kwargs, update)
             self._share_buffers()
-            try:
-                results = ready.native(args if ready.order is None else [args[i] for i in ready.order])  # type: ignore[arg-type]
-            except RuntimeError as error:
-                raise self._failed(error, adding) from error
-            if adding:
-                self._added(update)
-            else:
+            operands = args if ready.order is None else [args[i] for i in ready.order]
+            results = self._run(ready, lambda: (ready.native, operands), update)
+            if not adding:
                 self._last = ready
-                self._settle(results)
             return ready.finish(results, args)
+
+    def _run(
+        self, ready: _Ready, bound: Callable[[], tuple[Any, Any]], update: bool, hooked: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> list[torch.Tensor]:
+        """Native code on what ``bound`` gives, and what it leaves behind; where gradients are only added up, the ``update`` after it, too.
+        ``hooked``: parameters by name whose gradients go through hooks."""
+        ran: list[Any] = []
+        results: list[list[torch.Tensor]] = [] if hooked else ran
+        call: Any = None
+        if self._handed_out:
+            torch.autograd.graph.increment_version(self._state.buffers.values() if ready.adding else self._writes)
+        try:
+            native, operands = bound()
+            call = map(native, (operands,))
+            if hooked:
+                self._add_through_hooks(call, hooked, results, ran)
+            else:
+                ran.extend(call)
+            if ready.adding:
+                self._added(call, update)
+            else:
+                self._settle(results[0], call)
+        except BaseException as error:
+            if ran and ready.adding:
+                self._state.added(call)
+                self._last = None
+                self._state.waiting(self._state.accumulated)
+            elif ran:
+                self._settle(results[0], call)
+            self._broken_off(error, results, ready.runnable, ready.adding)
+            raise
+        return results[0]
 
     def _look_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
         entry, state = self._entry, self._state
@@ -155,33 +204,24 @@ class LoadedStep(torch.optim.Optimizer):
             self._share_buffers()
             runnable = admitted.variant.plans["accumulate" if apart else "step"]
             ready = _Ready(entry, admitted, runnable, self._held, apart)
-            with self._through_hooks(hooked):
-                try:
-                    with torch.no_grad():
-                        results = runnable.call(binding, admitted.flat, admitted.sizes)
-                except RuntimeError as error:
-                    raise self._failed(error, adding=apart) from error
+            with torch.no_grad():
+                results = self._run(ready, lambda: runnable.bound(binding, admitted.flat, admitted.sizes), update, hooked)
             self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
             if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
                 ready.remember(args)
                 self._known = [ready, *self._known[: _REMEMBERED - 1]]
-                self._last = ready
-            if apart:
-                self._added(update)
-            else:
-                self._settle(results)
+                self._last = None if apart else ready
             return ready.finish(results, admitted.given)
 
-    def _added(self, update: bool) -> None:
+    def _added(self, call: object, update: bool) -> None:
         """After gradients were added to those that wait, or took their place."""
-        state = self._state
+        self._state.added(call)
         self._last = None  # it would leave out the gradients that wait
-        state.accumulated += 1
         self._buffers_due = update  # DDP's rule: before a forward, unless the one before it was within no_sync
         if update:
             self._apply()
         else:
-            state.numbers.adding(True)
+            self._state.numbers.adding(True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Hands the gradients that were added up to the optimizer. :class:`InputError` where there are none."""
@@ -194,22 +234,31 @@ class LoadedStep(torch.optim.Optimizer):
             self._apply()
 
     def _apply(self) -> None:
-        state, runnable, run = self._state, self._update, self._run_update
+        state, runnable = self._state, self._update
         assert runnable is not None and runnable.library is not None
-        if run is None or (self._watched and self._watch.stirred()):
-            binding = self._bind()
-            run = lambda _: runnable.call(binding, (), {})  # noqa: E731
+        if self._run_update is None or self._moved[0] or (self._watched and self._watch.stirred()):
+            self._run_update, _ = runnable.bound(self._bind(), (), {})
         if self._averaging is not None:
             averaging, first = self._averaging, not state.count + state.skipped
             self._together("the averaging of gradients", lambda: averaging.average(first))
+        ran: list[list[torch.Tensor]] = []
+        call = map(self._run_update, ([],))
+        if self._handed_out:
+            torch.autograd.graph.increment_version(self._writes)
         try:
-            results = run([])
-        except RuntimeError as error:
-            state.waiting(state.accumulated)
-            raise self._failed(error) from error
-        self._run_update = runnable.library.raw_run
+            ran.extend(call)
+            self._settle_apart(ran[0], call)
+        except BaseException as error:
+            if ran:
+                self._settle_apart(ran[0], call)
+            else:
+                state.waiting(state.accumulated)
+            self._broken_off(error, ran, runnable)
+            raise
+
+    def _settle_apart(self, results: Sequence[torch.Tensor], call: object) -> None:
         self._buffers_due = True
-        self._settle(results)
+        self._settle(results, call)
         self.zero_grad()
 
     def _bind(self) -> Binding:
@@ -231,6 +280,8 @@ class LoadedStep(torch.optim.Optimizer):
                             f"write into it in place (with torch.no_grad(): p.copy_(…))"
                         )
             self._binding = binding
+        if self._moved[0]:
+            self._state.write_numbers()
         return binding
 
     # hooks on gradients
@@ -248,32 +299,28 @@ class LoadedStep(torch.optim.Optimizer):
                     "accumulate=True, which keeps them apart; or register the hook before the export, which traces it"
                 )
 
-    @contextlib.contextmanager
-    def _through_hooks(self, hooked: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, gradients are added up by one native call. Afterwards those of ``hooked`` are what its hooks make of them; where one raises, those
-        that waited before still wait, and no others."""
-        if not hooked:
-            yield
-            return
+    def _add_through_hooks(
+        self, call: Iterator[list[torch.Tensor]], hooked: Mapping[str, torch.Tensor], results: list[list[torch.Tensor]], ran: list[Any]
+    ) -> None:
+        """``call``, which adds up gradients, with those of ``hooked`` as its hooks make them. Its results go to ``results``; ``ran`` gets an element
+        once the gradients are added to those that wait. Where a hook raises, or an interrupt comes before that, those still wait, and no others."""
         state = self._state
-        waited = [(t, t.detach().clone()) for t in state.gradients.values()] if state.accumulated else []
-        state.numbers.adding(False)  # each hook sees this call's gradient, as in eager
-        yield
-        slots = [state.gradients[n] for n in hooked]
-        scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # eager's hooks see gradients of the scaled loss
+        slots = list(state.gradients.values())
+        waited = [s.detach().clone() for s in slots] if state.accumulated else None
         try:
-            made = through_hooks(list(hooked.values()), [s * scale for s in slots])
-            with torch.no_grad():
-                for slot, gradient in zip(slots, made, strict=True):
-                    slot.copy_(gradient / scale)
-                for slot, before in waited:
-                    slot.add_(before)
-        except BaseException:
-            with torch.no_grad():
-                for slot, before in waited:
-                    slot.copy_(before)
-            state.waiting(state.accumulated)
-            raise
+            state.numbers.adding(False)  # each hook sees this call's gradient, as in eager
+            results.extend(call)
+            scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # eager's hooks see gradients of the scaled loss
+            made = dict(zip(hooked, through_hooks(list(hooked.values()), [state.gradients[n] * scale for n in hooked]), strict=True))
+            sums = [made[n] / scale if n in made else s.clone() for n, s in state.gradients.items()]
+            if waited is not None:
+                torch_api.foreach_add_(sums, waited)
+            ran.extend(map(torch_api.foreach_copy_, (slots,), (sums,)))
+        finally:
+            if not ran:
+                if waited is not None:
+                    torch_api.foreach_copy_(slots, waited)
+                state.waiting(state.accumulated)
 
     def _forget(self) -> None:
         """Each call is looked at closely again."""
@@ -307,8 +354,8 @@ class LoadedStep(torch.optim.Optimizer):
 
     def train(self, mode: bool = True) -> LoadedStep:
         """Serves calls from the variants exported in training mode."""
-        self._mode = "train" if mode else "eval"
         self._forget()
+        self._mode = "train" if mode else "eval"
         return self
 
     def eval(self) -> LoadedStep:

@@ -37,10 +37,12 @@ class TrainingState:
         persistent: Sequence[str],
         others: Mapping[str, torch.Tensor],
         on_params: Callable[[], None],
+        unsettled: list[bool],
     ):
-        """``others``: the rest of the entry's state by name. ``persistent``: the names that the module's ``state_dict`` has."""
+        """``others``: the rest of the entry's state by name. ``persistent``: the names that the module's ``state_dict`` has. ``unsettled``: see
+        :class:`Numbers`."""
         self.spec, self.parameters, self.buffers, self._persistent = spec, parameters, buffers, persistent
-        self.numbers = Numbers(spec, others["numbers"])
+        self.numbers = Numbers(spec, others["numbers"], unsettled)
         self.groups = [Group(self.numbers, n, g, [parameters[p] for p in g.parameters], on_params) for n, g in enumerate(spec.groups)]
         self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state]
         self.loss = {n.removeprefix(_LOSS): t for n, t in others.items() if n.startswith(_LOSS)}
@@ -50,7 +52,10 @@ class TrainingState:
         for s in spec.state:
             if s.starts_as >= 0:
                 self.numbers.follow(s.starts_as, others[s.state])
-        self.count = self.skipped = self.accumulated = 0
+        self.updates: tuple[int, object] = (0, None)
+        """How many were made, and the call that made the last: said again after an interrupt (:meth:`updated`), it is not counted twice."""
+        self._skips: tuple[int, object] = (0, None)
+        self._adds: tuple[int, object] = (0, None)
         self.fresh = spec.fresh
         scale = [n.value for n in spec.numbers if (n.group, n.key) == (-1, loss_scale.KEY)]
         self.scaler = loss_scale.LossScale(self.numbers, scale[0]) if scale else None
@@ -62,8 +67,36 @@ class TrainingState:
 
     @fresh.setter
     def fresh(self, flag: bool) -> None:
-        self._fresh = flag
         self.numbers.fresh(flag)
+        self._fresh = flag
+
+    @property
+    def count(self) -> int:
+        return self.updates[0]
+
+    @property
+    def skipped(self) -> int:
+        return self._skips[0]
+
+    @property
+    def accumulated(self) -> int:
+        return self._adds[0]
+
+    def updated(self, call: object) -> None:
+        if self.updates[1] is not call:
+            self.updates = (self.updates[0] + 1, call)
+        if self._fresh:
+            self.fresh = False
+
+    def left_out(self, call: object) -> None:
+        """The update of ``call`` was skipped."""
+        if self._skips[1] is not call:
+            self._skips = (self._skips[0] + 1, call)
+
+    def added(self, call: object) -> None:
+        """The gradients of ``call`` were added to those that wait. What the graphs are to make of the next ones is :meth:`waiting`'s to say."""
+        if self._adds[1] is not call:
+            self._adds = (self._adds[0] + 1, call)
 
     @property
     def _module(self) -> dict[str, torch.Tensor]:
@@ -76,8 +109,20 @@ class TrainingState:
 
     def waiting(self, calls: int) -> None:
         """So many calls' gradients have been added up."""
-        self.accumulated = calls
+        before, self.numbers.unsettled[0] = self.numbers.unsettled[0], True
+        self._adds = (calls, self._adds[1])
         self.numbers.adding(calls > 0)
+        self.numbers.unsettled[0] = before
+
+    def write_numbers(self) -> None:
+        """Everything that native code reads as a number, after an interrupt in the middle of writing."""
+        for group in self.groups:
+            group.write()
+        if self.scaler is not None:
+            self.scaler.write(again=True)
+        self.numbers.adding(self.accumulated > 0)
+        self.numbers.fresh(self._fresh)
+        self.numbers.write_flags()
 
     # eager's dicts
 
@@ -248,10 +293,9 @@ class TrainingState:
                     group.put(key, value)
         if self.scaler is not None and change.scaler is not None:
             self.scaler.load_state_dict(change.scaler)
-        for name, value in change.progress.items():
-            setattr(self, name, value)
+        self.updates, self._skips = (change.progress["count"], None), (change.progress["skipped"], None)
         self.fresh = change.fresh
-        self.waiting(self.accumulated)
+        self.waiting(change.progress["accumulated"])
 
     # another process
 
