@@ -54,8 +54,8 @@ def assert_close(actual: dict[str, np.ndarray], wanted: dict[str, torch.Tensor],
         assert error <= relative * scale, f"{name}: off by {error:.3g} of {scale:.3g}"
 
 
-MODELS = ("mlp", "conv", "lstm", "encoder", "embedding", "bert", "llama", "two", "autocast", "resnet", "vit", "gpt2")
-"""The foundation zoo, then ResNet-like, ViT-like and GPT-2."""
+MODELS = ("mlp", "conv", "lstm", "encoder", "embedding", "bert", "llama", "two", "autocast", "resnet", "vit", "gpt2", "t5")
+"""The foundation zoo, then ResNet-like, ViT-like, GPT-2 and T5."""
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -161,6 +161,30 @@ def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, device: Any 
     return aten.scalar_tensor.default(value, dtype=dtype)
 
 
+def _copy(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """What a write into a slice becomes. torchlib hands ``src`` on as it is, of whatever shape."""
+    return src.to(x.dtype).expand(x.shape)
+
+
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    norms = _norms(v, dim)
+    return v * (g / norms), norms
+
+
+def _norms(v: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.sqrt(aten.sum.dim_IntList(v * v, _others(v, dim), True))
+
+
+def _others(v: torch.Tensor, dim: int) -> list[int]:
+    return [d for d in range(v.dim()) if d != dim % v.dim()]
+
+
+def _weight_norm_backward(grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of w = g · v / ‖v‖: by g the part of the gradient along v / ‖v‖, by v what is left of it, times g / ‖v‖."""
+    along = aten.sum.dim_IntList(grad * v, _others(v, dim), True) / norms
+    return (g / norms) * (grad - along * (v / norms)), along
+
+
 def _trilinear(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int],
     sumdim: Sequence[int], unroll_dim: int = 1,
@@ -198,6 +222,9 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "aten.hypot.default": _hypot,
     "prims.scalar_tensor.default": _scalar_tensor,
     "aten._trilinear.default": _trilinear,
+    "aten.copy.default": _copy,
+    "aten._weight_norm_interface.default": _weight_norm,
+    "aten._weight_norm_interface_backward.default": _weight_norm_backward,
     "prims.fma.default": _fma,
     "prims.iota.default": _iota,
     "prims.rev.default": _rev,
