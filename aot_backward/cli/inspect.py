@@ -99,7 +99,7 @@ def _described(archive: Archive) -> dict[str, Any]:
             "parameters": sum(s.parameter for s in _of_the_program(entry)),
             "buffers": sum(not s.parameter for s in _of_the_program(entry)),
             "gradients": list(entry.names),
-            "variants": [_variant(v) for v in entry.variants],
+            "variants": [_variant(v, entry) for v in entry.variants],
             "structures": [_structure(s) for s in entry.structures],
             "step": _step(entry, entry.step, manifest) if entry.step else None,
         }
@@ -171,7 +171,8 @@ def _number(number: NumberSpec) -> dict[str, Any]:
     return {"name": label, "value": number.value, "allowed": [dataclasses.asdict(i) for i in number.allowed]}
 
 
-def _variant(variant: VariantSpec) -> dict[str, Any]:
+def _variant(variant: VariantSpec, entry: EntrySpec) -> dict[str, Any]:
+    from aot_backward.onnx.arguments import argument_names
     from aot_backward_runtime.guards import Contract
     from aot_backward_runtime.tree import describe, signature
 
@@ -180,7 +181,7 @@ def _variant(variant: VariantSpec) -> dict[str, Any]:
         "mode": variant.mode,
         "arguments": signature(variant.in_tree, variant.argument_names),
         "returns": describe(variant.out_tree),
-        "inputs": [_tensor(s, contract) for s in variant.inputs],
+        "inputs": [_tensor(s, contract) | {"onnx": n} for s, n in zip(variant.inputs, argument_names(entry, variant), strict=True)],
         "outputs": [_tensor(s, contract) for s in variant.outputs],
         "sizes": {contract.words(s.name): {"minimum": s.minimum, "maximum": s.maximum} for s in variant.symbols},
         "guards": [contract.words(g) for g in variant.guards],
@@ -305,7 +306,8 @@ def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
     for kind in ("inputs", "outputs"):
         for t in v[kind]:
             gradient = ", gets a gradient" if kind == "inputs" and t["requires_grad"] else ""
-            say(f"    {kind[:-1]} {t['name']}: {t['dtype']} ({', '.join(map(str, t['shape']))}) on {t['device']}{gradient}")
+            onnx = f"; {t['onnx']} in ONNX graphs" if t.get("onnx", t["name"]) != t["name"] else ""
+            say(f"    {kind[:-1]} {t['name']}: {t['dtype']} ({', '.join(map(str, t['shape']))}) on {t['device']}{gradient}{onnx}")
     for label, bounds in v["sizes"].items():
         top = "" if bounds["maximum"] is None else f" to {bounds['maximum']}"
         say(f"    {label}: from {bounds['minimum']}{top}")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from aot_backward_exporters.onnx import Names, Number, labelled
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import EntrySpec, NumberSpec, Plan, StepSpec, Tree, VariantSpec
+from aot_backward_runtime.manifest import EntrySpec, Plan, StepSpec, Tree, VariantSpec
 
-_MODULE, _NUMBERS = "module.", "numbers"
+from .arguments import NUMBERS, argument_names, constant_names, free_name, number_name
+
 ROLES = ("forward", "backward", "inference", "gradient", "step", "accumulate")
 
 
@@ -49,17 +49,13 @@ def parts(name: str, entry: EntrySpec, number: int) -> list[Part]:
 
 
 def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Names:
-    constants: dict[str, str] = {}
-    for state in entry.state:
-        if state.name != _NUMBERS or entry.step is None:
-            constants.setdefault(state.weight, state.name.removeprefix(_MODULE) if entry.step is not None else state.name)
-    vector = next((s.weight for s in entry.state if s.name == _NUMBERS), "") if entry.step is not None else ""
+    constants = constant_names(entry)
+    vector = next((s.weight for s in entry.state if s.name == NUMBERS), "") if entry.step is not None else ""
     numbers = _numbers(entry.step) if entry.step is not None else ()
-    taken = {*constants.values(), *(n.name for n in numbers)}
     symbols = {s.name: s.label for s in variant.symbols}
-    arguments = [_free(_dotted(spec.name), "input", taken) for spec in variant.inputs]
-    results = _results(variant, entry.kind)
-    named = [_free(name, "output", taken | set(arguments)) for name in results]
+    arguments = argument_names(entry, variant)
+    taken = {*constants.values(), *(n.name for n in numbers), *arguments}
+    named = [free_name(name, "output", taken) for name in _results(variant, entry.kind)]
     assert plan.call is not None
     kept = _kept(variant, arguments)
     inputs = []
@@ -122,15 +118,6 @@ def _kept(variant: VariantSpec, arguments: list[str]) -> list[str]:
     return [arguments[int(s.partition(":")[2])] if s.startswith("input:") else f"saved.{i}" for i, s in enumerate(saved)]
 
 
-def _dotted(name: str) -> str:
-    """``batch['x'][0]`` -> ``batch.x.0``."""
-    return re.sub(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]", lambda m: "." + next(g for g in m.groups() if g is not None), name)
-
-
-def _free(name: str, prefix: str, taken: set[str]) -> str:
-    return f"{prefix}.{name}" if name in taken else name
-
-
 def _results(variant: VariantSpec, kind: str) -> list[str]:
     """The flat output tensors by name: ``output``, ``output.0``, the keys of a dict; a loss is ``loss``."""
     found = dict(_leaves(variant.out_tree, ""))
@@ -155,12 +142,6 @@ def _numbers(step: StepSpec) -> tuple[Number, ...]:
         Number("optimizer.first", float(step.fresh)),
         *(Number(number_name(n), n.value) for n in step.numbers),
     )
-
-
-def number_name(number: NumberSpec) -> str:
-    """``optimizer.0.lr``, ``optimizer.0.betas.1``; the entry's own ``optimizer.clip_norm``."""
-    parts = ["optimizer", *([str(number.group)] if number.group >= 0 else []), number.key, *([str(number.position)] if number.position >= 0 else [])]
-    return ".".join(parts)
 
 
 def _about(name: str, entry: EntrySpec, number: int, role: str) -> dict[str, str]:

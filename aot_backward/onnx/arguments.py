@@ -1,0 +1,40 @@
+"""What parameters and arguments of an entry are called in its ONNX graphs. Without onnx: ``inspect`` says it, too."""
+
+from __future__ import annotations
+
+import re
+
+from aot_backward_runtime.manifest import EntrySpec, NumberSpec, VariantSpec
+
+_MODULE, NUMBERS = "module.", "numbers"
+
+
+def constant_names(entry: EntrySpec) -> dict[str, str]:
+    """Parameters, buffers and an optimizer's state: weight key -> name."""
+    out: dict[str, str] = {}
+    for state in entry.state:
+        if state.name != NUMBERS or entry.step is None:
+            out.setdefault(state.weight, state.name.removeprefix(_MODULE) if entry.step is not None else state.name)
+    return out
+
+
+def argument_names(entry: EntrySpec, variant: VariantSpec) -> list[str]:
+    """One for each flat input of the variant."""
+    numbers = ["optimizer.accumulate", "optimizer.first", *map(number_name, entry.step.numbers)] if entry.step is not None else []
+    taken = {*constant_names(entry).values(), *numbers}
+    return [free_name(_dotted(spec.name), "input", taken) for spec in variant.inputs]
+
+
+def number_name(number: NumberSpec) -> str:
+    """``optimizer.0.lr``, ``optimizer.0.betas.1``; the entry's own ``optimizer.clip_norm``."""
+    parts = ["optimizer", *([str(number.group)] if number.group >= 0 else []), number.key, *([str(number.position)] if number.position >= 0 else [])]
+    return ".".join(parts)
+
+
+def free_name(name: str, prefix: str, taken: set[str]) -> str:
+    return f"{prefix}.{name}" if name in taken else name
+
+
+def _dotted(name: str) -> str:
+    """``batch['x'][0]`` -> ``batch.x.0``."""
+    return re.sub(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]", lambda m: "." + next(g for g in m.groups() if g is not None), name)
