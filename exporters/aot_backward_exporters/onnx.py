@@ -29,7 +29,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import Size, TensorSpec
 
 from . import onnx_translations
-from .onnx_lowering import Lowered, lower
+from .onnx_lowering import Lowered, located, lower
 
 OPSET = 18
 IR_VERSION = 8
@@ -179,7 +179,7 @@ def _nodes(graph: Graph, lowered: Lowered, registry: Any) -> Any:
     try:
         torch_api._translate_fx_graph(lowered.module.graph, model, graph_like=model.graph, owned_graphs={}, lower="at_conversion", registry=registry)
     except Exception as error:  # torchlib raises whatever its functions raise
-        raise _refused(lowered, error) from error
+        raise located(graph, _refused(lowered, error)) from error
     torch_api.add_opset_imports(model)
     onnxscript.optimizer.inline(model)
     onnxscript.optimizer.fold_constants(model, output_size_limit=1024)  # without its rules for fusing, which take most of the time

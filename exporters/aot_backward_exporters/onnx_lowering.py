@@ -40,6 +40,7 @@ _CHECKS = {
     aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default, aten._linalg_check_errors.default,
 }  # fmt: skip
 """Operators that only raise, which an ONNX graph cannot."""
+_NAMED = 3  # parameters in a message
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,13 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
     try:
         return _lowered(graph, known, vector)
     except ExportError as error:
-        place = called_at(graph, error.operator)
-        raise ExportError.of(error.operator, f"{error}{place and f'; it is called {place}'}") from error
+        raise located(graph, error) from error
+
+
+def located(graph: Graph, error: ExportError) -> ExportError:
+    """``error`` with whose gradient or value its operator is part of, and the person's line that calls it."""
+    part, place = part_of(graph, error.operator), called_at(graph, error.operator)
+    return ExportError.of(error.operator, f"{error}{part and f'; it is {part}'}{place and f'; it is called {place}'}")
 
 
 def called_at(graph: Graph, operator: str) -> str:
@@ -77,6 +83,49 @@ def called_at(graph: Graph, operator: str) -> str:
     if line is None:
         return ""
     return f"in {line.function}{f' of {line.module!r}' if line.module else ''} ({line.file}:{line.number}: {line.text})"
+
+
+def part_of(graph: Graph, operator: str) -> str:
+    """What the operator's first call is there for: the gradients that hang on it, else the value of what it is computed from."""
+    first = next((n for n in graph.module.graph.nodes if str(n.target) == operator), None)
+    if first is None:
+        return ""
+    behind, before = _closure([first], lambda n: n.users), _closure([first], lambda n: n.all_input_nodes)
+    results = next(iter(graph.module.graph.find_nodes(op="output"))).args[0]
+    reached = [spec.name for spec, node in zip(graph.outputs, results, strict=True) if node in behind]
+    if not any(name.startswith("output") for name in reached):  # the loss does not hang on it: it belongs to the backward
+        gradients = [name.removeprefix("gradient of ") for name in reached if name.startswith("gradient of ")]
+        gradients = gradients or [_parameter(graph, n) for n in behind if n.target is aten.copy_.default and n.args[0].op == "get_attr"]  # type: ignore[union-attr]
+        if named := list(dict.fromkeys(filter(None, gradients))):
+            return f"part of the gradient of {_listed(named)}"
+    inputs = dict(zip(graph.module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True))
+    sources = [_parameter(graph, n) if n.op == "get_attr" else inputs[n].name for n in before if n.op in ("get_attr", "placeholder")]
+    named = list(dict.fromkeys(filter(None, sources)))
+    return f"computed from {_listed(named)}" if named else ""
+
+
+def _closure(found: Iterable[Node], further: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """``found`` and whatever they lead to, in the order in which it is met."""
+    seen = dict.fromkeys(found)
+    waiting = list(seen)
+    for node in waiting:
+        new = [n for n in further(node) if n not in seen]
+        seen.update(dict.fromkeys(new))
+        waiting += new
+    return waiting
+
+
+def _parameter(graph: Graph, node: Any) -> str:
+    """The parameter or buffer whose value, or whose gradient, is kept in what ``node`` reads; "" for an optimizer's own state."""
+    attribute = str(node.target if node.op == "get_attr" else node.args[0].target)
+    key = graph.constants[attribute][0] if attribute in graph.constants else ""
+    return "" if key.startswith("optimizer.") or key == "numbers" else key.removeprefix("module.").removeprefix("gradient.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > _NAMED:
+        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
+    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
 
 
 def _lowered(graph: Graph, known: Callable[[Any], bool], vector: str) -> Lowered:
