@@ -40,6 +40,7 @@ from .selfcheck import RELATIVE, plain_ratio
 
 Progress = Callable[[str, int, int], None]
 _MOST = 8  # variants of one structure
+_UNTRACED = 4  # kinds of nodes that stay as they are because they read their tensors' values, such as the lengths of packed sequences
 _PREFIX = "pass"  # of the graphs' names
 
 
@@ -117,7 +118,7 @@ def _add(base: _Base, programs: list[Program], met: Mapping[str, Any], mode: Any
                 spec = spelled(program, mode.shape_env)
                 spec = dataclasses.replace(spec, **_checked(program, spec, artifacts))
             except (ExportError, InputError, PackageError, RuntimeError) as error:  # the last from native code
-                skipped[f"{program.name}: {str(error).partition(chr(10))[0]}"] += 1
+                skipped[f"{program.name}: {str(error).partition(chr(10))[0]}{_at(met[program.fingerprint])}"] += 1
                 continue
             finished.setdefault(program.fingerprint, []).append(spec)
             kept.append(program)
@@ -143,19 +144,36 @@ def _traced(fingerprint: str, seen: Any, known: Sequence[PassSpec], mode: Any, s
         try:
             out.append(_trace_group(fingerprint, name, seen, group, mode))
         except Exception as error:  # the engine's formulas run on fake tensors in there, and any of them may lack one
-            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            skipped[f"{name}: could not be traced: {type(error).__name__}: {first}"] += 1
+            node = error.node if isinstance(error, recorded.NotTraced) else None
+            cause = error.__cause__ or error if isinstance(error, recorded.NotTraced) else error
+            first = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+            words = first if isinstance(cause, ExportError) else f"could not be traced: {type(cause).__name__}: {first}"
+            skipped[f"{name}: {words}{_at(seen, node)}"] += 1
     return out
+
+
+def _at(seen: Any, node: int | None = None) -> str:
+    place = seen.place(node)
+    return f" ({place})" if place else ""
 
 
 def _trace_group(fingerprint: str, name: str, seen: Any, group: Sequence[Observation], mode: Any) -> Program:
     tape, observation = seen.tape, group[0]
     if not all(map(math.isfinite, observation.scalars)):
         raise ExportError(f"the pass holds the scalars {observation.scalars}, which a package cannot")
+    unlike = next(((i, t.unlike) for i, t in enumerate(observation.inputs) if t.unlike), None)
+    if unlike is not None:
+        raise ExportError(
+            f"{recorded.origin(tape, unlike[0])} is {unlike[1]}; a compiled pass takes plain, dense tensors. Such passes go on being "
+            "interpreted, with eager's gradients; to have them compiled, let the forward compute on plain, dense tensors there"
+        )
     shapes = observed.symbolic(group, mode, name.replace(".", "_"))
     examples = [e for o, e in seen.examples.get(observation.kind(), [])]
-    for with_customs in (True, False) if tape.plain_customs else (False,):
-        pieces = recorded.cut(tape, observation.hook_groups, with_customs)
+    single = recorded.sparse_operations(tape, examples)
+    opaque = set(recorded.OPAQUE)
+    with_customs = bool(tape.plain_customs)
+    while True:
+        pieces = recorded.cut(tape, observation.hook_groups, with_customs, opaque, single)
         values: dict[int, Any] = {}
         traced: list[recorded.Traced] = []
         try:
@@ -164,10 +182,14 @@ def _trace_group(fingerprint: str, name: str, seen: Any, group: Sequence[Observa
                     traced.append(recorded.trace(tape, piece, shapes, values, observation.scalars, observation.ambient, seen.contexts, mode))
                 else:
                     recorded.assume(tape.ops[piece.ops[0]], examples, values, shapes, mode)
-        except Exception:
+        except Exception as error:
             if with_customs:  # a custom backward that fake tensors cannot go through is called, as it is
-                continue
-            raise
+                with_customs = False
+            elif isinstance(error, recorded.NotTraced) and error.name and len(opaque) < _UNTRACED:  # and so is a node of PyTorch's
+                opaque.add(error.name)
+            else:
+                raise
+            continue
         break
     return Program(fingerprint, name, tape, shapes, observation, pieces, traced, examples)
 
@@ -249,7 +271,12 @@ def _checked(program: Program, spec: PassSpec, artifacts: Mapping[str, Artifact]
             continue
         served += 1
         largest = max(
-            (float(torch.linalg.vector_norm(v.double())) for v in example.values.values() if v is not None and v.is_floating_point()), default=0.0
+            (
+                float(torch.linalg.vector_norm(v.double()))
+                for v in example.values.values()
+                if v is not None and v.layout is torch.strided and v.is_floating_point()
+            ),
+            default=0.0,
         )
         coarsest = max((RELATIVE[d] for d in _dtypes(example)), default=0.0)
         for segment in spec.segments:

@@ -111,11 +111,11 @@ def _program_to_json(program: Program, shape_env: Any, met: Met, numbers: dict[s
         prefix = f"{program.fingerprint}/{program.name}/{n}"
         for kind, tensors in (("input", example.inputs), ("value", example.values)):
             for i, tensor in tensors.items():
-                if tensor is not None:
+                if tensor is not None and tensor.layout is torch.strided:
                     numbers[f"{prefix}/{kind}/{i}"] = _storable(tensor)
         about = {str(i): [list(t.stride()), str(t.dtype)] for i, t in example.inputs.items()}
         undefined = [i for i, t in example.values.items() if t is None]
-        looks = {str(i): [list(t.stride()), str(t.dtype)] for i, t in example.values.items() if t is not None}
+        looks = {str(i): [list(t.stride()), str(t.dtype)] for i, t in example.values.items() if t is not None and t.layout is torch.strided}
         examples.append({"shapes": example.shapes, "sizes": example.sizes, "inputs": about, "values": looks, "undefined": undefined})
     return {
         "fingerprint": program.fingerprint, "name": program.name, "tape": met.tape.to_json(), "seconds": min(met.seconds, 1e9), "spec": plain(spec),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from aot_backward_runtime import places
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.function_code import PlainContext
@@ -51,6 +52,20 @@ class Met:
     examples: dict[Any, list[tuple[Observation, Example]]] = field(default_factory=dict)  # by Observation.kind()
     seconds: float = float("inf")
     contexts: dict[int, PlainContext] = field(default_factory=dict)  # of custom functions that may be traced, by the number of the hook
+    line: str = ""  # of the script, where the first such pass was called
+    layers: dict[int, str] = field(default_factory=dict)  # names of the parameters among the inputs
+
+    def place(self, node: int | None = None) -> str:
+        """Where such a pass, or a node of it, is in the script."""
+        words = []
+        if node is not None:
+            words.append(next((self.tape.name_of(op) for op in self.tape.ops if op.node == node), f"node {node}"))
+            leaf = self.tape.leaf_after(node)
+            if leaf in self.layers:
+                words.append(f"at or after {self.layers[leaf]}")
+        if self.line:
+            words.append(f"backward called at {self.line}")
+        return ", ".join(words)
 
 
 class Collecting(Replaying):
@@ -73,9 +88,11 @@ class Collecting(Replaying):
         fingerprint = tape.fingerprint()
         if fingerprint not in self.met:
             hooks = [tape.ops[n].operands[0].index for n in tape.plain_customs]
-            self.met[fingerprint] = Met(tape, contexts={h: PlainContext(operands.hooks[h]) for h in hooks})
+            self.met[fingerprint] = Met(tape, contexts={h: PlainContext(operands.hooks[h]) for h in hooks}, line=places.line())
+            leaves = {op.operands[0].index for op in tape.ops if op.kind == "accumulate"}
+            self.met[fingerprint].layers = {i: name for i in leaves if (name := self.layers.name(operands.inputs[i]))}
         met = self.met[fingerprint]
-        observation = observe(operands)
+        observation = observe(operands, tape)
         known = met.examples.setdefault(observation.kind(), []) if len(met.examples) < _KINDS or observation.kind() in met.examples else None
         if known is not None and observation not in met.observations and _tells_more(observation, [o for o, _ in known]):
             example = Example(_kept(tape, operands.inputs), tuple(t.shape for t in observation.inputs), observation.sizes)
@@ -189,13 +206,13 @@ def record(
     return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures)
 
 
-def observe(operands: Operands) -> Observation:
+def observe(operands: Operands, tape: Tape) -> Observation:
     """A pass without its values."""
     numbers: dict[int, int] = {}
     groups = tuple(numbers.setdefault(id(h), len(numbers)) for h in operands.hooks)
     inputs = tuple(map(Looks.of, operands.inputs))
     device = inputs[0].device if inputs else "cpu"
-    return Observation(inputs, tuple(operands.sizes), tuple(operands.scalars), current_ambient(device), groups)
+    return Observation(inputs, tuple(operands.sizes), tuple(operands.scalars), current_ambient(device), groups, tape.positions)
 
 
 def _tells_more(observation: Observation, kept: list[Observation]) -> bool:

@@ -20,6 +20,15 @@ from .test_record import recorded_mlp
 Gradients = list[Tensor | None]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of tiny kernels wait for each other by spinning."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Scheduled:
     """The net of :func:`mlp`, clamped at a limit; the limit is part of the node's key, so each is a structure of its own."""
 
@@ -64,7 +73,7 @@ def test_a_replay_where_nothing_repeats_is_bounded(package: Path) -> None:
             program(next(changing))
         gc.collect()
         objects, resident = len(gc.get_objects()), memory()
-        for _ in range(3000):
+        for _ in range(1300):
             program(next(changing))
         gc.collect()
         assert len(gc.get_objects()) - objects < 2000 and memory() - resident < 40e6
@@ -72,9 +81,9 @@ def test_a_replay_where_nothing_repeats_is_bounded(package: Path) -> None:
         actual = program(limit)
     assert all(torch.equal(e, a) for e, a in zip(program(limit), actual, strict=True))  # type: ignore[arg-type] # eager's bits
     report = replaying.report
-    assert sum(report.misses.values()) == 128 == len(replaying.tapes) and sum(report.eager.values()) == 3301 - 128
+    assert sum(report.misses.values()) == 128 == len(replaying.tapes) and sum(report.eager.values()) == 1601 - 128
     assert len(str(report)) < 8000 and len(json.dumps(report.to_json())) < 8000
-    assert "3173: the structure keeps changing: 128 structures that no package holds were met" in str(report)
+    assert "1473: the structure keeps changing: 128 structures that no package holds were met" in str(report)
     assert "(other reasons)" in str(report) and sum(report.to_json()["misses"].values()) == 128
 
 
@@ -82,7 +91,7 @@ def test_a_replay_where_nothing_repeats_is_bounded(package: Path) -> None:
 def test_what_is_bound_goes_on_being_served(package: Path, every: int) -> None:
     program, changing = Scheduled(), limits()
     expected = program(None)
-    passes = 2400
+    passes = 2200 if every == 2 else 1300
     with ab.replay(package, max_structures=8) as replaying:
         for n in range(passes):
             if n % every == 0:
@@ -173,7 +182,7 @@ def test_recording_is_bounded_and_compiles_what_came_again(tmp_path: Path) -> No
     program, changing = Scheduled(), limits()
     expected = program(0.2)
     with ab.record(tmp_path / "bw.pt2", max_structures=6) as recording:
-        for n in range(1500):
+        for n in range(1300):
             actual = program(0.2 if n in (0, 3, 700) else next(changing))
             if n == 3:
                 assert all(torch.equal(e, a) for e, a in zip(expected, actual, strict=True))  # type: ignore[arg-type]

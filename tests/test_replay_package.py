@@ -379,7 +379,8 @@ def test_a_variant_of_another_number_of_operands_serves_no_pass(recorded: Path, 
     with ab.replay(path) as replaying:
         actual = Plain().hooked(5)
     torch.testing.assert_close(actual, Plain().hooked(5), rtol=0, atol=0)
-    assert list(replaying.report.misses) == ["the pass has another number of tensors or sizes than the recorded one"]
+    (reason,) = replaying.report.misses
+    assert reason.startswith("the pass has another number of tensors or sizes than the recorded one; ")
 
 
 @pytest.mark.parametrize(("hook", "place", "message"), [("of the node", -2, "1 others read it"), ("of the leaf", -1, "no compiled graph made it")])

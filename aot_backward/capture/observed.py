@@ -51,7 +51,8 @@ class Shapes:
 
 def groups(observations: Sequence[Observation], known: Sequence[PassSpec]) -> list[list[Observation]]:
     """Observations that become one program each. ``known``: variants that exist; a static one counts as one more observation."""
-    earlier = [o for v in known if (o := _observed(v)) is not None]
+    positions = observations[0].positions if observations else frozenset()
+    earlier = [o for v in known if (o := _observed(v, positions)) is not None]
     out: dict[Any, list[Observation]] = {}
     for observation in (*observations, *earlier):
         out.setdefault(observation.kind(), []).append(observation)
@@ -67,17 +68,17 @@ def symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> Shape
     symbols: dict[sympy.Symbol, SymbolSpec] = {}
     carried: dict[sympy.Symbol, torch.SymInt] = {}
 
-    def size(values: tuple[int, ...], where: tuple[int, int]) -> Any:
+    def size(values: tuple[int, ...], where: tuple[int, int], position: bool = False) -> Any:
         if len(set(values)) == 1:
             return values[0]
         if values not in made:
             for other in list(made):  # a multiple of another is no symbol of its own; a pass where it is none is refused by its guards
-                factor, rest = divmod(values[0], other[0])
+                factor, rest = divmod(values[hint], other[hint]) if other[hint] else (0, 0)
                 if not rest and factor > 1 and all(v == factor * o for v, o in zip(values, other, strict=True)):
                     made[values] = made[other] * factor
                     return made[values]
             source = torch_api.ConstantSource(f"{prefix}_{len(made)}")
-            symbol = shape_env.create_symbol(values[hint], source, dynamic_dim=torch_api.DimDynamic.DYNAMIC)
+            symbol = shape_env.create_symbol(values[hint], source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=position)
             made[values] = shape_env.create_symintnode(symbol, hint=values[hint], source=source)
             symbols[symbol] = SymbolSpec("", "", where[0], where[1], 0, None)
             carried[symbol] = made[values]
@@ -87,7 +88,10 @@ def symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> Shape
     for i in range(len(group[0].inputs)):
         rank = len(group[0].inputs[i].shape)
         shapes.append([size(tuple(o.inputs[i].shape[d] for o in group), (i, d)) for d in range(rank)])
-    sizes = [size(tuple(o.sizes[k] for o in group), (-1, k)) for k in range(len(group[0].sizes))]
+    positions = group[0].positions
+    order = sorted(range(len(group[0].sizes)), key=lambda k: k in positions)  # a size that equals a position has the narrower symbol
+    found = {k: size(tuple(o.sizes[k] for o in group), (-1, k), k in positions) for k in order}
+    sizes = [found[k] for k in range(len(found))]
     inputs = []
     with fake_mode:
         for i, shape in enumerate(shapes):
@@ -136,16 +140,17 @@ def _clearest(group: Sequence[Observation]) -> int:
         dynamic = {c for c in columns if len(set(c)) > 1}
         fixed = {c[0] for c in columns if len(set(c)) == 1}
         mine = [c[i] for c in dynamic]
-        return sum(v in fixed for v in mine) + len(mine) - len(set(mine)), i
+        ends = sum(group[i].sizes[k] in (0, 1) for k in group[0].positions)
+        return sum(v in fixed for v in mine) + len(mine) - len(set(mine)) + ends, i
 
     return min(range(min(len(group), 16)), key=coincidences)
 
 
-def _observed(variant: PassSpec) -> Observation | None:
+def _observed(variant: PassSpec, positions: frozenset[int]) -> Observation | None:
     """A static variant as the pass it was made of."""
     if variant.symbols:
         return None
     inputs = tuple(
         Looks(getattr(torch, s.dtype), s.device, tuple(map(int, s.shape)), tuple(map(int, s.stride)), s.requires_grad) for s in variant.inputs
     )
-    return Observation(inputs, tuple(map(int, variant.sizes)), variant.scalars, variant.ambient)
+    return Observation(inputs, tuple(map(int, variant.sizes)), variant.scalars, variant.ambient, positions=positions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,15 @@ from .joint import decompositions, tracing
 from .observed import Shapes
 from .shapes import Sizes, expression_of
 from .split import lift_constants, root_of
+
+
+class NotTraced(Exception):
+    """``node``'s backward failed on fake tensors, with the error that is the cause of this one."""
+
+    def __init__(self, node: int, name: str):
+        super().__init__(name)
+        self.node, self.name = node, name
+
 
 OPAQUE = frozenset({"MkldnnRnnLayerBackward0"})
 """Nodes whose backward stays as it is: one operator of oneDNN, which nothing would be gained by compiling (and whose missing list of batch
@@ -63,9 +72,10 @@ class Traced:
     absent: list[int] = field(default_factory=list)  # values that were undefined when it was traced
 
 
-def cut(tape: Tape, hook_groups: Sequence[int], traced: bool = True) -> list[Piece]:
+def cut(tape: Tape, hook_groups: Sequence[int], traced: bool = True, opaque: Set[str] = OPAQUE, single: Set[int] = frozenset()) -> list[Piece]:
     """The pieces of a pass in the order in which they run. ``hook_groups``: which hooks are one object. ``traced``: whether custom functions
-    whose backward is plain (``function_code.py``) become part of the graphs.
+    whose backward is plain (``function_code.py``) become part of the graphs. ``opaque``: nodes by name, and ``single``: operations by number,
+    that stay as they are.
 
     A hook sees what eager would have done by then, so everything before it runs before it. Only the hooks that unpack saved tensors look at
     nothing: those of one object are called together, before the operations between them (the next object is another checkpoint, whose
@@ -92,7 +102,7 @@ def cut(tape: Tape, hook_groups: Sequence[int], traced: bool = True) -> list[Pie
     for n, op in enumerate(tape.ops):
         if op.kind == "accumulate":
             leaves.append(n)
-        elif (op.kind not in CALLS_OUT and op.name not in OPAQUE) or (traced and n in tape.plain_customs):
+        elif (n not in single and (op.kind not in CALLS_OUT and op.name not in opaque)) or (traced and n in tape.plain_customs):
             graph.append(n)
         else:
             group = None
@@ -157,7 +167,10 @@ def trace(
         state = Run(inputs, shapes.sizes, scalars, contexts, ())  # type: ignore[arg-type]
         state.values.update(run_values)
         for n in piece.ops:
-            state.step(tape.ops[n])
+            try:
+                state.step(tape.ops[n])
+            except Exception as error:  # whatever an operator's implementation on fake tensors raises
+                raise NotTraced(tape.ops[n].node, tape.ops[n].name) from error
         out = {v: state.values[v] for v in piece.gives}
         for v, leaf in leaves.items():
             if out.get(v) is not None:
@@ -204,6 +217,8 @@ def assume(op: Op, examples: Sequence[Any], values: dict[int, Any], shapes: Shap
         if number < 0:
             continue
         seen = [e.values.get(number) for e in examples]
+        if any(t is not None and t.layout is not torch.strided for t in seen):
+            continue  # no graph reads it: sparse_operations
         if not seen or any(t is None for t in seen):
             values[number] = None
             continue
@@ -218,6 +233,15 @@ def assume(op: Op, examples: Sequence[Any], values: dict[int, Any], shapes: Shap
             dense = dense * shape[d]
         with fake_mode:
             values[number] = torch.empty_strided(shape, strides, dtype=seen[0].dtype, device=seen[0].device)
+
+
+def sparse_operations(tape: Tape, examples: Sequence[Any]) -> set[int]:
+    """The operations that give or read a sparse tensor. Native code has none: they stay as they are."""
+    sparse = {Slot("value", v) for e in examples for v, t in e.values.items() if t is not None and t.layout is not torch.strided}
+    if not sparse:
+        return set()
+    made = {n for n, op in enumerate(tape.ops) if any(Slot("value", r) in sparse for r in op.results)}
+    return made | {n for n, op in enumerate(tape.ops) if not sparse.isdisjoint(slots(op.operands))}
 
 
 def _symbol_numbers(shapes: Shapes, example: Any) -> dict[Any, int]:
@@ -275,11 +299,7 @@ def gradient_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, 
 
 def origin(tape: Tape, index: int) -> str:
     """What an error calls a tensor of the pass: the first node that uses it."""
-    for op in tape.ops:
-        if any(s == Slot("input", index) for s in slots(op.operands)):
-            node = tape.nodes[op.node].rpartition("::")[2] if 0 <= op.node < len(tape.nodes) else op.name
-            return f"tensor {index} (of {node}, node {op.node})"
-    return f"tensor {index}"
+    return f"tensor {index} (of {tape.user_of(Slot('input', index))})"
 
 
 class _Wrapped(nn.Module):

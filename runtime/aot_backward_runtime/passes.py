@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from .plan import Library
 from .structures import check_against
 from .tape import CALLS_OUT, Op, Slot, Tape
 
+_ADVICE = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")
+"""What the guards advise the caller of an exported entry, who passes the tensors; nobody passes those of a backward pass."""
 _REMEMBERED = 1024  # lists of shapes with a fast check, per structure
 
 Outside = Callable[[], AbstractContextManager[None]]
@@ -52,9 +55,10 @@ class Admitted:
 class PassContract(Contract):
     """What the tensors and sizes of a pass must be. Strides must be the recorded ones: a gradient takes them over."""
 
-    def __init__(self, spec: PassSpec, device: torch.device | None = None):
+    def __init__(self, spec: PassSpec, device: torch.device | None = None, tape: Tape | None = None):
+        """``tape``: for the words of errors."""
         super().__init__(spec.inputs, spec.symbols, spec.guards, device)
-        self.spec = spec
+        self.spec, self.tape = spec, tape
         self._sizes: Sequence[int] = ()
 
     def admit_pass(self, operands: Operands) -> tuple[Sequence[torch.Tensor], dict[str, int], bool]:
@@ -68,7 +72,7 @@ class PassContract(Contract):
         values = self.solve(operands.inputs)
         for i, (size, wanted) in enumerate(zip(operands.sizes, spec.sizes, strict=True)):
             if size != evaluate(wanted, values):
-                raise InputError(f"size {i} of the pass is {size}; expected {self.words(str(wanted))}")
+                raise InputError(f"{self._size_words(i)} is {size}; expected {self.words(str(wanted))}")
         for i, (scalar, wanted_scalar) in enumerate(zip(operands.scalars, spec.scalars, strict=True)):
             if repr(scalar) != repr(wanted_scalar):
                 raise InputError(f"scalar {i} of the pass is {scalar}; expected {wanted_scalar}")
@@ -89,7 +93,10 @@ class PassContract(Contract):
         return self._sizes[symbol.dim] if symbol.input < 0 else super()._size(symbol, tensors)
 
     def _place(self, symbol: SymbolSpec) -> str:
-        return f"size {symbol.dim} of the pass" if symbol.input < 0 else super()._place(symbol)
+        return self._size_words(symbol.dim) if symbol.input < 0 else super()._place(symbol)
+
+    def _size_words(self, number: int) -> str:
+        return f"size {number} of the pass" + (f" (of {self.tape.user_of(Slot('size', number))})" if self.tape else "")
 
 
 class CompiledPass:
@@ -97,7 +104,7 @@ class CompiledPass:
 
     def __init__(self, spec: PassSpec, tape: Tape, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
         self.spec, self.tape = spec, tape
-        self.contract = PassContract(spec, next((library.device for library in libraries.values()), None))
+        self.contract = PassContract(spec, next((library.device for library in libraries.values()), None), tape)
         self.device = next((s.device for s in spec.inputs), "cpu")
         self._binding = (constants, ())
         self._libraries = libraries
@@ -274,7 +281,7 @@ class Structure:
                 check_ambient(variant.spec.ambient, variant.device)
                 fitting, values, untouched = variant.contract.admit_pass(operands)
             except InputError as error:
-                failures.append(str(error))
+                failures.append(_ADVICE.sub("", str(error)))
                 continue
             if untouched:
                 if len(self._fast) >= _REMEMBERED:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import torch_api
+from . import places, torch_api
 from .engine import Session
 from .errors import InputError, MissError
 from .function_code import PlainContext, digest_of
@@ -96,6 +97,7 @@ class Replaying(Session):
         if package is not None:
             self._specs, self._libraries, self._constants = package.recorded(entry)
             self._operators = package.manifest.operators
+        self.layers = places.Layers()
         self._met: dict[str, Structure] = {}
         self._numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
         self._said: set[str] = set()
@@ -228,6 +230,7 @@ class Replaying(Session):
             miss = str(error)
         else:
             return self._served(structure, operands, admitted, binding, start)
+        miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_ADVICE}"
         if self.strict:
             raise MissError(f"{miss} (replay was told to be strict)")
         self._missed(miss)
@@ -243,6 +246,12 @@ class Replaying(Session):
             if self._calm == _CALM:
                 self._curious(False)
         return results
+
+    def place(self, tape: Tape, operands: Operands, node: int | None) -> str:
+        """Where in the script this pass was called, and the layer that ``node`` belongs to or follows."""
+        leaf = tape.leaf_after(node) if node is not None else None
+        layer = self.layers.name(operands.inputs[leaf]) if leaf is not None else ""
+        return f"{f'at or after {layer}, ' if layer else ''}backward called at {places.line()}"
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
         run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.calling_out)
@@ -360,6 +369,15 @@ class _Ear:
 
 
 _EAR = _Ear()
+
+
+_ADVICE = "record such a pass too, onto the same file"
+
+
+def _node_in(reason: str) -> int | None:
+    """The node that a reason names."""
+    found = re.search(r"\bnode (\d+)", reason)
+    return int(found[1]) if found else None
 
 
 def _short(name: str) -> str:

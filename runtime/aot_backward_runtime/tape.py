@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -153,6 +154,34 @@ class Tape:
         return any(s.index in sums for op in self.ops if op.kind == "add" for s in slots(op.operands))
 
     @cached_property
+    def positions(self) -> frozenset[int]:
+        """The size slots that only say where a view begins or ends. Zero and one mean nothing else there, as they do in a size."""
+        places = [s.index for op in self.ops for s in slots(_positions(op)) if s.kind == "size"]
+        read = Counter(s.index for op in self.ops for s in slots(op.operands) if s.kind == "size")
+        return frozenset(n for n, count in Counter(places).items() if read[n] == count)
+
+    def user_of(self, slot: Slot) -> str:
+        """The first node that uses ``slot``, in words."""
+        for op in self.ops:
+            if any(s == slot for s in slots(op.operands)):
+                return self.name_of(op)
+        return "no node"
+
+    def name_of(self, op: Op) -> str:
+        """The node of ``op``, in words."""
+        return f"{self.nodes[op.node].rpartition('::')[2] if 0 <= op.node < len(self.nodes) else op.name}, node {op.node}"
+
+    def leaf_after(self, node: int) -> int | None:
+        """The input that is the first leaf to which gradients flow from ``node``: the parameter of its layer, or of the one before."""
+        reached: set[int] = set()
+        for op in self.ops:
+            if op.node == node or any(s.kind == "value" and s.index in reached for s in slots(op.operands)):
+                if op.kind == "accumulate":
+                    return int(op.operands[0].index)
+                reached.update(op.results)
+        return None
+
+    @cached_property
     def plain_customs(self) -> tuple[int, ...]:
         """The operations that call a custom function which may be part of a compiled graph (``function_code.py``)."""
         return tuple(n for n, op in enumerate(self.ops) if op.kind == "custom" and op.operands[4])
@@ -199,6 +228,17 @@ def tape_from_json(text: str) -> Tape:
         return Tape(ops=ops, outputs=decode(form["outputs"]), scalars=decode(form["scalars"]), nodes=tuple(form["nodes"]), **counts)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise PackageError(f"this is no tape: {type(error).__name__}: {error}") from error
+
+
+_POSITIONS = {"SliceBackward0": (3, 5), "SelectBackward0": (3,), "AsStridedBackward0": (2, 4)}
+"""By node type: which operands are positions; of the last one's first, a geometry, the last part alone."""
+
+
+def _positions(op: Op) -> Sequence[Any]:
+    if op.kind == "copy_slices_prologue":
+        return op.operands[3], op.operands[6]
+    found = [op.operands[n] for n in _POSITIONS.get(op.name, ())] if op.kind == "apply" else []
+    return [x[-1] if isinstance(x, tuple) else x for x in found]
 
 
 def slots(operand: Any) -> Iterator[Slot]:

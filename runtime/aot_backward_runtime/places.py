@@ -1,0 +1,48 @@
+"""Where a backward pass comes from: the line of the script that called it, and the layers whose parameters it reaches."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+import torch
+from torch import nn
+
+_PASSED_OVER = ("torch", "aot_backward_runtime", "aot_backward")
+_SEARCHES = 16
+
+
+def line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class Layers:
+    """Names of parameters by the modules that are alive. Looking for them goes through every object: it is done when something went wrong."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._left = _SEARCHES
+
+    def name(self, leaf: torch.Tensor) -> str:
+        """As ``Net.encoder.0.weight``; "" where no module has it."""
+        known = self._names.get(id(leaf))
+        if (known is None or known[0]() is not leaf) and self._left > 0:
+            self._left -= 1
+            self._search()
+            known = self._names.get(id(leaf))
+        return known[1] if known is not None and known[0]() is leaf else ""
+
+    def _search(self) -> None:
+        modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+        children = {id(child) for m in modules for child in m.children()}
+        self._names = {
+            id(p): (weakref.ref(p), f"{type(root).__qualname__}.{name}")
+            for root in modules
+            if id(root) not in children
+            for name, p in root.named_parameters(remove_duplicate=False)
+        }
