@@ -64,7 +64,7 @@ def main() -> None:
     shown = [r for r in done if r["number"] < options.count]
     print(report.table(shown))
     if options.docs:
-        report.write(options.docs, options.seed, shown)
+        report.write(options.docs, options.seed, options.count, shown)
     sys.exit(any(r["verdict"] in processes.FAULTS for r in shown))
 
 

@@ -40,7 +40,7 @@ def table(records: Sequence[Record], field: str = "kind") -> str:
     return "\n".join(lines)
 
 
-def write(stem: Path, seed: int, records: Sequence[Record]) -> None:
+def write(stem: Path, seed: int, count: int, records: Sequence[Record]) -> None:
     """``STEM.md`` and ``STEM.json``."""
     import torch
 
@@ -50,6 +50,7 @@ def write(stem: Path, seed: int, records: Sequence[Record]) -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "seed": seed,
+        "count": count,
         "mutations": len(records),
         "by kind": counts(records, "kind"),
         "by package": counts(records, "base"),
@@ -68,7 +69,7 @@ def write(stem: Path, seed: int, records: Sequence[Record]) -> None:
 
 _PAGE = """# Spoilt packages
 
-`python -m tests.fuzz --seed {seed} --count {mutations} --docs docs/fuzzing` on torch {torch}, Python {python}: {mutations} mutations
+`python -m tests.fuzz --seed {seed} --count {count} --docs docs/fuzzing` on torch {torch}, Python {python}: {mutations} mutations so far
 of small sound packages (`net`: a module and a gradient function; `order`: a module with second derivatives; `step`: a training step; `passes`:
 recorded passes; `targets`: two targets, signed), of a training state and of a signature. Each is looked at by `inspect` (as text and as JSON;
 where portable graphs are spoilt, as a page too), loaded, and every entry is called with its gradients, a module's twice. Mutation N follows
