@@ -169,9 +169,9 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def update_constant_buffer(self, tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._constants = {c.weight: tensors[c.name] for c in self._spec.constants}
-        self._runner.update_constant_buffer(tensors, *rest)
+        self._runner.bind(tensors)
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         key = (self._name, tuple(tuple(t.shape) for t in inputs))

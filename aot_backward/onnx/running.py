@@ -89,16 +89,14 @@ class OnnxLibrary(Library):
 
 
 class _Runner:
-    """What AOTInductor's runner is to a compiled graph. What the graph updates is written into the tensors that it is bound to."""
+    """What :class:`aot_backward_runtime.torch_api.Runner` is to a compiled graph. What the graph updates is written into the tensors that it is bound to."""
 
     def __init__(self, spec: LibrarySpec, names: Names, translated: Translated, run: Run):
         self._spec, self._names, self._translated, self._run = spec, names, translated, run
         self._tensors: dict[str, torch.Tensor] = {}
+        self.constants = frozenset(c.name for c in spec.constants)
 
-    def get_constant_names_to_original_fqns(self) -> dict[str, str]:
-        return {c.name: c.name for c in self._spec.constants}
-
-    def update_constant_buffer(self, tensors: Mapping[str, torch.Tensor], *_: bool) -> None:
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = {c.weight: tensors[c.name] for c in self._spec.constants}
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

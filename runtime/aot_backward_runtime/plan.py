@@ -53,15 +53,18 @@ class Library:
         if self._bound is addresses:
             return False
         if self._runner is None:
-            self._open()
+            runner = self._open()
             self._check_layouts(tensors)
+            self._runner = runner
         moved = self._bound != addresses
         if moved and self.spec.constants:
-            self._bound = None  # after an interrupt nobody knows at what they point
-            # aliases keep the memory alive for as long as the library points at it, whatever becomes of the tensors
-            keep = {c.name: tensors[c.weight].detach() for c in self.spec.constants}
-            self._runner.update_constant_buffer(keep, False, True, True)
-            self._keep = list(keep.values())
+            self._bound = None  # what is broken off half-way is done again
+            bound = {c.name: tensors[c.weight].detach() for c in self.spec.constants}
+            try:
+                self._runner.bind(bound)
+            except ValueError as error:
+                raise IncompatibleError(f"{self.spec.member} was not compiled for these weights: {error}") from error
+            self._keep = list(bound.values())  # those from before had to stay until now
         self._bound = addresses
         return moved
 
@@ -91,7 +94,7 @@ class Library:
 
     def _load(self) -> Any:
         path = str(self.path())
-        runner = torch_api.runner(path, self.device)
+        runner = torch_api.Runner(path, self.device)
         if self.device.type == "cpu":
             self._stated = torch_api.stated(path)
             self._check_counts(self._stated)
@@ -107,15 +110,15 @@ class Library:
                 "the package was put together of parts that do not belong together; export it again"
             )
 
-    def _open(self) -> None:
+    def _open(self) -> Any:
         try:
-            self._runner = self._load()
+            runner = self._load()
         except RuntimeError as error:
             raise IncompatibleError(f"{self.spec.member} could not be opened: {str(error).splitlines()[0]}{self._hint()}") from error
-        names = set(self._runner.get_constant_names_to_original_fqns())
         listed = {c.name for c in self.spec.constants}
-        if names != listed:
-            raise IncompatibleError(f"{self.spec.member} has the constants {sorted(names)}, the manifest lists {sorted(listed)}")
+        if runner.constants != listed:
+            raise IncompatibleError(f"{self.spec.member} has the constants {sorted(runner.constants)}, the manifest lists {sorted(listed)}")
+        return runner
 
     def _check_layouts(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """:class:`IncompatibleError` where a constant's strides spread it over more memory than it had when the library was compiled, or expand it

@@ -9,7 +9,8 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
@@ -59,6 +60,7 @@ pop_dispatch_mode = _C._pop_torch_dispatch_stack
 __all__ = [
     "CONSTANT_LOOKS",
     "AOTIModelContainerRunnerCpu",
+    "Runner",
     "Stated",
     "TensorGuards",
     "ZerosEar",
@@ -90,7 +92,6 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "refuse_duals",
     "requires_grad",
-    "runner",
     "saved_tensors_hooks",
     "set_autograd_compiler",
     "set_execution_engine",
@@ -195,16 +196,76 @@ def opaque_to_dynamo(function: Function) -> Function:
     return outside  # type: ignore[return-value]
 
 
-def runner(library: str, device: torch.device) -> Any:
-    """Opens a compiled library on ``device``, one instance of the model.
+class Runner:
+    """A compiled library that is open on ``device``, one instance of the model, and the tensors that its constants point at.
 
-    On a GPU in its single-threaded form: the other one waits in each call until the one before it has come to its end on the GPU, and records events,
-    which a stream that is being captured does not allow. One caller at a time is ours to see to."""
-    if device.type == "cpu":
-        return AOTIModelContainerRunnerCpu(library, 1)
-    from torch._C._aoti import AOTIModelContainerRunnerCuda  # only CUDA builds of torch have it
+    What AOTInductor calls a user-managed constant (``update_constant_buffer(…, user_managed=True)``) leaks: up to torch 2.14 each such call makes
+    handles that nothing frees, and each handle keeps the memory of its tensor (pytorch#194480; the code is part of every compiled library, so that
+    a newer torch does not mend an older package). So each constant gets one handle, once, and from then on its tensor is given other memory.
 
-    return AOTIModelContainerRunnerCuda(library, 1, str(device), "", True)  # type: ignore[call-overload]
+    On a GPU it is opened in its single-threaded form: the other one waits in each call until the one before it has come to its end on the GPU, and
+    records events, which a stream that is being captured does not allow. One caller at a time is ours to see to."""
+
+    def __init__(self, library: str, device: torch.device, owning: bool | None = None):
+        """``owning``: whether the container owns the handles; by default on a CPU."""
+        if device.type == "cpu":
+            self._container: Any = AOTIModelContainerRunnerCpu(library, 1)
+        else:
+            from torch._C._aoti import AOTIModelContainerRunnerCuda  # only CUDA builds of torch have it
+
+            self._container = AOTIModelContainerRunnerCuda(library, 1, str(device), "", True)  # type: ignore[call-overload]
+        self._original = self._container.get_constant_names_to_original_fqns()
+        self._owning = device.type == "cpu" if owning is None else owning
+        self._places: dict[str, Tensor] = {}
+        self.constants = frozenset(self._original)
+        self.run: Callable[[list[Tensor]], list[Tensor]] = self._container.run
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Points each constant at the memory of a tensor, which the library keeps from then on. ``tensors``: one for each of :attr:`constants`.
+
+        :class:`ValueError` where a tensor is not what a constant was compiled for. Until this has returned, the library reads the memory from before,
+        which the caller must keep; what is broken off half-way must be done again before the next run."""
+        if not self._places:
+            self._places = self._own(tensors) if self._owning else self._lent(tensors)
+        for name, tensor in tensors.items():
+            self._places[name].data = tensor
+        self._container.update_constant_buffer({}, False, False, True)  # no new handles: it reads the addresses of those that it has
+
+    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors behind handles that the container owns, and frees with itself.
+
+        It makes such where it is to copy constants into memory of its own. What it is given has no bytes, so that none of that memory is touched, and
+        more dimensions than any constant, since it reads a stride for each of the constant's. The memory is given back: that of the set of constants
+        which is not in use can be."""
+        container = self._container
+        with torch.inference_mode(False):  # what an inference makes could not be given other memory outside of one
+            nothing = torch.empty((0,) * 64, device="cpu")
+            container.update_constant_buffer(dict.fromkeys(tensors, nothing), False, True, False)
+            found = container.extract_constants_map(False)
+        for what in (container.swap_constant_buffer, container.free_inactive_constant_buffer, container.swap_constant_buffer):
+            what()
+        places = {name: found[self._original[name]] for name in tensors}
+        for name, tensor in tensors.items():
+            if (places[name].dtype, places[name].shape) != (tensor.dtype, tensor.shape):
+                raise ValueError(
+                    f"the constant {name} is {places[name].dtype} of shape {list(places[name].shape)} in the compiled code; "
+                    f"it was to be bound to {tensor.dtype} of shape {list(tensor.shape)}"
+                )
+        return places
+
+    def _lent(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors behind handles that nothing frees, for a GPU, where memory for a copy of all constants may not be left. When the container goes,
+        what stays is an empty tensor for each constant (0.6 kB of the host's memory)."""
+        with torch.inference_mode(False):
+            places = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._container.update_constant_buffer(places, False, True, True)
+        weakref.finalize(self._container, _emptied, list(places.values())).atexit = False
+        return places
+
+
+def _emptied(places: Iterable[Tensor]) -> None:
+    for place in places:
+        place.data = place.new_empty(0)
 
 
 @dataclass(frozen=True)
