@@ -89,7 +89,8 @@ class OnnxLibrary(Library):
 
 
 class _Runner:
-    """What :class:`aot_backward_runtime.torch_api.Runner` is to a compiled graph. What the graph updates is written into the tensors that it is bound to."""
+    """What :class:`aot_backward_runtime.torch_api.Runner` is to a compiled graph. What the graph updates is written into the
+    tensors that it is bound to."""
 
     def __init__(self, spec: LibrarySpec, names: Names, translated: Translated, run: Run):
         self._spec, self._names, self._translated, self._run = spec, names, translated, run

@@ -13,12 +13,12 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from . import cache
 from .consistency import check_entry, check_orders, check_targets, check_weights, state_names
 from .elf import numeric, read_elf
-from .errors import PackageError
+from .errors import AotBackwardError, PackageError
 from .manifest import (
     GRAPH_FOLDER,
     LARGEST_MANIFEST,
@@ -33,7 +33,7 @@ from .manifest import (
 from .manifest_json import from_json
 from .structures import check_structures
 from .targets import seen_as, targets_of
-from .zip_directory import Place, read_at, read_directory
+from .zip_directory import WRITTEN_OVER, Place, read_at, read_directory, read_into
 
 LIBRARY_FOLDER = "data/aotinductor"
 GRAPH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -46,7 +46,7 @@ Admit = Callable[[Path, str], None]
 
 
 class Archive:
-    """An open package. Its descriptor is closed when the object goes; what :meth:`map_member` handed out lives on.
+    """An open package. Its descriptor is closed when the object goes; what :meth:`member_memory` handed out lives on.
 
     Where somebody admits it by its bytes, these, and no others, are what is handed out, whatever becomes of the file meanwhile: the manifest is
     compared with the bytes that were admitted, every member with the manifest, and none is used from a file that can be written to."""
@@ -86,9 +86,16 @@ class Archive:
     def settled(self) -> bool:
         """Whether the file has been left alone long enough that a further write would change :attr:`identity`: time stamps advance in
         steps, of up to 10 ms on local file systems and of seconds on some others. False also if it has changed since it was opened."""
+        return self.unchanged and max(self._status.st_mtime_ns, self._status.st_ctime_ns) < time.time_ns() - 2_000_000_000
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the file has not been written to since it was opened, as far as its metadata tell."""
         now = os.fstat(self._fd)
-        same = (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (self._status.st_size, self._status.st_mtime_ns, self._status.st_ctime_ns)
-        return same and max(now.st_mtime_ns, now.st_ctime_ns) < time.time_ns() - 2_000_000_000
+        return (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (self._status.st_size, self._status.st_mtime_ns, self._status.st_ctime_ns)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise AotBackwardError(f"an open package ({self.path}) can be neither copied nor pickled: load it again where it is needed")
 
     def choose(self, number: int) -> None:
         """From here on the package is one for its target ``number`` alone (:mod:`.targets`)."""
@@ -102,12 +109,13 @@ class Archive:
         """The content of a member, verified by its digest."""
         return b"".join(self._verified_chunks(name))
 
-    def map_member(self, name: str) -> memoryview:
-        """A writable private view of a member, **not verified**: pages come from the file when touched, and are copied when written.
+    def member_memory(self, name: str, mapped: bool = False) -> memoryview:
+        """The content of a member in memory that may be written to, **not verified**.
 
-        Of an admitted package it is a copy, which nobody else can change once it has been verified."""
+        It is a copy, which nobody else can change once it has been verified. ``mapped``: a private map of the file instead, of which pages come from
+        the file when they are touched, and are copied when they are written; of an admitted package it is a copy all the same."""
         place = self._place(name)
-        if self.admitted:
+        if self.admitted or not mapped:
             return self._copied(place)
         start = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY
         try:
@@ -175,10 +183,9 @@ class Archive:
             copy = mmap.mmap(-1, max(1, place.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared would be with forked children
         except OSError as error:
             raise PackageError(f"cannot take {place.size} bytes of memory for package {self.path}: {error.strerror}") from error
-        for start in range(0, place.size, _CHUNK):
-            length = min(_CHUNK, place.size - start)
-            copy[start : start + length] = read_at(self._fd, place.offset + start, length, self.path)
-        return memoryview(copy)[: place.size]
+        memory = memoryview(copy)[: place.size]
+        read_into(self._fd, place.offset, memory, self.path)
+        return memory
 
     def _read_manifest(self) -> bytes:
         place = self._place(MANIFEST_MEMBER)
@@ -206,7 +213,8 @@ class Archive:
 
     def check_digest(self, what: str, found: str, expected: str) -> None:
         if found != expected:
-            raise self.corrupt(f"{what}: SHA-256 is {found}, expected {expected}")
+            changed = "" if self.unchanged else f"; the file was written to since it was opened: {WRITTEN_OVER}"
+            raise self.corrupt(f"{what}: SHA-256 is {found}, expected {expected}{changed}")
 
     def _check_members(self) -> None:
         listed = self.manifest.members

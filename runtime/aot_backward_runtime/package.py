@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -77,6 +78,12 @@ class Package:
         constants = {c.weight: self._weights[c.weight] for lib in libraries.values() for c in lib.spec.constants}
         return {t.fingerprint: t for t in spec.structures}, libraries, constants
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise AotBackwardError(
+            f"a loaded package ({self._archive.path}) can be neither copied nor pickled: load it again where it is needed, and take the weights "
+            "along as a state_dict(); a loaded module or step can be copied (copy.deepcopy)"
+        )
+
     def _name(self, kind: str, name: str | None) -> str:
         names = [n for n, k in self.entries.items() if k == kind]
         if name is None:
@@ -135,8 +142,9 @@ def load(
     imports: Sequence[str] = (),
     signature: Policy | None = None,
     key: Key | None = None,
+    mmap: bool = False,
 ) -> Package:
-    """Opens a package: verifies it, and maps its weights without a copy. Native code is opened when it is first called.
+    """Opens a package: verifies it, and reads its weights. Native code is opened when it is first called.
 
     ``weights``: tensors by their key, for a package written without (``weights=False``), or instead of its own. ``types``: classes that
     results may be made of (a package only names them). ``target``: of several in one package, the one to run ("cpu:avx2"); without it, the best that
@@ -151,6 +159,10 @@ def load(
     default with a key), where there is one ("if-present"), or is not looked at ("off", the default without). It is checked before anything in
     the package is used, and what is used are the bytes that were checked; :class:`SignatureError` where they are refused.
 
+    ``mmap``: the weights are mapped from the file, not read: pages come when they are touched, and processes that only read share them. Then the
+    file must not be written to in place while the package is in use (calls would give wrong numbers, or end the process by a signal); a new one that
+    is renamed over it does no harm. Of a package whose signature is required they are read all the same.
+
     Raises :class:`PackageError` where the file is not a whole package,
     :class:`IncompatibleError` where it was built for something else than this machine, or calls operators that nobody has registered in this process,
     :class:`WeightsError` where weights do not fit.
@@ -162,7 +174,7 @@ def load(
     manifest = archive.manifest
     import_modules(imports)
     check_registered(manifest, path)
-    tensors = load_weights(archive) if manifest.has_weights else {}
+    tensors = load_weights(archive, mmap) if manifest.has_weights else {}
     if weights is not None:
         if not isinstance(weights, Mapping):
             raise WeightsError(

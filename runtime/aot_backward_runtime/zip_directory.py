@@ -27,6 +27,7 @@ _WIDE = 0xFFFFFFFF  # the true value is in the zip64 extra field
 _LARGEST_DIRECTORY = 64 << 20  # bytes; a member takes about 150
 _NAME = re.compile(r"[!-~]+")  # printable ASCII without the space
 _DOS_FOLDER = 0x10
+WRITTEN_OVER = "was it written over in place? Write a new package beside the old one and rename it over that"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,24 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
     except OSError as error:
         raise PackageError(f"cannot read package {path} at byte {offset}: {error.strerror}") from error
     if size:
-        raise PackageError(f"corrupt package {path}: it ended at byte {offset} while it was read; was it written over in place?")
+        raise _cut_short(path, offset)
     return b"".join(parts)
+
+
+def read_into(fd: int, offset: int, memory: memoryview, path: Path) -> None:
+    """:func:`read_at` into ``memory``, all of it."""
+    try:
+        while memory and (read := os.preadv(fd, [memory], offset)):  # at most 2 GiB at once
+            offset += read
+            memory = memory[read:]
+    except OSError as error:
+        raise PackageError(f"cannot read package {path} at byte {offset}: {error.strerror}") from error
+    if memory:
+        raise _cut_short(path, offset)
+
+
+def _cut_short(path: Path, offset: int) -> PackageError:
+    return PackageError(f"corrupt package {path}: it ended at byte {offset} while it was read; {WRITTEN_OVER}")
 
 
 def read_directory(fd: int, size: int, path: Path) -> dict[str, Place]:
