@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import multiprocessing
 import os
+import pickle
+import shutil
 import signal
 import stat
 import struct
@@ -23,8 +26,8 @@ import psutil
 import pytest
 import torch
 
+from aot_backward_runtime import AotBackwardError, host, load
 from aot_backward_runtime import cache as cache_module
-from aot_backward_runtime import host
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.cache import CacheError
 from aot_backward_runtime.errors import ExportError, IncompatibleError, PackageError
@@ -129,8 +132,13 @@ def test_row_27_what_lies_in_the_cache_is_never_run_unless_it_matches(package: P
     assert stat.S_IMODE(open_package(package).library(GRAPH).stat().st_mode) == 0o600
     path.unlink()
     path.mkdir()
-    with pytest.raises(CacheError, match=str(path.parent)):
-        open_package(package).library(GRAPH)
+    (path / "something").mkdir()
+    assert open_package(package).library(GRAPH).read_bytes() == good
+    for level in (path.parent, path.parent.parent):
+        shutil.rmtree(level)
+        level.write_bytes(b"a file")
+        assert open_package(package).library(GRAPH).read_bytes() == good
+    assert files_below(path.parent) == sorted(p.name for p in path.parent.iterdir())
 
 
 def _library_with(change: str) -> bytes:
@@ -384,6 +392,63 @@ def test_row_31_the_chosen_cache_must_do(package: Path, cache: Path, monkeypatch
         refused("Read-only file system")
 
 
+def test_row_31_nobody_else_can_put_another_folder_in_the_caches_place(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    above = tmp_path / "above"
+    (above / "between").mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to(above / "between/cache")
+    (above / "between/cache").mkdir(mode=0o700)
+    for chosen in (above / "between/cache", link):  # through a link, too
+        monkeypatch.setenv("AOT_BACKWARD_CACHE", str(chosen))
+        for mode in (0o777, 0o757):
+            above.chmod(mode)
+            with pytest.raises(CacheError, match=rf"others can write to {above}, above it, .* .mode 0{mode:o}; chmod go-w"):
+                open_package(package).library(GRAPH)
+        for mode in (0o1777, 0o755):
+            above.chmod(mode)
+            open_package(package).library(GRAPH)
+        if os.getuid() == 0:
+            os.chown(above, 65534, 0)
+            with pytest.raises(CacheError, match=f"{above}, above it, belongs to user 65534, who can put another"):
+                open_package(package).library(GRAPH)
+            os.chown(above, 0, 65534)
+            above.chmod(0o775)
+            with pytest.raises(CacheError, match=f"others can write to {above}, above it"):
+                open_package(package).library(GRAPH)
+            os.chown(above, 0, 0)
+            open_package(package).library(GRAPH)  # the group that is root's alone
+            above.chmod(0o755)
+
+
+def test_too_many_open_files_are_no_fault_of_the_cache_folder(package: Path) -> None:
+    """With each number of descriptors left: the right numbers, or an error that names what is missing."""
+    code = (
+        RUN
+        + """
+import os, resource
+right = run(sys.argv[1])[0]
+os.environ["AOT_BACKWARD_CACHE"] += "/other"
+outcomes = []
+for left in range(12):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1 + left, hard))
+    try:
+        out = run(sys.argv[1])[0]
+        assert torch.equal(out, right)
+        outcomes.append("right")
+        break
+    except AotBackwardError as error:
+        assert "Too many open files" in str(error) and "AOT_BACKWARD_CACHE" not in str(error), error
+        outcomes.append("refused")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print(outcomes)
+"""
+    )
+    done = python(code, package)
+    assert done.returncode == 0 and done.stdout.count("refused") >= 2 and "right" in done.stdout, done.stdout + done.stderr
+
+
 def test_row_31_without_a_usable_home_a_temporary_folder_serves(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     home.mkdir()
@@ -462,6 +527,43 @@ def test_a_package_written_over_in_place_is_refused(package: Path) -> None:
     package.write_bytes(package.read_bytes()[:2000])
     with pytest.raises(PackageError, match=f"corrupt package {package}: it ended at byte 2000 while it was read; was it written over"):
         archive.verify_digests()
+
+
+def test_row_48_weights_that_were_read_stay_whatever_becomes_of_the_file(package: Path) -> None:
+    """Overwritten in place, cut to nothing: in another process, since a map of it would end that by a signal."""
+    code = (
+        RUN
+        + """
+path = sys.argv[1]
+whole = open(path, "rb").read()
+archive = open_package(path)
+weights, examples = load_weights(archive), load_examples(archive)
+other = open_package(path)
+for change in (b"", whole[:5000], bytes(len(whole)), whole[::-1]):
+    with open(path, "r+b") as file:
+        file.truncate(0)
+        file.write(change)
+    assert float(weights["weight"].sum()) and examples["x"].shape == (2, 4)
+    for read in (lambda: other.library("tiny.0.forward"), lambda: load_weights(other), lambda: load_examples(other), other.verify_digests):
+        try:
+            read()
+        except AotBackwardError as error:
+            assert "corrupt package" in str(error), error
+        else:
+            raise AssertionError(change[:10])
+print(weights["weight"].flatten().tolist())
+"""
+    )
+    done = python(code, package)
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(torch.tensor(json.loads(done.stdout)).reshape(3, 4), tiny_weights()["weight"])
+
+
+def test_an_open_package_can_be_neither_copied_nor_pickled(package: Path) -> None:
+    for made in (open_package(package), load(package)):
+        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(AotBackwardError, match=rf"package \({package}\) can be neither copied nor pickled: load it again"):
+                way(made)
 
 
 def _extract(path: Path) -> str:

@@ -2,15 +2,21 @@
 
 The folder is ``$AOT_BACKWARD_CACHE``, else ``~/.cache/aot-backward``, else (where that cannot be used) a temporary one of this
 process. It may be deleted at any time. What lies in it is hashed before each use; between that and ``dlopen`` nobody but this user
-can change it, because every level is owned by this user and writable by nobody else.
+can change it, because every level is owned by this user and writable by nobody else, and nobody else can put another folder in its place, because
+every folder above belongs to this user or to root and is writable by nobody else, or sticky as /tmp is.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import functools
+import grp
 import hashlib
 import os
+import pwd
+import resource
 import shutil
 import stat
 import tempfile
@@ -57,8 +63,10 @@ def remember(name: str, content: str) -> None:
 
 
 def _place(folder: Path, files: Mapping[str, Member], copy: Callable[[str, BinaryIO], None]) -> Path:
-    _folder(folder.parent)
-    _folder(folder)
+    for level in (folder.parent, folder):
+        if level.is_file():  # or a link to one: it is ours, and in the way
+            level.unlink(missing_ok=True)
+        _folder(level)
     for name, member in files.items():
         if not _matches(folder / name, member):
             _write(folder, name, lambda file, name=name: copy(name, file))  # type: ignore[misc]
@@ -72,7 +80,9 @@ def _matches(path: Path, member: Member) -> bool:
             if not stat.S_ISREG(status.st_mode) or status.st_size != member.size or _open_to_others(status):
                 return False
             return hashlib.file_digest(file, "sha256").hexdigest() == member.sha256
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise _too_many_files(error) from error
         return False  # missing, a link, not ours to read, damaged on disk: it is replaced
 
 
@@ -88,12 +98,31 @@ def _write(folder: Path, name: str, copy: Callable[[BinaryIO], None]) -> None:
         try:
             with os.fdopen(fd, "wb") as file:
                 copy(file)
+            _make_way(folder / name)
             Path(temporary).replace(folder / name)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # of which the folder is innocent
+            raise _too_many_files(error) from error
         raise _unusable(folder, error.strerror or str(error)) from error
+
+
+def _too_many_files(error: OSError) -> AotBackwardError:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return AotBackwardError(
+        f"cannot extract native code: {error.strerror} (this process may have {limit}): close some, or raise the limit (ulimit -n)"
+    )
+
+
+def _make_way(place: Path) -> None:
+    """Removes a folder from where a file is to be: a rename could not replace it."""
+    if place.is_dir() and not place.is_symlink():
+        aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+        with contextlib.suppress(OSError):  # another process was faster; what stays in the way is reported by the rename
+            place.rename(aside / place.name)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write_text(file: BinaryIO, text: str) -> None:
@@ -103,12 +132,12 @@ def _write_text(file: BinaryIO, text: str) -> None:
 def _cache() -> Path:
     chosen = os.environ.get(VARIABLE)
     if chosen:
-        return _folder(Path(chosen).absolute())
+        return _beyond_reach(_folder(Path(chosen).absolute()))
     try:
         home = Path("~").expanduser()
     except RuntimeError as error:
         raise _unusable(Path("~/.cache/aot-backward"), "there is no home folder") from error
-    return _folder(home / ".cache" / "aot-backward")
+    return _beyond_reach(_folder(home / ".cache" / "aot-backward"))
 
 
 def _folder(path: Path) -> Path:
@@ -129,6 +158,42 @@ def _folder(path: Path) -> Path:
     if problem:
         raise _unusable(path, problem)
     return path
+
+
+def _beyond_reach(path: Path) -> Path:
+    """``path`` without links; :class:`CacheError` where another user could put another folder in its place."""
+    try:
+        path = path.resolve(strict=True)
+        above = [(parent, parent.stat()) for parent in path.parents]
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+    for parent, status in above:
+        if status.st_uid not in _trusted(os.geteuid()):
+            raise _unusable(path, f"{parent}, above it, belongs to user {status.st_uid}, who can put another folder in its place")
+        writable = bool(status.st_mode & stat.S_IWOTH) or (bool(status.st_mode & stat.S_IWGRP) and not _only_ours(status.st_gid))
+        if writable and not status.st_mode & stat.S_ISVTX:
+            mode = f"{stat.S_IMODE(status.st_mode):04o}"
+            raise _unusable(path, f"others can write to {parent}, above it, and put another folder in its place (mode {mode}; chmod go-w, or +t)")
+    return path
+
+
+@functools.cache
+def _trusted(own: int) -> frozenset[int]:
+    """Root, user ``own``, and what stands for the users outside of a user namespace (a rootless container), of whom root is one."""
+    users = {0, own}
+    with contextlib.suppress(OSError):
+        if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
+            users.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    return frozenset(users)
+
+
+def _only_ours(group: int) -> bool:
+    """Whether it is the group of this user alone that many systems make with each user, whose folders are then writable by it."""
+    try:
+        user, members = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return user.pw_gid == group and members.gr_name == user.pw_name and set(members.gr_mem) <= {user.pw_name}
 
 
 def _open_to_others(status: os.stat_result) -> bool:
@@ -153,7 +218,7 @@ def _private_temporary() -> Path:
             raise _unusable(Path(os.environ.get("TMPDIR", "/tmp")), error.strerror or str(error)) from error  # noqa: S108
         _temporary = (os.getpid(), folder)
         atexit.register(_remove, *_temporary)
-    return _folder(_temporary[1])
+    return _beyond_reach(_folder(_temporary[1]))
 
 
 def _remove(pid: int, folder: Path) -> None:
