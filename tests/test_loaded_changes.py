@@ -204,7 +204,7 @@ def test_what_cannot_take_part_says_so_and_does_no_harm(package: Path) -> None:
 
 def test_a_buffer_that_is_written_is_no_input(package: Path) -> None:
     loaded, eager = load(package).module("counts"), Counts()
-    with pytest.raises(InputError, match="an input is a buffer of the module, which the call updates"):
+    with pytest.raises(InputError, match="x shares memory with seen, which the call updates"):
         loaded(loaded.seen)
     for _ in range(2):
         assert torch.equal(loaded(loaded.seen.clone()), eager(eager.seen.clone()))

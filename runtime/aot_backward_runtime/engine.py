@@ -117,6 +117,9 @@ class Session:
         if torch_api.in_functorch() or any(g is not None and torch_api.is_batched(g) for g in args[0]):
             self.left_to_eager("batched gradients (is_grads_batched=True), or within a transform of functorch")
             return self._without(roots, args, kwargs)
+        if torch_api.in_forward_mode():
+            self.left_to_eager("within forward-mode differentiation, whose tangents native code would drop")
+            return self._without(roots, args, kwargs)
         while not self._turn.acquire(timeout=0.02):
             if self.outside:  # the thread whose turn it is may be waiting for this very pass
                 self.left_to_eager("ran while another thread's hook was called")

@@ -58,11 +58,11 @@ class Entry:
         """Finds the variant that serves these arguments; :class:`InputError` says why none does.
 
         ``asked``, where the entry is :attr:`specialised` and gradients are recorded: the parameters that require one."""
-        if torch_api.in_forward_mode() or torch_api.in_a_mode():
+        if torch_api.is_watched():
             return self._admit_watched(mode, args, kwargs, asked)
         for fast, variant, sizes, served in self._fast:
             tensors = _leaves(variant, args, kwargs) if variant.spec.mode == mode else None
-            if tensors is not None and fast.check(*tensors) and fast.memory(tensors) and (not self.specialised or _asked(asked, tensors) == served):
+            if tensors is not None and fast.holds(tensors) and (not self.specialised or _asked(asked, tensors) == served):
                 variant.check_ambient()
                 return Admitted(variant, tensors, tensors, sizes)
         return self._admit_slowly(mode, args, kwargs, asked)
@@ -153,7 +153,7 @@ def _leaves(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _key(mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def part(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested:
             return value.dtype, value.shape, value.requires_grad
         if isinstance(value, (tuple, list)):
             return tuple(map(part, value))

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from . import torch_api
 from .entry import Admitted, Entry
 from .errors import AotBackwardError
 from .guards import Fast
+from .memory import Ranges
 from .parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
 from .plan import Binding, Runnable, Variant
 from .tree import unflatten
@@ -107,7 +109,10 @@ class LoadedGrad:
             self._last = None  # its library is not the one that is bound anew here, where this call is of another kind
             self._binding = binding
         runnable = admitted.variant.plans["gradient"]
-        ready = _Ready(entry, admitted.variant, runnable, admitted.sizes, self._held)
+        written = runnable.written(binding, self._held) if runnable.writes else None
+        if written is not None:
+            runnable.refuse_its_own(written, admitted.given, admitted.variant.spec.inputs)
+        ready = _Ready(entry, admitted.variant, runnable, admitted.sizes, self._held, written)
         if ready.writes:
             torch.autograd.graph.increment_version(ready.writes)
         with torch.no_grad():
@@ -138,7 +143,11 @@ class LoadedGrad:
 class _Ready:
     """What is left to do when the same kind of call comes again."""
 
-    def __init__(self, entry: Entry, variant: Variant, runnable: Runnable, sizes: Mapping[str, int], held: list[torch.Tensor]):
+    def __init__(
+        self, entry: Entry, variant: Variant, runnable: Runnable, sizes: Mapping[str, int], held: list[torch.Tensor], written: Ranges | None
+    ):
+        """``written``: the memory that the call writes, if any."""
+        self.written = written
         self.variant, self.runnable, self.sizes, self.held, self.types = variant, runnable, sizes, held, entry.types
         spec = entry.spec
         self.index = {name: i for i, name in enumerate(entry.state.names)}
@@ -158,16 +167,18 @@ class _Ready:
         """From now on calls like ``args`` need only the check in C. The library is bound already."""
         if self.only_inputs and self.runnable.library is not None:
             fast = Fast(args)
-            self.check, self.memory, self.native = fast.check, fast.memory, self.runnable.library.raw_run
+            self.holds, self.native = fast.holds, self.runnable.library.raw_run
             self.may_have_hooks = [i for i in self.differentiated if args[i].requires_grad]
             self.ready = True
 
     def fits(self, args: Sequence[torch.Tensor]) -> bool:
-        if not self.ready or len(args) != self.count or not self.check(*args) or not self.memory(args):
+        if not self.ready or len(args) != self.count or torch_api.is_watched() or not self.holds(args):
             return False
         if self.may_have_hooks and any(has_hooks(args[i]) for i in self.may_have_hooks):
             return False
         self.variant.check_ambient()
+        if self.written is not None:
+            self.runnable.refuse_its_own(self.written, args, self.variant.spec.inputs)
         return True
 
     def finish(self, results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:

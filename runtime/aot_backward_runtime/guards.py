@@ -16,6 +16,7 @@ from . import torch_api
 from .errors import InputError
 from .expressions import evaluate
 from .manifest import Ambient, SymbolSpec, TensorSpec
+from .memory import extent, room
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -100,10 +101,11 @@ class Contract:
 class Fast:
     """One list of tensors that was accepted as it was, as a check in C: type, dtype, device, sizes, strides, dispatch keys, requires_grad.
 
-    Storage is looked at only when a data pointer is another than last time: a tensor's storage can be shrunk under it.
+    Beside it stands what that check does not look at: the storages, which can be shrunk under a tensor, or be smaller at an address that was good
+    before. An address says nothing about them: only their sizes and the tensors' places in them do.
     """
 
-    __slots__ = ("_aligned", "_needed", "_pointers", "check")
+    __slots__ = ("_aligned", "_lie", "_needed", "check")
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         shapes = [list(t.shape) for t in tensors]
@@ -112,17 +114,33 @@ class Fast:
         self.check = guards.check
         self._needed = [extent(t) for t in tensors]
         self._aligned = [_alignment(t) for t in tensors]
-        self._pointers = [-1] * len(tensors)
+        self._lie: tuple[list[int], list[int], list[int]] = ([], [], [])  # addresses, bytes of the storages, places in them
 
-    def memory(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the storages hold what the sizes say. ``tensors`` have passed :attr:`check`."""
-        pointers = list(map(_data_ptr, tensors))
-        if pointers == self._pointers:
-            return True
-        for tensor, pointer, before, needed, aligned in zip(tensors, pointers, self._pointers, self._needed, self._aligned, strict=True):
-            if pointer != before and (pointer % aligned or tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize < needed):
+    def looks_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether ``tensors``, which may be anything, look like those accepted. Where they lie is another question."""
+        for tensor in tensors:
+            # asked for the sizes of a strided nested tensor, the check in C throws through a frame that lets nothing out, and the process ends
+            if type(tensor) not in _PLAIN or tensor.is_nested:
                 return False
-        self._pointers = pointers
+        return self.check(*tensors)
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether native code may have ``tensors``, which may be anything, as they are."""
+        if not self.looks_alike(tensors):
+            return False
+        pointers, sizes, offsets = list(map(_data_ptr, tensors)), list(map(len, map(_storage, tensors))), list(map(_offset, tensors))
+        known = self._lie
+        if sizes != known[1] or offsets != known[2]:
+            for tensor, size, offset, needed in zip(tensors, sizes, offsets, self._needed, strict=True):
+                if size - offset * tensor.itemsize < needed:
+                    return False
+        if pointers != known[0]:
+            for pointer, aligned in zip(pointers, self._aligned, strict=True):
+                if pointer % aligned:
+                    return False
+        elif sizes == known[1] and offsets == known[2]:
+            return True
+        self._lie = (pointers, sizes, offsets)
         return True
 
 
@@ -150,13 +168,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 _data_ptr = torch.Tensor.data_ptr
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last."""
-    if tensor.numel() == 0:
-        return 0
-    return (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+_storage = torch.Tensor.untyped_storage
+_offset = torch.Tensor.storage_offset
 
 
 def _alignment(tensor: torch.Tensor) -> int:
@@ -172,6 +185,13 @@ def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None
         raise InputError(f"{spec.name} is a {type(tensor).__module__}.{type(tensor).__qualname__}; expected a plain torch.Tensor")
     if torch_api.is_functorch_wrapped(tensor):
         raise InputError(f"{spec.name} is wrapped by a torch.func transform (vmap, grad, jvp); export the transformed function")
+    if torch_api.is_batched(tensor):
+        raise InputError(
+            f"{spec.name} is a batch of gradients (is_grads_batched=True, jacobian(vectorize=True)), and native code takes them one by one: "
+            "loop over them (torch.autograd.grad(…, retain_graph=True) for each, or vectorize=False)"
+        )
+    if tensor.is_nested:
+        raise InputError(f"{spec.name} is a nested tensor; expected a plain torch.Tensor: pass torch.nested.to_padded_tensor({spec.name}, 0.0)")
     if tensor.layout is not torch.strided:
         raise InputError(f"{spec.name} has layout {tensor.layout}; expected torch.strided: pass {spec.name}.to_dense()")
     if not _is_there(tensor, spec, device):
@@ -182,11 +202,11 @@ def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None
         raise InputError(f"{spec.name} has dtype {tensor.dtype}; expected {dtype}: pass {spec.name}.to({dtype})")
     if tensor.dim() != len(spec.shape):
         raise InputError(f"{spec.name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; expected {len(spec.shape)}, {_shape(spec)}")
-    held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
-    if held < extent(tensor):
-        raise InputError(
-            f"{spec.name} of shape {tuple(tensor.shape)} needs {extent(tensor)} bytes, its storage holds {max(0, held)}: it was freed or shrunk"
-        )
+    needed, held = extent(tensor), room(tensor)
+    if held < needed:
+        raise InputError(f"{spec.name} of shape {tuple(tensor.shape)} needs {needed} bytes, its storage holds {max(0, held)}: it was freed or shrunk")
+    if tensor.numel() and not torch_api.is_zerotensor(tensor) and not torch_api.has_memory(tensor):
+        raise InputError(f"{spec.name} has no memory: it stands for a tensor within a transform (functionalize); export the transformed function")
 
 
 def _is_there(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | None) -> bool:
@@ -196,11 +216,14 @@ def _is_there(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | Non
 
 
 def laid_out(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int], device: torch.device | None = None) -> torch.Tensor:
-    """``tensor`` itself where it lies as recorded, else a copy that does."""
+    """``tensor`` itself where it lies as recorded, else a copy that does. A ZeroTensor, the zeros without memory that forward-mode
+    differentiation makes, becomes zeros that native code can read."""
     plain = tensor.resolve_conj().resolve_neg()
     if plain.device.type != spec.device:
         return plain.detach().to(device or spec.device)
     wanted = tuple(evaluate(s, values) for s in spec.stride)
+    if torch_api.is_zerotensor(plain):
+        return torch.empty_strided(plain.shape, wanted, dtype=plain.dtype, device=plain.device).zero_()
     fits = all(n <= 1 or s == w for n, s, w in zip(plain.shape, plain.stride(), wanted, strict=True))
     if plain.numel() and (not fits or plain.data_ptr() % _alignment(plain)):
         copy = torch.empty_strided(plain.shape, wanted, dtype=plain.dtype, device=plain.device)

@@ -61,7 +61,7 @@ class LoadedModule(nn.Module):
         binding = entry.state.refresh(current)
         runnable = variant.plans.get("inference") or variant.plans["forward"]
         if runnable.writes:
-            runnable.refuse_its_own(binding, admitted.flat, current)
+            runnable.refuse_its_own(runnable.written(binding, current), admitted.given, variant.spec.inputs)
         if torch.is_grad_enabled():
             targets, sources = _wanted(entry, variant, current, admitted)
             if targets:

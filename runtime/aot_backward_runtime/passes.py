@@ -18,6 +18,7 @@ from .expressions import evaluate
 from .guards import Contract, Fast, check_ambient, check_kind, laid_out
 from .interpreter import Run
 from .manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
+from .memory import meet
 from .operators import unregistered
 from .plan import Library
 from .structures import check_against
@@ -113,8 +114,8 @@ class CompiledPass:
 
     def check_leaves(self, operands: Operands) -> None:
         """:class:`InputError` where a leaf's present gradient is memory that the pass reads: eager would add to it in between."""
-        held = {g.data_ptr() for i in self._leaves if (g := operands.inputs[i].grad) is not None and g.layout is torch.strided}
-        if held and not held.isdisjoint(map(torch.Tensor.data_ptr, operands.inputs)):
+        held = [g for i in self._leaves if (g := operands.inputs[i].grad) is not None and type(g) is torch.Tensor and g.layout is torch.strided]
+        if held and meet(held, operands.inputs):
             raise InputError("the .grad of a leaf is a tensor that the pass reads")
 
     @cached_property
@@ -303,7 +304,7 @@ class _Remembered:
 
     def holds(self, operands: Operands) -> bool:
         same = self.sizes == operands.sizes and repr(self.scalars) == repr(operands.scalars)  # -0.0 is not 0.0
-        return same and self.fast.check(*operands.inputs) and self.fast.memory(operands.inputs)
+        return same and self.fast.holds(operands.inputs)
 
 
 def _telling(variants: Sequence[PassSpec]) -> list[tuple[int, int]]:

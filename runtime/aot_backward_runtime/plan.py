@@ -17,8 +17,9 @@ import torch
 from . import tensor_values, torch_api
 from .errors import IncompatibleError, InputError, WeightsError
 from .expressions import evaluate
-from .guards import Contract, Fast, check_ambient, dtype_of, extent
-from .manifest import EntrySpec, LibrarySpec, Plan, VariantSpec, WeightSpec
+from .guards import Contract, Fast, check_ambient, dtype_of
+from .manifest import EntrySpec, LibrarySpec, Plan, TensorSpec, VariantSpec, WeightSpec
+from .memory import Ranges, extent
 from .tree import arguments, flatten
 
 ROLES = ("forward", "backward", "inference", "gradient", "step", "accumulate")
@@ -183,28 +184,32 @@ class State:
         self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
         self._fixed = dict(fixed)
         self.binding: Binding = (self._fixed, ())
-        self._same: Callable[..., bool] | None = None  # whether tensors at the same addresses also look the same
+        self._same: Callable[[Sequence[torch.Tensor]], bool] | None = None  # whether tensors at the same addresses also look the same
+        self._storages: list[torch.UntypedStorage] = []  # of what is bound: kept, so that nothing else can come to lie there
+        self._lie: list[tuple[int, int]] = []  # where those are, and their sizes
 
     def copy(self) -> State:
         """The same contract, bound to nothing yet."""
         out = copy.copy(self)
-        out.binding, out._same = (self._fixed, ()), None
+        out.binding, out._same, out._storages, out._lie = (self._fixed, ()), None, [], []
         return out
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
         """``current``: the tensors of :attr:`names` now. New ones are checked first; where they do not fit, the old binding stays."""
         try:
             addresses = tuple(map(torch.Tensor.data_ptr, current))
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError, ValueError):  # one without memory, None, or an UninitializedParameter
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec, self._device)
             raise
-        if addresses != self.binding[1] or self._same is None or not self._looks_the_same(current):
+        if addresses != self.binding[1] or self._same is None or not self._looks_the_same(current) or _lie(self._storages) != self._lie:
             self._same = None
             tensors = self.check(current)
             self.binding = (tensors, self.binding[1] if addresses == self.binding[1] else addresses)
             own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
-            self._same = Fast(own).check if own else lambda: True
+            self._storages = [t.untyped_storage() for t in own]
+            self._lie = _lie(self._storages)
+            self._same = Fast(own).looks_alike if own else lambda _: True
         return self.binding
 
     def check(self, current: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -223,10 +228,14 @@ class State:
         """In C, but for ties, whose later names must hold the very tensor of the first (the check in C takes no tensor twice)."""
         assert self._same is not None
         if not self._ties:
-            return self._same(*current)
+            return self._same(current)
         return all(current[i] is current[first] for i, first in self._ties) and self._same(
-            *[t for t, owned in zip(current, self.owned, strict=True) if owned]
+            [t for t, owned in zip(current, self.owned, strict=True) if owned]
         )
+
+
+def _lie(storages: Sequence[torch.UntypedStorage]) -> list[tuple[int, int]]:
+    return list(zip(map(torch.UntypedStorage.data_ptr, storages), map(len, storages), strict=True))
 
 
 def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, device: torch.device | None = None) -> None:
@@ -321,7 +330,7 @@ class Variant:
         zeros where there is none."""
         tensors = self.materialized(given, sizes)
         for fast, known in self._fast:
-            if known is sizes and fast.check(*tensors) and fast.memory(tensors):
+            if known is sizes and fast.holds(tensors):
                 return tensors
         fitting, _, untouched = self.cotangents.admit(tensors, sizes)
         if untouched and tensors:
@@ -348,16 +357,32 @@ class Runnable:
         self.watched: list[tuple[str, Any]] = []
         self.reads: list[int] = []
         self.writes: list[int] = []
-        self._written: tuple[Any, frozenset[int]] = (None, frozenset())
+        self._names: Mapping[str, int] = {}
+        self._written: tuple[Any, Ranges] = (None, Ranges(()))
 
-    def refuse_its_own(self, binding: Binding, inputs: Iterable[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
-        """:class:`InputError` where an input is a buffer that the call writes: compiled code counts on their being apart."""
+    def written(self, binding: Binding, current: Sequence[torch.Tensor]) -> Ranges:
+        """The memory that the call writes. ``current``: the entry's state, which ``binding`` is of; :class:`WeightsError` where something else of it
+        lies there, too: compiled code counts on their being apart."""
         if self._written[0] is not binding[1]:
-            self._written = (binding[1], frozenset(current[i].data_ptr() for i in self.writes if current[i].numel()))
-        written = self._written[1]
-        for tensor in inputs:
-            if tensor.data_ptr() in written and tensor.numel():
-                raise InputError("an input is a buffer of the module, which the call updates in place: pass a copy (x.clone())")
+            changed = {id(current[i]) for i in self.writes}
+            places = {id(current[i]): (name, current[i]) for name, i in self._names.items()}
+            ranges = Ranges(named for key, named in places.items() if key in changed)
+            pair = ranges.overlap()
+            for key, (name, tensor) in places.items():
+                if pair is None and key not in changed and (other := ranges.reached_by(tensor)):
+                    pair = other, name
+            if pair is not None:
+                raise WeightsError(
+                    f"{pair[0]}, which the call updates in place, and {pair[1]} share memory, and did not when they were exported: clone one"
+                )
+            self._written = (binding[1], ranges)
+        return self._written[1]
+
+    def refuse_its_own(self, written: Ranges, inputs: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        """:class:`InputError` where an input lies in memory that the call writes."""
+        for tensor, spec in zip(inputs, specs, strict=True):
+            if name := written.reached_by(tensor):
+                raise InputError(f"{spec.name} shares memory with {name}, which the call updates in place: pass a copy ({spec.name}.clone())")
 
     def reached(self, given: Sequence[torch.Tensor | None]) -> dict[str, int]:
         """:attr:`gradients` without those that no defined incoming gradient reaches: they are None in eager."""
@@ -373,6 +398,7 @@ class Runnable:
         self.watched = [(kind, index[where] if kind == "parameter" else where) for kind, where in map(parse, self.plan.watched)]
         self.reads = [index[n] for n in self.plan.reads]
         self.writes = [index[n] for n in self.plan.writes]
+        self._names = index
 
     def call(
         self,

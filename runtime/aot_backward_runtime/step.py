@@ -18,6 +18,7 @@ from .entry import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
 from .guards import Fast
 from .loss_scale import LossScale
+from .memory import Ranges
 from .parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable, through_hooks
 from .plan import Binding, Runnable
 from .training_state import Change, TrainingState
@@ -203,7 +204,9 @@ class LoadedStep(torch.optim.Optimizer):
                 raise InputError(f"entry {entry.name!r} was exported without gradients that wait: export it with accumulate=True for update=False")
             self._share_buffers()
             runnable = admitted.variant.plans["accumulate" if apart else "step"]
-            ready = _Ready(entry, admitted, runnable, self._held, apart)
+            written = runnable.written(binding, self._held)
+            runnable.refuse_its_own(written, admitted.given, admitted.variant.spec.inputs)
+            ready = _Ready(entry, admitted, runnable, self._held, apart, written)
             with torch.no_grad():
                 results = self._run(ready, lambda: runnable.bound(binding, admitted.flat, admitted.sizes), update, hooked)
             self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
@@ -598,11 +601,10 @@ class _Ready:
 
     __slots__ = (
         "adding",
-        "check",
         "count",
         "held",
+        "holds",
         "index",
-        "memory",
         "native",
         "order",
         "outputs",
@@ -612,10 +614,12 @@ class _Ready:
         "tree",
         "types",
         "variant",
+        "written",
     )
 
-    def __init__(self, entry: Entry, admitted: Admitted, runnable: Runnable, held: list[torch.Tensor], adding: bool):
-        """``adding``: whether it only adds up gradients."""
+    def __init__(self, entry: Entry, admitted: Admitted, runnable: Runnable, held: list[torch.Tensor], adding: bool, written: Ranges):
+        """``adding``: whether it only adds up gradients. ``written``: the memory that it writes."""
+        self.written = written
         self.adding = adding
         self.variant, self.runnable, self.sizes, self.types, self.held = admitted.variant, runnable, admitted.sizes, entry.types, held
         self.tree = admitted.variant.spec.out_tree
@@ -625,18 +629,19 @@ class _Ready:
         where = [i for _, i in runnable.operands]
         self.count = len(admitted.variant.spec.inputs)
         self.order = None if where == list(range(self.count)) else where
-        self.check: Callable[..., bool] = lambda *_: False
+        self.holds: Callable[[Sequence[torch.Tensor]], bool] = lambda _: False
 
     def remember(self, args: Sequence[torch.Tensor]) -> None:
         """From now on calls like ``args`` need only the check in C. The library is bound already."""
         if self.runnable.library is not None and all(kind == "input" for kind, _ in self.runnable.operands):
             fast = Fast(args)
-            self.check, self.memory, self.native = fast.check, fast.memory, self.runnable.library.raw_run
+            self.holds, self.native = fast.holds, self.runnable.library.raw_run
 
     def fits(self, args: Sequence[torch.Tensor]) -> bool:
-        if len(args) != self.count or not self.check(*args) or not self.memory(args):
+        if len(args) != self.count or torch_api.is_watched() or not self.holds(args):
             return False
         self.variant.check_ambient()
+        self.runnable.refuse_its_own(self.written, args, self.variant.spec.inputs)
         return True
 
     def finish(self, results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:

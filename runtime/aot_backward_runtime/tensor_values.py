@@ -42,8 +42,8 @@ def unplain(value: torch.Tensor) -> str:
 
 def unbacked(value: torch.Tensor) -> str:
     """Why the memory of a plain ``value`` cannot be read, or ""."""
-    if value.numel() and not value.data_ptr():
-        return f"of shape {tuple(value.shape)} has no memory: it was freed, or stands for zeros (forward-mode differentiation)"
+    if value.numel() and not torch_api.has_memory(value):
+        return f"of shape {tuple(value.shape)} has no memory: it was freed, or stands for zeros or another tensor (in a transform)"
     try:
         value.detach().as_strided(value.shape, value.stride(), value.storage_offset())  # looks whether the storage reaches so far; a copy does not
     except RuntimeError:

@@ -38,6 +38,7 @@ SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.12 in `make rebuild-mat
 
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
 is_batched = _functorch.is_legacy_batchedtensor
+is_zerotensor = torch._is_zerotensor
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 call_cpp_tensor_pre_hooks = _engine.call_cpp_tensor_pre_hooks
@@ -76,6 +77,7 @@ __all__ = [
     "foreach_add_",
     "foreach_copy_",
     "has_loading_hooks",
+    "has_memory",
     "in_a_mode",
     "in_forward_mode",
     "in_functorch",
@@ -84,7 +86,9 @@ __all__ = [
     "is_functorch_wrapped",
     "is_registered",
     "is_traced",
+    "is_watched",
     "is_wrapper",
+    "is_zerotensor",
     "keeps_graph",
     "make_subclass",
     "matmul_precision",
@@ -99,6 +103,12 @@ __all__ = [
     "share_functional",
     "stated",
 ]
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor of at least one element has an address that can be read: a ZeroTensor has none, nor has what stands for another tensor within
+    ``functionalize``."""
+    return not is_zerotensor(tensor) and not torch._is_functional_tensor(tensor) and tensor.data_ptr() != 0
 
 
 def set_execution_engine(engine: Any) -> None:
@@ -124,6 +134,11 @@ def is_wrapper(tensor: Tensor) -> bool:
 def has_loading_hooks(module: torch.nn.Module) -> bool:
     """Whether hooks may give the tensors of a state other names before it is loaded."""
     return any(m._load_state_dict_pre_hooks for m in module.modules())
+
+
+def is_watched() -> bool:
+    """Whether forward-mode differentiation or a dispatch mode is at work, which a native call passes by."""
+    return forward_ad._current_level >= 0 or in_a_mode() > 0
 
 
 def is_traced() -> bool:
