@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import aot_backward as ab
+from aot_backward_runtime import InputError, load
 
 from .exports import shared
 from .packages import python
@@ -154,6 +155,23 @@ def test_a_kind_that_native_code_cannot_read_is_refused_by_name(script: str) -> 
     assert len(lines) > 40 and all(line.startswith("refused ") for line in lines[:-1]), done.stdout
     nested = [line for line in lines if " nested" in line.partition("|")[0]]
     assert nested and all("nested" in line.partition("|")[2] for line in nested)
+
+
+def test_batched_gradients_say_to_loop() -> None:
+    """``is_grads_batched=True``, and ``jacobian(vectorize=True)``, which calls it: one native call takes one gradient."""
+    net = load(counting_package()).module("net")
+    x = torch.randn(4, 4, requires_grad=True)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"the gradient of output\[0\] is a batch of gradients \(is_grads_batched.* loop over them"):
+            torch.autograd.grad(net(x), x, torch.randn(3, 4, 4), is_grads_batched=True)
+        with pytest.raises(InputError, match=r"loop over them .*vectorize=False"):
+            torch.autograd.functional.jacobian(net, x.detach(), vectorize=True)
+        net.seen.zero_()
+        one_by_one = torch.autograd.functional.jacobian(net, x.detach())
+        net.seen.zero_()
+        eager = counts()
+        eager.load_state_dict(net.state_dict())
+        torch.testing.assert_close(one_by_one, torch.autograd.functional.jacobian(eager, x.detach()))
 
 
 ZEROS = """

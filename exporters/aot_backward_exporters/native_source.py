@@ -24,6 +24,7 @@ _PARSE_DEVICE = re.compile(r"inline void parse_device_str\((?P<parameters>.*?)\)
 _CONSTANT_INFO = re.compile(r"constants_info_\[(\d+)\]\.(name|dtype|shape|stride) = (?:static_cast<int32_t>\()?(.*?)\)?;$", re.MULTILINE)
 _KERNEL_START = 'extern "C" '
 _OMP = re.compile(r"^[ \t]*#pragma omp (parallel|for).*$", re.MULTILINE)
+_PRINTED = re.compile(r'^ *std::cerr << "Error: " << e\.what\(\)[^;]*;[ \\]*\n', re.MULTILINE)
 _CHECKS_WANTED = "static bool _check_aoti_runtime_check_inputs_env() {"
 _CHECKS_UNWANTED = "static constexpr bool _check_aoti_runtime_check_inputs_env() { return false; }\n"
 
@@ -73,7 +74,10 @@ def wrapper_header() -> str:
 def interface_source() -> str:
     """The C interface, and the one definition of ``parse_device_str`` (see :func:`write_patched_headers`)."""
     keep = "\nauto* const aot_backward_keep __attribute__((used)) = &torch::aot_inductor::parse_device_str;\n"
-    return WRAPPER_HEADER + _INTERFACE.read_text() + keep
+    text = _INTERFACE.read_text()
+    if "g_aoti_last_error = e.what();" in text:  # the error that the caller gets has the text (torch 2.13): it need not be on stderr, too
+        text = _PRINTED.sub("", text)
+    return WRAPPER_HEADER + text + keep
 
 
 def write_patched_headers(folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from .errors import ExecutionError
 from .manifest import LibrarySpec
-from .plan import Library
+from .plan import Library, reason_of
 
 
 class CudaLibrary(Library):
@@ -27,8 +27,9 @@ class CudaLibrary(Library):
         except RuntimeError as error:
             if capturing():
                 raise
-            reason = str(error).partition("\n")[0]
-            raise ExecutionError(f"{self.spec.member}: native code failed on {self.device} ({reason}); {_condition(self.device)}") from error
+            raise ExecutionError(
+                f"{self.spec.member}: native code failed on {self.device} ({reason_of(error)}); {_condition(self.device)}"
+            ) from error
 
     @property
     def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:

@@ -12,7 +12,7 @@ import torch
 
 from . import torch_api
 from .entry import Admitted, Entry
-from .errors import AotBackwardError
+from .errors import AotBackwardError, ExecutionError
 from .guards import Fast
 from .memory import Ranges
 from .parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
@@ -63,7 +63,11 @@ class LoadedGrad:
         inputs: Any = args if last.order is None else [args[i] for i in last.order]
         if last.writes:
             torch.autograd.graph.increment_version(last.writes)  # before, so that an interrupt behind it cannot hide that they were written
-        return last.finish(last.native(inputs), args)
+        try:
+            results = last.native(inputs)
+        except RuntimeError as error:
+            raise last.failed(error) from error
+        return last.finish(results, args)
 
     def train(self, mode: bool = True) -> LoadedGrad:
         """Serves calls from the variants exported in training mode (of a module; a plain function has no mode)."""
@@ -180,6 +184,10 @@ class _Ready:
         if self.written is not None:
             self.runnable.refuse_its_own(self.written, args, self.variant.spec.inputs)
         return True
+
+    def failed(self, error: RuntimeError) -> ExecutionError:
+        assert self.runnable.library is not None
+        return error if isinstance(error, ExecutionError) else self.runnable.library.failed(error)
 
     def finish(self, results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         if self.plain:

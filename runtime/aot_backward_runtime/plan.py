@@ -7,6 +7,7 @@ operators that go through the proxy executor can give it up in between, so those
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from . import tensor_values, torch_api
-from .errors import IncompatibleError, InputError, WeightsError
+from .errors import ExecutionError, IncompatibleError, InputError, WeightsError
 from .expressions import evaluate
 from .guards import Contract, Fast, check_ambient, dtype_of
 from .manifest import EntrySpec, LibrarySpec, Plan, TensorSpec, VariantSpec, WeightSpec
@@ -71,10 +72,18 @@ class Library:
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Calls the graph. Inputs must have been checked; results are new tensors."""
-        if self.spec.operators:
-            with self.lock:
-                return self._runner.run(inputs)
-        return self._runner.run(inputs)
+        try:
+            return self.raw_run(inputs)
+        except RuntimeError as error:
+            raise self.failed(error) from error
+
+    def _run_locked(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        with self.lock:
+            return self._runner.run(inputs)
+
+    def failed(self, error: RuntimeError) -> ExecutionError:
+        """What an error of native code comes to."""
+        return ExecutionError(f"{self.spec.member}: native code failed ({reason_of(error)}); the next call may go well")
 
     def lend(
         self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], holder: Any, hooked: bool
@@ -90,8 +99,8 @@ class Library:
 
     @property
     def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-        """What :meth:`run` comes to, without the call in between; the library must have been bound."""
-        return self.run if self.spec.operators else self._runner.run
+        """What :meth:`run` comes to, without the call in between, and with errors as they are; the library must have been bound."""
+        return self._run_locked if self.spec.operators else self._runner.run
 
     def _load(self) -> Any:
         path = str(self.path())
@@ -153,6 +162,23 @@ def _spelled(tensor: torch.Tensor, looks: str) -> str:
     theirs = theirs if len(theirs) == tensor.dim() else list(map(str, tensor.stride()))
     strides = [their if n <= 1 else str(s) for n, s, their in zip(tensor.shape, tensor.stride(), theirs, strict=True)]
     return f"{str(tensor.dtype).removeprefix('torch.')} [{','.join(map(str, tensor.shape))}] [{','.join(strides)}]"
+
+
+_KERNEL = re.compile(r"^Exception raised from (\w+) at", re.MULTILINE)
+_INDEX = re.compile(r"index out of bounds|out of range")
+
+
+def reason_of(error: BaseException) -> str:
+    """What native code says, in one line: its own text goes on with the stack. Kernels are named after the operators that were fused into them."""
+    if isinstance(error, ExecutionError) and error.__cause__ is not None:
+        return reason_of(error.__cause__)
+    text = str(error)
+    reason, kernel = text.partition("\n")[0].strip(), _KERNEL.search(text)
+    if kernel and kernel[1].startswith(("cpp_", "triton_")):
+        reason += f", in {kernel[1]}"
+    if _INDEX.search(reason):
+        reason += ": an index among the inputs (of an embedding, a gather, a class label) is negative or too large"
+    return reason
 
 
 class Lease(Protocol):

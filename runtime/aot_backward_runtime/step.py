@@ -20,7 +20,7 @@ from .guards import Fast
 from .loss_scale import LossScale
 from .memory import Ranges
 from .parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable, through_hooks
-from .plan import Binding, Runnable
+from .plan import Binding, Runnable, reason_of
 from .training_state import Change, TrainingState
 from .tree import unflatten
 
@@ -341,7 +341,7 @@ class LoadedStep(torch.optim.Optimizer):
     def _failed(self, error: RuntimeError, adding: bool = False) -> ExecutionError:
         """What a failed native call comes to; ``adding``: one that only adds up gradients."""
         self._forget()
-        reason = str(error).splitlines()[0]
+        reason = reason_of(error)
         if adding:
             self.zero_grad()
             left = "the gradients that had been added up are lost, everything else is as it was"
