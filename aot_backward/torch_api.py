@@ -141,6 +141,11 @@ _MISSING_OPTIONS: dict[str, frozenset[str]] = {
 }
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for tensors of one storage, traced ones too, as long as they live."""
+    return tensor.untyped_storage()._cdata
+
+
 def minor() -> str:
     """torch's version without patch and build, "2.13"."""
     return ".".join(torch.__version__.split(".")[:2])

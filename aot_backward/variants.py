@@ -126,6 +126,7 @@ def variant_spec(mode: str, joint: joints.Joint, pieces: split.Pieces) -> Varian
         step=pieces.step,
         accumulate=pieces.accumulate,
         argument_names=joint.argument_names,
+        shared=joint.shared,
     )
 
 

@@ -1,15 +1,20 @@
 """Memory that is not what its address says: inputs that lie in what a call writes (FAULTS 42), storages too small at an address that was good
-before (43)."""
+before (43). Results that share memory do so in eager (44)."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import nn
 
+import aot_backward as ab
 from aot_backward_runtime import InputError, WeightsError, load
 
+from .exports import shared
 from .packages import python
 from .test_tensor_kinds import counting_package, counts
 
@@ -56,9 +61,9 @@ def test_an_input_that_lies_in_what_the_call_writes_is_refused(warm: bool) -> No
                 buffer.detach().copy_(before)
     weight = fit.parameters["linear.weight"].detach()
     momentum = fit.state[fit.parameters["linear.weight"]]["momentum_buffer"].detach()
-    for shared, name in ((weight, "linear.weight"), (weight.t(), "linear.weight"), (momentum, "momentum_buffer")):
+    for state, name in ((weight, "linear.weight"), (weight.t(), "linear.weight"), (momentum, "momentum_buffer")):
         with pytest.raises(InputError, match=name):
-            fit(shared, Y)
+            fit(state, Y)
     eager = counts()
     net.load_state_dict(eager.state_dict())
     x = net.linear.weight.detach()  # which the module's call only reads
@@ -130,3 +135,64 @@ print("done")
 def test_a_storage_too_small_is_refused_at_an_address_that_was_good() -> None:
     done = python(SHRUNK, counting_package())
     assert done.returncode == 0 and done.stdout.split() == ["done"], (done.stdout, done.stderr)
+
+
+class Aliases(nn.Module):
+    """Results that share memory in eager, and some that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        e = self.linear(x) * 2
+        mean, log = (e + 1).chunk(2, dim=1)
+        return {"whole": e, "flat": e.view(-1), "row": e[1], "turned": e.t(), "cut off": e.detach(), "again": e, "mean": mean, "log": log}
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_results_that_share_memory_in_eager_share_it(gradients: bool) -> None:
+    """Case 44: values written to one show in the others, and autograd's version counter with them."""
+
+    def make(path: Path) -> None:
+        torch.manual_seed(5)
+        batch = torch.export.Dim("batch", min=2, max=16)
+        ab.export_module(Aliases(), (torch.randn(3, 4),), dynamic_shapes=({0: batch},), path=path)
+
+    loaded = load(shared("aliases", make)).module()
+    eager = Aliases()
+    eager.load_state_dict(loaded.state_dict())
+    family = ("whole", "flat", "row", "turned", "cut off", "again")
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        for written in family:
+            with torch.set_grad_enabled(gradients):
+                mine, theirs = loaded(x), eager(x)
+            for out in (mine, theirs):
+                out["mean"].detach().zero_()
+                with torch.no_grad():
+                    out[written].mul_(3)
+            for name in mine:
+                torch.testing.assert_close(mine[name].detach(), theirs[name].detach(), msg=f"{written}, {name}")
+                assert mine[name].stride() == theirs[name].stride() and mine[name].requires_grad == theirs[name].requires_grad
+            versions = {mine[name]._version for name in family}
+            assert len(versions) == 1 and versions != {0}
+    if gradients:
+        for name in ("whole", "flat", "row", "turned", "again", "mean"):
+            (a,), (b,) = (torch.autograd.grad(m(x)[name].square().sum(), m.linear.bias) for m in (loaded, eager))
+            torch.testing.assert_close(a, b, msg=name)
+        out = loaded(x)
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            out["flat"].mul_(2)  # autograd's own error: eager would follow it
+        out["cut off"].mul_(2)
+        torch.testing.assert_close(out["whole"].detach(), 2 * eager(x)["whole"].detach())
+
+
+def test_results_that_share_a_part_are_refused(tmp_path: Path) -> None:
+    class Parts(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            h = x.sin()
+            return h[:3], h[1:]
+
+    with pytest.raises(ab.ExportError, match=r"output\[0\] and output\[1\] share a part of their memory.*return a \.clone\(\) of one"):
+        ab.export_module(Parts(), (torch.randn(4, 4),), path=tmp_path / "no.pt2")

@@ -23,10 +23,10 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Ambient, Tree
+from aot_backward_runtime.manifest import Ambient, Shared, Tree
 
 from .. import torch_api, undisturbed
-from . import assigned, hooks, layers, lines, place, trees
+from . import assigned, hooks, layers, lines, place, sharing, trees
 from .ambient import current_ambient
 from .shapes import Sizes, expression_of, write
 
@@ -63,6 +63,7 @@ class Joint:
     ambient: Ambient
     trace_inputs: Any
     hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)  # on gradients, by the parameter's first name
+    shared: tuple[Shared, ...] = ()
 
     @property
     def has_backward(self) -> bool:
@@ -87,6 +88,7 @@ class Wrapper(nn.Module):
         super().__init__()
         self.program, self.copied, self.first_only = program, copied, first_only
         self.flat, self.spec = pytree.tree_flatten(arguments)
+        self.places: dict[int, sharing.Place] = {}  # where the flat outputs lay before they were copied
         self.constants: dict[int, Any] = {}  # flat outputs that are no tensors, as they were (the traced graph makes True a 1)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
@@ -94,6 +96,7 @@ class Wrapper(nn.Module):
         args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.flat], self.spec)
         flat, spec = pytree.tree_flatten(self.program(*args, **kwargs))
         self.constants = {i: v for i, v in enumerate(flat) if not isinstance(v, torch.Tensor)}
+        self.places = sharing.places(flat, (*tensors, *state_of(self.program).values()))
         for i, value in enumerate(flat):
             if i in self.copied:
                 value = value.clone()
@@ -293,6 +296,8 @@ def _trace_once(
                 f"the forward calls requires_grad_() on its input {name!r}, which changes the caller's tensor; write {name} = "
                 f"{name}.detach().requires_grad_(), or export with an example that requires a gradient"
             )
+    if traced is not None:
+        traced = replace(traced, shared=sharing.shared(wrapper.places, traced.outputs, traced.output_requires_grad, traced.sizes))
     return traced, views
 
 

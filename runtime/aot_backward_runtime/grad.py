@@ -189,10 +189,11 @@ class _Ready:
         assert self.runnable.library is not None
         return error if isinstance(error, ExecutionError) else self.runnable.library.failed(error)
 
-    def finish(self, results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    def finish(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         if self.plain:
             value: Any = results[0]
         else:
+            self.variant.share(self.runnable, results, self.sizes)
             flat = [results[w] if k == "result" else given[w] if k == "input" else self.held[self.index[w]] for k, w in self.runnable.outputs]
             value = unflatten(self.variant.spec.out_tree, flat, self.sizes, self.types)
         if self.single:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -114,7 +115,7 @@ class Fast:
         self.check = guards.check
         self._needed = [extent(t) for t in tensors]
         self._aligned = [_alignment(t) for t in tensors]
-        self._lie: tuple[list[int], list[int], list[int]] = ([], [], [])  # addresses, bytes of the storages, places in them
+        self._lie: tuple[list[int], list[int], list[Any]] = ([], [], [])  # addresses, bytes of the storages, places in them
 
     def looks_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether ``tensors``, which may be anything, look like those accepted. Where they lie is another question."""

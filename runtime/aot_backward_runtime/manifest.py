@@ -144,6 +144,16 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """An output that lies in another's memory. ``output`` and ``base`` are their numbers, ``offset`` how many elements behind the base's first it
+    begins; its sizes and strides are those of its :class:`TensorSpec`. Compiled code returns it in memory of its own."""
+
+    output: int
+    base: int
+    offset: Size
+
+
+@dataclass(frozen=True)
 class VariantSpec:
     """One program compiled under guards.
 
@@ -154,6 +164,7 @@ class VariantSpec:
     drawn, which must be the forward's own.
     ``set_apart``: submodules that are not in ``mode``, as a BatchNorm that stays in eval mode while the rest trains.
     ``verdicts``: of the package's further targets, in their order; ``verdict`` is of the first.
+    ``shared``: outputs that lie in the memory of another one.
     ``unreached``, of one without a backward: what required a gradient when it was exported ("parameter:NAME", "input:I"), and no output depends on.
     """
 
@@ -182,6 +193,7 @@ class VariantSpec:
     unreached: tuple[str, ...] = ()
     set_apart: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
+    shared: tuple[Shared, ...] = ()
 
     @property
     def orders(self) -> tuple[VariantSpec, ...]:

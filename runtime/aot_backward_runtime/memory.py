@@ -17,7 +17,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 def room(tensor: torch.Tensor) -> int:
     """Bytes from the first element to the end of the storage; negative where the storage ends before."""
-    return tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    return tensor.untyped_storage().nbytes() - int(tensor.storage_offset()) * tensor.itemsize
 
 
 class Ranges:

@@ -70,6 +70,8 @@ class LoadedModule(nn.Module):
         with torch.no_grad():
             _note_writes(runnable, current)
             values = runnable.call(binding, admitted.flat, admitted.sizes)
+        if variant.spec.shared:
+            variant.share(runnable, values, admitted.sizes)
         return self._aot_assemble(runnable, admitted, current, [values[i] for i in runnable.results])
 
     def train(self, mode: bool = True) -> LoadedModule:
@@ -229,6 +231,10 @@ class _Native(torch.autograd.Function):
             shown = results if run.lease is None else run.lease.shown(runnable.results)
         else:
             shown = results = runnable.call(run.binding, flat, run.admitted.sizes)
+        differentiable = run.admitted.variant.reaching(run.targets)
+        if run.admitted.variant.spec.shared:
+            detached = [n for n in range(len(runnable.outputs)) if n not in differentiable]
+            run.admitted.variant.share(runnable, shown, run.admitted.sizes, detached)
 
         def pick(kind: str, where: Any) -> torch.Tensor:
             return results[where] if kind == "result" else flat[where] if kind == "input" else current[where]
@@ -249,7 +255,6 @@ class _Native(torch.autograd.Function):
         inputs = [] if hooked else [i for i, (kind, _) in enumerate(runnable.saved) if kind == "input"]
         ctx.memory = [(i, kept[i].data_ptr(), kept[i].shape) for i in inputs]
         ctx.run = run
-        differentiable = run.admitted.variant.reaching(run.targets)
         ctx.mark_non_differentiable(*(shown[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
         return tuple(shown[i] for i in runnable.results)
 

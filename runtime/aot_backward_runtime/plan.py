@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from . import tensor_values, torch_api
-from .errors import ExecutionError, IncompatibleError, InputError, WeightsError
+from .errors import ExecutionError, IncompatibleError, InputError, PackageError, WeightsError
 from .expressions import evaluate
 from .guards import Contract, Fast, check_ambient, dtype_of
 from .manifest import EntrySpec, LibrarySpec, Plan, TensorSpec, VariantSpec, WeightSpec
@@ -324,6 +324,21 @@ class Variant:
             numbers = {n for g in self.spec.backward.gradients if g.of in asked for n in g.cotangents}
             found = self._reaching[tuple(targets)] = frozenset(self.spec.differentiable[n] for n in numbers)
         return found
+
+    def share(self, runnable: Runnable, results: list[torch.Tensor], sizes: Mapping[str, int], detached: Collection[int] = ()) -> None:
+        """Puts views in the place of results that lie in another one's memory. ``detached``: outputs that autograd knows nothing of."""
+        for shared in self.spec.shared:
+            (kind, place), (of, base) = runnable.outputs[shared.output], runnable.outputs[shared.base]
+            if kind == of == "result" and place != base:
+                spec, whole = self.spec.outputs[shared.output], results[base]
+                if shared.output in detached:
+                    whole = whole.detach()
+                shape, stride = ([evaluate(s, sizes) for s in many] for many in (spec.shape, spec.stride))
+                with torch.enable_grad():  # else it could not be written to in place outside of no_grad
+                    try:
+                        results[place] = whole.as_strided(shape, stride, whole.storage_offset() + evaluate(shared.offset, sizes))
+                    except RuntimeError as error:
+                        raise PackageError(f"{spec.name} does not lie within {self.spec.outputs[shared.base].name}, as the package says") from error
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The flat tensors of a call; :class:`InputError` names the argument that has another structure."""

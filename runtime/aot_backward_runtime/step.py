@@ -644,8 +644,9 @@ class _Ready:
         self.runnable.refuse_its_own(self.written, args, self.variant.spec.inputs)
         return True
 
-    def finish(self, results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
+    def finish(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
         if self.plain:
             return results[0]
+        self.variant.share(self.runnable, results, self.sizes)
         flat = [results[w] if k == "result" else given[w] if k == "input" else self.held[self.index[w]] for k, w in self.outputs]
         return unflatten(self.tree, flat, self.sizes, self.types)

@@ -1,0 +1,120 @@
+"""Outputs that share memory: a tensor and views of it, or one tensor twice.
+
+Native code returns each in memory of its own, since autograd must tell their incoming gradients apart; what lies where in eager is noted while the
+program is traced, and the runtime makes the one a view of the other again. Copies stay: views of inputs, parameters and buffers, views of another
+dtype, conjugates, and views apart from each other, as chunks are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.manifest import Shared
+
+from .. import torch_api
+from .shapes import Sizes, expression_of, write
+
+_LARGEST = 1 << 24  # elements of a memory of which every one is looked at
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a traced tensor lies. ``memory``: which storage, read as what."""
+
+    memory: tuple[int, torch.dtype]
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+
+
+def places(values: Sequence[Any], outside: Iterable[torch.Tensor]) -> dict[int, Place]:
+    """Of the tensors among ``values``, by number, without those that lie where one of ``outside`` does."""
+    given = {torch_api.storage_key(t) for t in outside if t.layout is torch.strided}
+    found = {}
+    for i, value in enumerate(values):
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            continue
+        key = torch_api.storage_key(value)
+        if key not in given:
+            found[i] = Place((key, value.dtype), tuple(value.shape), value.stride(), value.storage_offset())
+    return found
+
+
+def shared(found: Mapping[int, Place], outputs: Sequence[Any], requires_grad: Sequence[bool], sizes: Sizes) -> tuple[Shared, ...]:
+    """Which outputs are to be made views of which; :class:`ExportError` where two share a part of their memory, and neither holds the other."""
+    number = {leaf: n for n, leaf in enumerate(i for i, o in enumerate(outputs) if o is not None)}
+    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    for i, place in found.items():
+        if isinstance(outputs[i], torch.fx.Node):
+            groups.setdefault(place.memory, []).append(i)
+    out = []
+    for group in groups.values():
+        left = sorted(group, key=lambda i: (not requires_grad[i], i))  # what is differentiated cannot be a view of what is not
+        while len(left) > 1:
+            base = next((i for i in left if _dense(found[i]) and any(_covers(found[i], found[j]) for j in left if j != i)), None)
+            if base is None:
+                _refuse_overlaps({i: found[i] for i in left})
+                break
+            inside = [j for j in left if j != base and _covers(found[base], found[j]) and requires_grad[base] >= requires_grad[j]]
+            if not inside:
+                break
+            for j in inside:
+                offset = expression_of(found[j].offset - found[base].offset)
+                known = int(offset) if offset.is_Integer else write(offset, sizes.names)
+                out.append(Shared(number[j], number[base], known))
+            left = [i for i in left if i != base and i not in inside]
+    return tuple(out)
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _span(place: Place) -> tuple[int, int]:
+    start = _hint(place.offset)
+    if any(_hint(n) == 0 for n in place.shape):
+        return start, start
+    return start, start + sum((_hint(n) - 1) * _hint(s) for n, s in zip(place.shape, place.stride, strict=True)) + 1
+
+
+def _dense(place: Place) -> bool:
+    """Whether it fills its span, each place once."""
+    expected = 1
+    for n, s in sorted(((_hint(n), _hint(s)) for n, s in zip(place.shape, place.stride, strict=True) if _hint(n) != 1), key=lambda pair: pair[1]):
+        if s != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _covers(place: Place, other: Place) -> bool:
+    (start, end), (first, last) = _span(place), _span(other)
+    return start <= first and last <= end
+
+
+def _refuse_overlaps(found: Mapping[int, Place]) -> None:
+    spans = {i: _span(p) for i, p in found.items()}
+    for i, place in found.items():
+        for j, other in found.items():
+            if i < j and spans[i][0] < spans[j][1] and spans[j][0] < spans[i][1] and _meet(place, other):
+                raise ExportError(
+                    f"output[{i}] and output[{j}] share a part of their memory, which a package cannot return: return a .clone() of one"
+                )
+
+
+def _meet(place: Place, other: Place) -> bool:
+    end = max(_span(place)[1], _span(other)[1])
+    if end > _LARGEST:
+        return True
+    marks = torch.zeros(end, dtype=torch.bool)
+    for p in (place, other):
+        view = marks.as_strided([_hint(n) for n in p.shape], [_hint(s) for s in p.stride], _hint(p.offset))
+        if view.any():
+            return True
+        view.fill_(True)
+    return False
