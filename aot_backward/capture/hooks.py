@@ -148,7 +148,7 @@ def on_accumulation(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     found = []
     for register in (node.register_prehook, node.register_hook):
         handle = register(lambda *_: None)
-        hooks = handle.hooks_dict_ref()
+        hooks: Any = handle.hooks_dict_ref()
         found += [hook for number, hook in hooks.items() if number != handle.id]
         handle.remove()
     return found

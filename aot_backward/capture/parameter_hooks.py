@@ -107,4 +107,4 @@ def _current(value: torch.Tensor, joint: Joint) -> Node:
         return made
     node = next(n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][1] == name)
     written = [n.args[1] for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0] is node]
-    return written[-1] if written else node  # type: ignore[return-value]
+    return written[-1] if written else node
