@@ -20,8 +20,8 @@ from aot_backward_runtime.targets import seen_as
 from aot_backward_runtime.tree import describe
 
 from . import selfcheck, torch_api, undisturbed
+from .capture import dynamic_shapes, place, second, split
 from .capture import joint as joints
-from .capture import place, second, split
 from .capture.shapes import Sizes
 from .entries import Entry, Grad, Module, Step
 from .package import library_spec, stem_of
@@ -77,6 +77,7 @@ class Build:
         asked: tuple[tuple[str, Any], ...] = ()
         for i, variant in enumerate(entry.variants):
             self.say(f"capture {name}", i, len(entry.variants))
+            shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
             args, kwargs = prepared(variant, signature, self.specs[0].device)
             mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
             wanted: list[tuple[str, str]] | None
@@ -93,7 +94,9 @@ class Build:
                 place.added(program, args, kwargs),
             ):
                 kind = "module" if is_module else "grad"
-                joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, kind=kind, first_only=not is_module)
+                joint = joints.trace(program, args, kwargs, shapes, signature=signature, kind=kind, first_only=not is_module)
+                for fixed in dynamic_shapes.specialised(dynamic_shapes.given(shapes, signature, args, kwargs), joint.input_names, joint.inputs):
+                    self.say(f"capture {name}: Dim.AUTO came out fixed, {fixed}", i, len(entry.variants))
                 if isinstance(entry, Grad) and not entry.has_aux and joint.out_tree.kind != "tensor":
                     raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
                 prefix = f"{name}.{i}"

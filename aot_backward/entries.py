@@ -15,7 +15,8 @@ class Variant:
     """One way in which a program is called.
 
     ``args``, ``kwargs``: example inputs: tensors, None, bool, int, float, str, in any nesting of tuple, list, dict, namedtuple and registered
-    pytrees. Values of tensors are used only to check the result. ``dynamic_shapes``: as ``torch.export.export`` takes it.
+    pytrees. Values of tensors are used only to check the result. ``dynamic_shapes``: as ``torch.export.export`` takes it,
+    for ``*args`` also a tuple that follows the arguments.
     ``requires_grad``, of a module: everything that gets a gradient, and nothing else is computed: names of inputs and parameters ("x",
     "head.weight"), of what they lie in ("head"), "inputs" and "parameters"; by default what requires one now. A call is served by the
     smallest variant that covers what requires a gradient in it.

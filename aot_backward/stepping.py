@@ -11,8 +11,8 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.manifest import EntrySpec, StateSpec
 
 from . import selfcheck, stepcheck, undisturbed
+from .capture import dynamic_shapes, optimizers, place, split
 from .capture import joint as joints
-from .capture import optimizers, place, split
 from .capture import step as steps
 from .entries import Step
 from .variants import prepared, requiring, variant_spec
@@ -39,6 +39,7 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
         if variant.requires_grad is not None:
             raise ExportError(f"entry {name!r}: requires_grad names inputs, and a training step gives no gradients of inputs")
         signature = program.signature(variant.args)
+        shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
         args, kwargs = prepared(variant, signature, build.specs[0].device)
         mode = variant.mode or ("train" if entry.module.training else "eval")
         prefix = f"{name}.{i}"
@@ -47,7 +48,9 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
             requiring(program, wanted, args, kwargs) as (args, kwargs),
             place.added(program, args, kwargs),
         ):
-            joint = joints.trace(program, args, kwargs, variant.dynamic_shapes, signature=signature, kind="step", first_only=True)
+            joint = joints.trace(program, args, kwargs, shapes, signature=signature, kind="step", first_only=True)
+            for fixed in dynamic_shapes.specialised(dynamic_shapes.given(shapes, signature, args, kwargs), joint.input_names, joint.inputs):
+                build.say(f"capture {name}: Dim.AUTO came out fixed, {fixed}", i, len(entry.variants))
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]
                 raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")

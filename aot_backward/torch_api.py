@@ -43,6 +43,8 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "has_side_effect": ("torch.fx.node", _ALL),
     "_compiling_state_context": ("torch._export.utils", _ALL),
     "_combine_args": ("torch.export.dynamic_shapes", _ALL),
+    "_check_dynamic_shapes": ("torch.export.dynamic_shapes", _ALL),
+    "_tree_map_with_path": ("torch.export.dynamic_shapes", _ALL),
     "_process_dynamic_shapes": ("torch.export.dynamic_shapes", _ALL),
     "_swap_tensor_impl": ("torch._C", _ALL),
     "_global_forward_pre_hooks": ("torch.nn.modules.module", _ALL),

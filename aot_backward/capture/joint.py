@@ -11,6 +11,7 @@ import contextlib
 import dis
 import inspect
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from aot_backward_runtime.manifest import Ambient, Shared, Tree
 
 from .. import torch_api, undisturbed
 from . import assigned, hooks, layers, lines, place, sharing, trees
+from . import dynamic_shapes as spellings
 from .ambient import current_ambient
 from .shapes import Sizes, expression_of, write
 
@@ -171,6 +173,7 @@ def trace(
             raise
         except torch_api.ConstraintViolationError as error:
             reasons = [line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- ")]
+            reasons = [_SPECIALISED.sub(_specialised, reason) for reason in reasons]
             unrolled = [n or "itself" for n, m in program.named_modules() if isinstance(m, nn.RNNBase)]
             raise ExportError(
                 f"the program does not allow the sizes declared in dynamic_shapes: {' '.join(reasons) or error}"
@@ -190,6 +193,17 @@ def trace(
                     f"(self.{name.rpartition('.')[2]}.copy_(…), .add_(…))"
                 )
     return replace(joint, hooks=on_parameters)
+
+
+_SPECIALISED = re.compile(r"You marked L\['(.+)\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a constant \((\d+)\)\..*")
+
+
+def _specialised(match: re.Match[str]) -> str:
+    place = f"{match[1].replace(chr(39) + ']', '', 1)}.shape[{match[2]}]"
+    return (
+        f"{place} is Dim.DYNAMIC, and the program, where it looks at that size, holds for {match[3]} alone (guard: {place} == {match[3]}): say "
+        "Dim.AUTO or Dim.STATIC there, or export a variant for each size"
+    )
 
 
 @contextlib.contextmanager
@@ -279,6 +293,13 @@ def _trace_once(
     wrapper = Wrapper(program, (fake_args, fake_kwargs), copied, first_only)
     inputs = tuple(v for v in wrapper.flat if isinstance(v, torch.Tensor))
     tensor_names = tuple(n for n, v in zip(names, wrapper.flat, strict=True) if isinstance(v, torch.Tensor))
+
+    for number, dim, hint in spellings.given(dynamic_shapes, signature, args, kwargs):
+        if spellings.is_hint(hint):
+            # torch.export 2.13 does not look at the bounds of a hint: a comparison makes each a guard, which narrows the symbol's range
+            size = inputs[number].shape[dim]
+            if not ((hint.min is None or size >= hint.min) and (hint.max is None or size <= hint.max)):
+                raise ExportError(f"{tensor_names[number]}.shape[{dim}] of the example is {size}, not within {hint!r}")
 
     def settle(graph: torch.fx.GraphModule) -> Sizes:
         # raises where the trace narrowed a declared size; may also put one symbol for another, so sizes are read off afterwards
@@ -593,18 +614,13 @@ def _labels(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> di
     if dynamic_shapes is None:
         return {}
     combined = torch_api._combine_args(owner, args, kwargs)
-    where = {id(v): i for i, v in enumerate(trees.tensors(pytree.tree_leaves((args, kwargs))))}
-    leaves = pytree.tree_leaves(dynamic_shapes, is_leaf=lambda v: isinstance(v, Dim))
-    if hint := next((v for v in leaves if v is not None and not isinstance(v, (int, Dim))), None):
-        raise ExportError(
-            f"dynamic_shapes has {hint!r}; give each size that may change a name and a range: {{'x': {{0: Dim('batch', min=1, max=64)}}}}"
-        )
     try:
-        constraints = torch_api._process_dynamic_shapes(combined, dynamic_shapes)
+        torch_api._process_dynamic_shapes(combined, dynamic_shapes)
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise ExportError(
             f"dynamic_shapes does not fit the example: {first}; give them by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, None for one "
             "whose sizes are fixed"
         ) from error
-    return {(where[c.t_id], c.dim): c.name for c in constraints if c.t_id in where and c.name is not None and c.name.isidentifier()}
+    said = spellings.given(dynamic_shapes, owner.forward, args, kwargs)
+    return {(i, d): size.__name__ for i, d, size in said if isinstance(size, Dim) and size.__name__.isidentifier()}

@@ -1,0 +1,119 @@
+"""``dynamic_shapes`` as people write it, put into the one form that ``torch.export`` takes for every signature: by argument name.
+
+Further spellings that are served: ``torch.export.ShapesCollection`` and ``AdditionalInputs``; for ``forward(self, *args)`` a tuple that follows the
+arguments; for ``**kwargs`` the keywords' own names; dimensions counted from the last (-1).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import AdditionalInputs, Dim, ShapesCollection
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.errors import ExportError
+
+from .. import torch_api
+from .shapes import expression_of
+
+_Hint = type(Dim.AUTO)
+
+
+def spelled(shapes: Any, signature: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``shapes`` by argument name; None where all sizes are fixed. ``args``, ``kwargs``: the caller's own, which a ShapesCollection
+    knows by identity.
+    :class:`ExportError` says what does not fit them."""
+    parameters = inspect.signature(signature)
+    bound = parameters.bind(*args, **(kwargs or {})).arguments
+    try:
+        if isinstance(shapes, ShapesCollection | AdditionalInputs):
+            shapes = shapes.dynamic_shapes(signature, args, dict(kwargs or {}))
+        if shapes is None or (isinstance(shapes, Sequence | Mapping) and not len(shapes)):
+            return None
+        if not isinstance(shapes, dict | tuple | list):
+            raise TypeError(f"it is a {type(shapes).__name__}")
+        by_name = _by_name(shapes, parameters, bound)
+        if by_name.keys() == bound.keys():
+            by_name = dict(torch_api._tree_map_with_path(_one, bound, by_name, tree_name="inputs"))
+        torch_api._check_dynamic_shapes(bound, by_name)
+        return by_name
+    except Exception as error:  # torch.export's own checks raise UserError, ValueError, AssertionError, TypeError, RuntimeError
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ExportError(
+            f"dynamic_shapes does not fit the example: {first}; give them by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, None for one "
+            f"whose sizes are fixed; the arguments are {list(bound)}"
+        ) from error
+
+
+def _by_name(shapes: Any, signature: inspect.Signature, bound: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = {name: signature.parameters[name].kind for name in bound}
+    several = next((n for n, k in kinds.items() if k is inspect.Parameter.VAR_POSITIONAL), None)
+    keywords = next((n for n, k in kinds.items() if k is inspect.Parameter.VAR_KEYWORD), None)
+    names = list(bound)
+    if isinstance(shapes, dict):
+        if keywords is not None and keywords not in shapes:
+            own = {n: v for n, v in shapes.items() if n in bound[keywords]}
+            return {**{n: v for n, v in shapes.items() if n not in own}, keywords: own}
+        return shapes
+    given = list(shapes)
+    if several is not None:
+        at, count = names.index(several), len(bound[several])
+        grouped = len(given) == len(names) and _is_group(given[at], count)
+        if not grouped and len(given) == len(names) - 1 + count:
+            given[at : at + count] = [tuple(given[at : at + count])]
+    if len(given) != len(names):
+        raise ValueError(f"it has {len(given)} elements for {len(names)} arguments{f', of which {several!r} is a tuple' if several else ''}")
+    return dict(zip(names, given, strict=True))
+
+
+def _is_group(shape: Any, count: int) -> bool:
+    """Whether ``shape`` stands for ``count`` arguments, and is not the sizes of one tensor."""
+    return isinstance(shape, tuple | list) and len(shape) == count and all(s is None or isinstance(s, dict | tuple | list) for s in shape)
+
+
+def _one(path: Any, value: Any, shape: Any) -> Any:
+    """Of one tensor: dimensions by number from the first; None for what stays as it is."""
+    if not isinstance(value, torch.Tensor) or not isinstance(shape, dict | tuple | list) or (type(shape) is not dict and len(shape) != value.dim()):
+        return shape  # None, or for torch.export to refuse
+    out = {}
+    for dim, size in shape.items() if isinstance(shape, dict) else enumerate(shape):
+        if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
+            raise ValueError(f"the tensor at {_written(path)} has {value.dim()} dimensions, and no {dim!r}")
+        if dim % value.dim() in out:
+            raise ValueError(f"dimension {dim % value.dim()} of the tensor at {_written(path)} is given twice")
+        if isinstance(size, _Hint) and not (size.min or 0) <= value.shape[dim] <= (value.shape[dim] if size.max is None else size.max):
+            raise ValueError(f"dimension {dim} of the example at {_written(path)} is {value.shape[dim]}, not within {size!r}")
+        out[dim % value.dim()] = Dim.STATIC if size is None else size
+    return out
+
+
+def _written(path: Any) -> str:
+    return str(pytree.keystr(path))
+
+
+def given(shapes: Mapping[str, Any] | None, signature: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[int, int, Any]]:
+    """(which of the flat tensors, dimension, what was said of it). ``shapes``: as :func:`spelled` gives them."""
+    number = {id(v): i for i, v in enumerate(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))}
+    out: list[tuple[int, int, Any]] = []
+
+    def note(path: Any, value: Any, shape: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            out.extend((number[id(value)], dim, size) for dim, size in (shape or {}).items())
+
+    if shapes:
+        torch_api._tree_map_with_path(note, inspect.signature(signature).bind(*args, **kwargs).arguments, shapes, tree_name="inputs")
+    return out
+
+
+def is_hint(size: Any) -> bool:
+    """Whether it is ``Dim.AUTO`` or ``Dim.DYNAMIC``, maybe with bounds."""
+    return isinstance(size, _Hint) and size.type != Dim.STATIC.type
+
+
+def specialised(said: Sequence[tuple[int, int, Any]], names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
+    """Of each size that was left to the trace (``Dim.AUTO``) and came out fixed, where it is and what it is. ``inputs``: the trace's."""
+    fixed = [(i, d) for i, d, size in said if is_hint(size) and expression_of(inputs[i].shape[d]).is_Integer]
+    return [f"{names[i]}.shape[{d}] = {inputs[i].shape[d]}" for i, d in fixed]
