@@ -14,7 +14,6 @@ import aot_backward as ab
 from aot_backward_runtime import ExportError, InputError, load
 
 from .conftest import aot_backward
-from .oracle import assert_same
 
 PROGRAM = """
 import torch
@@ -71,7 +70,7 @@ def test_through_the_command_line(tmp_path: Path) -> None:
             value = own(x, y)
             value.sin().sum().backward()
             results.append([value.detach(), *(p.grad for p in own.parameters())])
-        assert_same(results[0], results[1])
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
     for rows in (2, 10):
         with pytest.raises(InputError, match=rf"args\[0\]\.shape\[0\].* is {rows}; expected at least 3 and at most 9"):
             net.train()(torch.randn(rows, 3), torch.randn(rows, 2))
@@ -79,13 +78,13 @@ def test_through_the_command_line(tmp_path: Path) -> None:
         x, y, t = torch.randn(rows, 3, requires_grad=True), torch.randn(rows, 2), torch.randn(rows, 2)
         expected = made["Fixed"]()(x, y, target=t)
         value, gradient = slope(x.detach(), y, target=t)
-        assert_same([value, gradient], [expected.detach(), *torch.autograd.grad(expected, x)])
+        torch.testing.assert_close([value, gradient], [expected.detach(), *torch.autograd.grad(expected, x)], rtol=1e-4, atol=1e-5)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(eager(x.detach(), y), t)
         loss.backward()
         optimizer.step()
-        assert_same(step(x.detach(), y, t), loss.detach())
-    assert_same([p.detach() for p in step.parameters.values()], [p.detach() for p in eager.parameters()])
+        torch.testing.assert_close(step(x.detach(), y, t), loss.detach())
+    torch.testing.assert_close([p.detach() for p in step.parameters.values()], [p.detach() for p in eager.parameters()], rtol=1e-4, atol=1e-5)
     variant = loaded.manifest.entries["fit"].variants[0]
     assert [t.shape[1] for t in variant.inputs] == [3, 2, 2]  # AUTO, and fixed by the layer
     assert all(isinstance(t.shape[0], str) for t in variant.inputs)
