@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow bench coverage models rebuild-matrix cross gpu lint venv clean
+.PHONY: demo test test-slow bench coverage models fuzz endurance rebuild-matrix cross gpu lint venv clean
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -37,6 +37,14 @@ coverage: $(STAMP)
 # Half an hour; a run that was broken off goes on where it was.
 models: $(STAMP)
 	@$(BIN)/python -m tests.model_table --docs docs/models
+
+# Twenty minutes on one core: spoilt packages, training states and signatures. What an earlier run has tried is not tried again.
+fuzz: $(STAMP)
+	@$(BIN)/python -m tests.fuzz --count 110000 --docs docs/fuzzing
+
+# A quarter of an hour on one core: a million calls of each kind, loads, bindings, changing structures; fails where memory, descriptors or folders grow.
+endurance: $(STAMP)
+	@$(BIN)/python -m tests.endurance --docs docs/benchmarks/$$(date +%F)-endurance
 
 # Packages made under one torch and rebuilt under another, both ways: a second environment, which is a build for CUDA of several gigabytes, and 20 minutes.
 OTHER_TORCH ?= 2.12.0
