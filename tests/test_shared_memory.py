@@ -147,7 +147,8 @@ class Aliases(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         e = self.linear(x) * 2
         mean, log = (e + 1).chunk(2, dim=1)
-        return {"whole": e, "flat": e.view(-1), "row": e[1], "turned": e.t(), "cut off": e.detach(), "again": e, "mean": mean, "log": log}
+        whole = {"whole": e, "flat": e.view(-1), "row": e[1], "turned": e.t(), "cut off": e.detach(), "again": e}
+        return whole | {"last": e[:, -1], "some": e[::2, 1:3], "wide": e[:1].expand(3, 6), "mean": mean, "log": log}
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -162,7 +163,7 @@ def test_results_that_share_memory_in_eager_share_it(gradients: bool) -> None:
     loaded = load(shared("aliases", make)).module()
     eager = Aliases()
     eager.load_state_dict(loaded.state_dict())
-    family = ("whole", "flat", "row", "turned", "cut off", "again")
+    family = ("whole", "flat", "row", "turned", "cut off", "again", "last", "some")
     for rows in (3, 5):
         x = torch.randn(rows, 4)
         for written in family:
@@ -175,10 +176,10 @@ def test_results_that_share_memory_in_eager_share_it(gradients: bool) -> None:
             for name in mine:
                 torch.testing.assert_close(mine[name].detach(), theirs[name].detach(), msg=f"{written}, {name}")
                 assert mine[name].stride() == theirs[name].stride() and mine[name].requires_grad == theirs[name].requires_grad
-            versions = {mine[name]._version for name in family}
+            versions = {mine[name]._version for name in (*family, "wide")}
             assert len(versions) == 1 and versions != {0}
     if gradients:
-        for name in ("whole", "flat", "row", "turned", "again", "mean"):
+        for name in ("whole", "flat", "row", "turned", "again", "last", "some", "wide", "mean"):
             (a,), (b,) = (torch.autograd.grad(m(x)[name].square().sum(), m.linear.bias) for m in (loaded, eager))
             torch.testing.assert_close(a, b, msg=name)
         out = loaded(x)

@@ -64,11 +64,17 @@ def shared(found: Mapping[int, Place], outputs: Sequence[Any], requires_grad: Se
             if not inside:
                 break
             for j in inside:
-                offset = expression_of(found[j].offset - found[base].offset)
-                known = int(offset) if offset.is_Integer else write(offset, sizes.names)
-                out.append(Shared(number[j], number[base], known))
+                offset, *stride = (_written(s, sizes) for s in (found[j].offset - found[base].offset, *found[j].stride))
+                compiled = outputs[j].meta["val"].stride()
+                same = [_written(s, sizes) for s in compiled] == stride
+                out.append(Shared(number[j], number[base], offset, () if same else tuple(stride)))
             left = [i for i in left if i != base and i not in inside]
     return tuple(out)
+
+
+def _written(size: Any, sizes: Sizes) -> Any:
+    expression = expression_of(size)
+    return int(expression) if expression.is_Integer else write(expression, sizes.names)
 
 
 def _hint(size: Any) -> int:

@@ -562,7 +562,10 @@ def check_orders(what: str, variant: VariantSpec) -> None:
         numbers, same = range(len(variant.outputs)), s.output == s.base
         if same or s.output not in numbers or s.base not in numbers or variant.outputs[s.output].dtype != variant.outputs[s.base].dtype:
             raise PackageError(f"{what}: output {s.output} cannot lie in the memory of output {s.base}")
-        check_symbols(f"{what}: the place of output {s.output}", s.offset, {symbol.name for symbol in variant.symbols})
+        if s.stride and len(s.stride) != len(variant.outputs[s.output].shape):
+            raise PackageError(f"{what}: output {s.output} has {len(variant.outputs[s.output].shape)} dimensions and {len(s.stride)} strides")
+        for expression in (s.offset, *s.stride):
+            check_symbols(f"{what}: the place of output {s.output}", expression, {symbol.name for symbol in variant.symbols})
     for first, again in pairwise(variant.orders):
         if first.backward is None or again.forward is None or again.backward is None or len(again.gives) != len(again.forward.outputs):
             raise PackageError(f"{what}: its gradients cannot be differentiated again as it says")

@@ -146,11 +146,13 @@ class Verdict:
 @dataclass(frozen=True)
 class Shared:
     """An output that lies in another's memory. ``output`` and ``base`` are their numbers, ``offset`` how many elements behind the base's first it
-    begins; its sizes and strides are those of its :class:`TensorSpec`. Compiled code returns it in memory of its own."""
+    begins; its sizes are those of its :class:`TensorSpec`, and so are its strides, unless ``stride`` gives them: compiled code returns it in memory
+    of its own, where gaps are left out."""
 
     output: int
     base: int
     offset: Size
+    stride: tuple[Size, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,7 @@ class Variant:
                 spec, whole = self.spec.outputs[shared.output], results[base]
                 if shared.output in detached:
                     whole = whole.detach()
-                shape, stride = ([evaluate(s, sizes) for s in many] for many in (spec.shape, spec.stride))
+                shape, stride = ([evaluate(s, sizes) for s in many] for many in (spec.shape, shared.stride or spec.stride))
                 with torch.enable_grad():  # else it could not be written to in place outside of no_grad
                     try:
                         results[place] = whole.as_strided(shape, stride, whole.storage_offset() + evaluate(shared.offset, sizes))
