@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import torch_api
+from .memory import extent, room
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """What is written to, and what is written."""
@@ -44,10 +45,9 @@ def unbacked(value: torch.Tensor) -> str:
     """Why the memory of a plain ``value`` cannot be read, or ""."""
     if value.numel() and not torch_api.has_memory(value):
         return f"of shape {tuple(value.shape)} has no memory: it was freed, or stands for zeros or another tensor (in a transform)"
-    try:
-        value.detach().as_strided(value.shape, value.stride(), value.storage_offset())  # looks whether the storage reaches so far; a copy does not
-    except RuntimeError:
-        return f"of shape {tuple(value.shape)} has a storage of only {value.untyped_storage().nbytes()} bytes: it was freed or shrunk"
+    needed, held = extent(value), room(value)
+    if held < needed:  # a copy does not look
+        return f"of shape {tuple(value.shape)} needs {needed} bytes, its storage holds {max(0, held)}: it was freed or shrunk"
     return ""
 
 
