@@ -77,8 +77,8 @@ class Build:
         asked: tuple[tuple[str, Any], ...] = ()
         for i, variant in enumerate(entry.variants):
             self.say(f"capture {name}", i, len(entry.variants))
-            shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
             args, kwargs = prepared(variant, signature, self.specs[0].device)
+            shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
             mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
             wanted: list[tuple[str, str]] | None
             if isinstance(entry, Grad):

@@ -39,8 +39,8 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
         if variant.requires_grad is not None:
             raise ExportError(f"entry {name!r}: requires_grad names inputs, and a training step gives no gradients of inputs")
         signature = program.signature(variant.args)
-        shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
         args, kwargs = prepared(variant, signature, build.specs[0].device)
+        shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
         mode = variant.mode or ("train" if entry.module.training else "eval")
         prefix = f"{name}.{i}"
         with (

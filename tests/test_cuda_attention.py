@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 from torch.fx import GraphModule, Interpreter
 
-from aot_backward.capture import joint, split
+from aot_backward.capture import dynamic_shapes, joint, split
 from aot_backward_exporters import cuda_attention
 from aot_backward_exporters.cuda_cross import DEVICES, retargeted
 
@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
 
 def captured(program: nn.Module, args: tuple[Any, ...], shapes: Any) -> tuple[split.Pieces, Any]:
-    traced = joint.trace(program, args, {}, shapes, signature=program.forward)
+    traced = joint.trace(program, args, {}, dynamic_shapes.spelled(shapes, program.forward, args, {}), signature=program.forward)
     return split.split_module(traced, "net", {}, forward_only=False), traced.fake_mode
 
 

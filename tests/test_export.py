@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown name": (lambda: nn.Linear(3, 3), {"requires_grad": ["y"]}, r"requires_grad names 'y', which is no input \['input'\] and no parameter"),
     "kwargs is no dict": (lambda: nn.Linear(3, 3), {"kwargs": [1]}, r"kwargs is a list; expected a dict"),
     "names are none": (lambda: nn.Linear(3, 3), {"requires_grad": [3]}, r"requires_grad is \[3\]; expected names"),
-    "an open range": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"input": {0: Dim.AUTO}}}, r"has DimHint.*a name and a range"),
+    "a size by name alone": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"input": {0: "batch"}}}, r"dynamic_shapes does not fit the example"),
     "another argument's sizes": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"y": {0: Dim("n")}}}, r"dynamic_shapes does not fit the example"),
     "integer gradient": (
         nn.Identity,

@@ -76,8 +76,12 @@ def _at_every_bytecode(
     """Calls of ``step``, each interrupted one ``stride`` later, until one is not. A twin makes what the counters say was made, uninterrupted."""
     twin = copy.deepcopy(step)
     for own in (step, twin):
+        everything(own)  # whoever has got hold of the tensors has calls look closely until one has come through
         torch.manual_seed(0)
         own(*data(0))
+        if waiting or not update:
+            own(*data(0), update=False)
+            own.zero_grad()
     at, outcomes = 0, set()
     while True:
         args = data(at)

@@ -304,6 +304,13 @@ def test_the_peak_of_a_real_graph_is_more_than_what_was_saved(package: Path) -> 
     assert max(forward.use.live) >= forward.use.given + 5 * 3 * 4
 
 
+def _renamed(name: str, named: set[str]) -> str:
+    """A result of a library as it is called where all that is ``named`` is called :data:`EVIL`."""
+    for old in sorted(named, key=len, reverse=True):
+        name = name.replace(old, EVIL)
+    return name
+
+
 def evil(package: Path, path: Path) -> Path:
     """A copy of ``package`` in which every string that is free to choose tries to get out."""
     members = taken_apart(package)
@@ -320,13 +327,15 @@ def evil(package: Path, path: Path) -> Path:
     (old,) = manifest["entries"]["net"]["variants"]
     old |= {"guards": [], "mode": EVIL, "argument_names": [EVIL]}
     old["verdict"] = {"status": EVIL, "worst": EVIL, "error": 0.5, "sizes": [EVIL]}
-    old["ambient"] = {"autocast": EVIL}
+    named = {x["name"] for kind in ("inputs", "outputs", "cotangents") for x in old[kind]}
     for kind in ("inputs", "outputs", "cotangents"):
-        old[kind] = [x | {"name": EVIL} for x in old[kind]]
+        old[kind] = [x | {"name": f"the gradient of {EVIL}" if kind == "cotangents" else EVIL} for x in old[kind]]
     old["symbols"] = [x | {"label": EVIL} for x in old["symbols"]]
     edit |= {"notes": {EVIL: EVIL}, "entries": {EVIL: manifest["entries"]["net"], "distance": manifest["entries"]["distance"]}}
     for name in manifest["libraries"]:
         edit[f"libraries/{name}/needed"], edit[f"libraries/{name}/operators"] = [EVIL], [EVIL]
+        for kind in ("inputs", "outputs"):
+            edit[f"libraries/{name}/{kind}"] = [x | {"name": _renamed(x["name"], named)} for x in manifest["libraries"][name][kind]]
     put_together(path, members, edit)
     return path
 

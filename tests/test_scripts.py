@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,16 @@ TROUBLE = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "excepthook", sys.__excepthook__
+    )  # torch.distributed puts ranks before each line, once it was initialised in this process
+
+
 @pytest.mark.parametrize("name", TROUBLE)
 def test_as_python(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     (tmp_path / "folder").mkdir()
     Path("folder/train.py").write_text(TROUBLE[name])
     before = list(sys.path), list(sys.argv), sys.modules["__main__"]
@@ -111,8 +118,9 @@ def test_an_error_of_a_backward_pass_shows_torchs_frames_and_none_of_ours(tmp_pa
 def test_an_interrupted_script_ends_by_the_signal(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import atexit, os, signal\natexit.register(print, 'at the end')\nos.kill(os.getpid(), signal.SIGINT)\nprint('never')\n")
-    python = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests that run in the background ignore it, and so would their children
+    python = subprocess.run([sys.executable, script], capture_output=True, text=True, preexec_fn=default)
     argv = [sys.executable, "-m", "aot_backward.cli", "record", "-o", tmp_path / "bw.pt2", "--", script]
-    ours = subprocess.run(argv, capture_output=True, text=True, env=dict(os.environ))
+    ours = subprocess.run(argv, capture_output=True, text=True, env=dict(os.environ), preexec_fn=default)
     assert (ours.returncode, ours.stdout, ours.stderr) == (python.returncode, python.stdout, python.stderr)
     assert ours.returncode == -signal.SIGINT

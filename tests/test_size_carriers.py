@@ -22,7 +22,7 @@ class Block(nn.Module):
 def test_sizes_are_carried_where_the_first_input_is_one() -> None:
     """Under autocast the partitioner puts sizes before the tensors."""
     net, x = Block(), torch.randn(5, 3, 8, requires_grad=True)
-    traced = joint.trace(net, (x,), {}, ({0: Dim("batch", min=2, max=64)},), signature=net.forward)
+    traced = joint.trace(net, (x,), {}, {"x": {0: Dim("batch", min=2, max=64)}}, signature=net.forward)
     weights = {n: (n, p.detach()) for n, p in net.named_parameters()}
     pieces = split.split_module(traced, "net", weights, forward_only=False)
     assert pieces.backward is not None and pieces.backward.call is not None

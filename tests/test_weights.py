@@ -177,7 +177,7 @@ def test_a_map_copies_nothing_and_everything_is_aligned(tmp_path: Path) -> None:
     ("field", "value", "message"),
     [
         ("weights/w/dtype", "int32", r"weight 'w' is F32 of shape \[2, 3\]; the manifest says int32"),
-        ("weights/w/dtype", "quint8", r"weight 'w' is F32 of shape \[2, 3\]; the manifest says quint8"),
+        ("weights/w/dtype", "quint8", r"weight 'w' has the dtype 'quint8', which is unknown"),
         ("weights/w/shape", [3, 2], r"weight 'w' is F32 of shape \[2, 3\]; the manifest says float32 of shape \[3, 2\]"),
         ("weights/w/stride", [1], r"weight 'w': strides \[1\] for shape \[2, 3\]: 1 strides for 2 dimensions"),
         ("weights/w/stride", [1, 1], "weight 'w': .* elements overlap"),

@@ -149,7 +149,7 @@ def trace(
     dynamic_shapes: Any,
     *,
     signature: Callable[..., Any],
-    kind: str,
+    kind: str = "module",
     first_only: bool = False,
 ) -> Joint:
     """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them). ``kind``: of the entry.

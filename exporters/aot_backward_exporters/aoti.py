@@ -274,8 +274,11 @@ def _open_sizes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
-    """Within, Inductor may put its own values into the memory of the inputs that are donated. Whether there are any."""
-    if not graph.donated:
+    """Within, Inductor may put its own values into the memory of the inputs that are donated. Whether there are any.
+
+    None where the graph has graphs within it (cond, scan): Inductor takes the numbers for those of their inputs, too, and code overwrote incoming
+    gradients there."""
+    if not graph.donated or any(isinstance(m, torch.fx.GraphModule) for m in graph.module.children()):
         yield False
         return
     context = torch_api.TracingContext(fake_mode)

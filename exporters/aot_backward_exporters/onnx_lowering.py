@@ -94,7 +94,7 @@ def part_of(graph: Graph, operator: str) -> str:
     results = next(iter(graph.module.graph.find_nodes(op="output"))).args[0]
     reached = [spec.name for spec, node in zip(graph.outputs, results, strict=True) if node in behind]
     if not any(name.startswith("output") for name in reached):  # the loss does not hang on it: it belongs to the backward
-        gradients = [name.removeprefix("gradient of ") for name in reached if name.startswith("gradient of ")]
+        gradients = [name.removeprefix("gradient of ").partition(" from ")[0] for name in reached if name.startswith("gradient of ")]
         gradients = gradients or [_parameter(graph, n) for n in behind if n.target is aten.copy_.default and n.args[0].op == "get_attr"]  # type: ignore[union-attr]
         if named := list(dict.fromkeys(filter(None, gradients))):
             return f"part of the gradient of {_listed(named)}"

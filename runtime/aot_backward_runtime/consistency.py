@@ -452,7 +452,12 @@ def _check_step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> None:
         if not slot.parameters or not set(grouped).issuperset(slot.parameters) or slot.state != f"optimizer.{slot.key}.{slot.parameters[0]}":
             raise PackageError(f"the state {slot.state!r} is listed as {slot.key!r} of {list(slot.parameters)[:5]}")
         fill = weights[slot.state].fill
-        if slot.starts_as >= 0 and fill is not None and step.fresh and fill != step.numbers[slot.starts_as].value:
+        if (
+            slot.starts_as >= 0
+            and fill is not None
+            and step.fresh
+            and fill != _rounded(step.numbers[slot.starts_as].value, weights[slot.state].dtype)
+        ):
             raise PackageError(f"the state {slot.state!r} is {fill!r}, and starts as the number {step.numbers[slot.starts_as].value!r}")
     for what, listed in (("optimizer.", [s.state for s in step.state]), ("gradient.", [g.state for g in step.gradients])):
         if sorted(listed) != sorted(n for n in weights if n.startswith(what)):
@@ -543,6 +548,10 @@ def _looks(spec: TensorSpec | WeightSpec) -> str:
 
 def _below(name: str, label: str) -> bool:
     return name == label or (name.startswith(label) and name[len(label)] in "[.")
+
+
+def _rounded(number: float, dtype: str) -> float:
+    return torch.tensor(number, dtype=getattr(torch, dtype)).item()
 
 
 def _holds(dtype: str, fill: float) -> bool:

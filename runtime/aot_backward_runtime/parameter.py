@@ -87,12 +87,14 @@ class Watch:
     another tensor of the same storage. What nobody has got hold of costs a call nothing.
     """
 
-    __slots__ = ("_addresses", "_check", "tensors", "touched")
+    __slots__ = ("_addresses", "_check", "_sizes", "_storages", "tensors", "touched")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.touched = [True]  # whether to look closely, whatever the addresses are; parameters have it too, and not the watch: that were a cycle
         self._addresses: list[int] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._sizes: list[int] = []  # of those, which can be shrunk where they lie
         self._check: Callable[..., bool] = lambda *_: False
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -105,16 +107,21 @@ class Watch:
     def settle(self, hooks: bool) -> None:
         """Code has been bound to the tensors as they are. ``hooks``: whether some have hooks, for which each call looks closely."""
         self._addresses = list(map(_data_ptr, self.tensors))
+        self._storages = list(map(_storage, self.tensors))
+        self._sizes = list(map(len, self._storages))
         if self.tensors:
             self._check = Fast(self.tensors).check
         self.touched[0] = hooks
 
     def stirred(self) -> bool:
         """Whether a call must look closely again."""
-        return self.touched[0] or list(map(_data_ptr, self.tensors)) != self._addresses or not self._check(*self.tensors)
+        if self.touched[0] or list(map(_data_ptr, self.tensors)) != self._addresses or list(map(len, self._storages)) != self._sizes:
+            return True
+        return not self._check(*self.tensors)
 
 
 _data_ptr = torch.Tensor.data_ptr
+_storage = torch.Tensor.untyped_storage
 
 
 def bound(kind: type[BoundParameter], tensor: torch.Tensor, requires_grad: bool, watch: Watch) -> BoundParameter:

@@ -270,12 +270,12 @@ def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, devic
         raise WeightsError(f"{name} is None, and compiled code reads it: give it a tensor of shape {spec.shape}, or load the package again")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch_api.is_functorch_wrapped(tensor):
         raise WeightsError(f"{name} is a {type(tensor).__qualname__} that native code cannot read; expected a plain tensor or Parameter")
-    if problem := tensor_values.unplain(tensor):
-        raise WeightsError(f"{name} {problem}")
     if device is not None and tensor.device != device:
         raise WeightsError(
             f"{name} is on {tensor.device}; the loaded code runs on {device}: move it back, or load(path, device={str(tensor.device)!r})"
         )
+    if problem := tensor_values.unplain(tensor):
+        raise WeightsError(f"{name} {problem}")
     if tensor.dtype is not dtype_of(spec.dtype):
         raise WeightsError(f"{name} has dtype {tensor.dtype}; the package was compiled for torch.{spec.dtype}: export it with that dtype")
     if tuple(tensor.shape) != spec.shape:

@@ -43,8 +43,10 @@ def unplain(value: torch.Tensor) -> str:
 
 def unbacked(value: torch.Tensor) -> str:
     """Why the memory of a plain ``value`` cannot be read, or ""."""
-    if value.numel() and not torch_api.has_memory(value):
-        return f"of shape {tuple(value.shape)} has no memory: it was freed, or stands for zeros or another tensor (in a transform)"
+    if torch_api.is_zerotensor(value) or (value.untyped_storage().nbytes() and value.numel() and not torch_api.has_memory(value)):
+        return (
+            f"of shape {tuple(value.shape)} has no memory: it stands for zeros (forward-mode differentiation) or for another tensor (functionalize)"
+        )
     needed, held = extent(value), room(value)
     if held < needed:  # a copy does not look
         return f"of shape {tuple(value.shape)} needs {needed} bytes, its storage holds {max(0, held)}: it was freed or shrunk"
