@@ -18,6 +18,7 @@ from torch import nn
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops import map as mapped
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import aot_backward as ab
@@ -434,6 +435,22 @@ def test_equal_to_eager(group: str, name: str) -> None:
     for actual, expected in compared(group):
         assert_same(actual[name], expected[name])
         assert any(g is not None and bool(g.any()) for n, g in expected[name].items() if "grad" in n)
+
+
+@pytest.mark.parametrize("group", ["control", "functions"])
+def test_incoming_gradients_stay_as_they_are(group: str) -> None:
+    """Native code may overwrite what it saved itself, and nothing of the caller's."""
+    compared(group)
+    loaded = load(exports.shared(f"kinds-{group}", _made_before)).module()
+    outputs = [t for t in pytree.tree_leaves(loaded(inputs(group, SIZES[0]))) if t.requires_grad]
+    incoming = [torch.randn_like(t) for t in outputs]
+    copies = [t.clone() for t in incoming]
+    torch.autograd.grad(outputs, list(loaded.parameters()), incoming, allow_unused=True)
+    torch.testing.assert_close(incoming, copies, rtol=0, atol=0)
+
+
+def _made_before(path: Path) -> None:
+    raise AssertionError(f"{path} was not made by the comparison with eager")
 
 
 class Assigns(nn.Module):
