@@ -33,6 +33,7 @@ from aot_backward_runtime.cache import CacheError
 from aot_backward_runtime.errors import ExportError, IncompatibleError, PackageError
 from aot_backward_runtime.weights import load_examples, load_weights
 
+from . import exports
 from .packages import GRAPH, LIBRARY, METADATA, put_together, python, taken_apart, tiny_input, tiny_manifest, tiny_weights, write_tiny
 
 _GNU_STACK = 0x6474E551
@@ -557,6 +558,46 @@ print(weights["weight"].flatten().tolist())
     done = python(code, package)
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.tensor(json.loads(done.stdout)).reshape(3, 4), tiny_weights()["weight"])
+
+
+IN_PLACE = """
+import sys
+import torch
+from aot_backward_runtime import AotBackwardError, load
+
+path, other = sys.argv[1:]
+x = torch.randn(3, 8)
+
+def called(model):
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+model, late = load(path).module(), load(path).module()
+before = called(model)
+whole = open(other, "rb").read()
+for change in (whole, whole[:5000], b""):
+    with open(path, "r+b") as file:  # as cp does
+        file.truncate(0)
+        file.write(change)
+    for loaded in (model, late):
+        assert all(map(torch.equal, called(loaded), before))
+    try:
+        again = load(path).module()
+    except AotBackwardError as error:
+        assert change != whole, error
+    else:
+        assert change == whole, again
+"""
+
+
+def test_row_48_a_loaded_package_goes_on_where_its_file_is_overwritten_in_place(tmp_path: Path) -> None:
+    """By ``cp``, cut short, emptied: the one that was called before, and one that is called for the first time. In another process, since a map of the
+    file would end this one by a signal."""
+    path = shutil.copy(exports.module("mlp", dynamic=False), tmp_path / "model.pt2")
+    done = python(IN_PLACE, path, exports.module("mlp", dynamic=True))
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_open_package_can_be_neither_copied_nor_pickled(package: Path) -> None:
