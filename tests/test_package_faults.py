@@ -593,7 +593,7 @@ for change in (whole, whole[:5000], b""):
 
 
 def test_row_48_a_loaded_package_goes_on_where_its_file_is_overwritten_in_place(tmp_path: Path) -> None:
-    """By ``cp``, cut short, emptied: the one that was called before, and one that is called for the first time. In another process, since a map of the
+    """By ``cp``, cut short, emptied: one that was called before, and one that is called for the first time. In another process, since a map of the
     file would end this one by a signal."""
     path = shutil.copy(exports.module("mlp", dynamic=False), tmp_path / "model.pt2")
     done = python(IN_PLACE, path, exports.module("mlp", dynamic=True))
