@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 CACHE = "AOT_BACKWARD_CACHE"
 SHARED = "AOT_BACKWARD_TEST_FOLDER"  # packages that tests share (exports.py), for all workers of a run
@@ -49,3 +51,12 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = aot_backward("export", f"{PROGRAM}:entries", "-o", path)
     assert done.returncode == 0, done.stderr
     return path
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads of tiny kernels wait for each other by spinning."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

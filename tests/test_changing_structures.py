@@ -20,13 +20,7 @@ from .test_record import recorded_mlp
 Gradients = list[Tensor | None]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of tiny kernels wait for each other by spinning."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Scheduled:

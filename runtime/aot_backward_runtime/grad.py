@@ -121,7 +121,7 @@ class LoadedGrad:
             torch.autograd.graph.increment_version(ready.writes)
         with torch.no_grad():
             results = runnable.call(binding, admitted.flat, admitted.sizes)
-        hooks = any(list(map(has_hooks, self._named.values())))
+        hooks = any(list(map(has_hooks, self._named.values())))  # a list, since asking has each tell of its next hook
         self._watch.settle(hooks)
         if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
             ready.remember(args)

@@ -212,12 +212,12 @@ class State:
         self.binding: Binding = (self._fixed, ())
         self._same: Callable[[Sequence[torch.Tensor]], bool] | None = None  # whether tensors at the same addresses also look the same
         self._storages: list[torch.UntypedStorage] = []  # of what is bound: kept, so that nothing else can come to lie there
-        self._lie: list[tuple[int, int]] = []  # where those are, and their sizes
+        self._sizes: list[int] = []  # of those in bytes: one can be shrunk where it lies
 
     def copy(self) -> State:
         """The same contract, bound to nothing yet."""
         out = copy.copy(self)
-        out.binding, out._same, out._storages, out._lie = (self._fixed, ()), None, [], []
+        out.binding, out._same, out._storages, out._sizes = (self._fixed, ()), None, [], []
         return out
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
@@ -228,13 +228,14 @@ class State:
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec, self._device)
             raise
-        if addresses != self.binding[1] or self._same is None or not self._looks_the_same(current) or _lie(self._storages) != self._lie:
+        resized = list(map(len, self._storages)) != self._sizes
+        if resized or addresses != self.binding[1] or self._same is None or not self._looks_the_same(current):
             self._same = None
             tensors = self.check(current)
             self.binding = (tensors, self.binding[1] if addresses == self.binding[1] else addresses)
             own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
             self._storages = [t.untyped_storage() for t in own]
-            self._lie = _lie(self._storages)
+            self._sizes = list(map(len, self._storages))
             self._same = Fast(own).looks_alike if own else lambda _: True
         return self.binding
 
@@ -258,10 +259,6 @@ class State:
         return all(current[i] is current[first] for i, first in self._ties) and self._same(
             [t for t, owned in zip(current, self.owned, strict=True) if owned]
         )
-
-
-def _lie(storages: Sequence[torch.UntypedStorage]) -> list[tuple[int, int]]:
-    return list(zip(map(torch.UntypedStorage.data_ptr, storages), map(len, storages), strict=True))
 
 
 def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, device: torch.device | None = None) -> None:

@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from tests import resumable
+
 from . import cases, processes, report
 from .worker import WAYS
 
@@ -46,7 +48,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no operator {unknown[0]!r} in {options.only}")
     operators = [(database, name) for database, names in every.items() for name in names if name in wanted]
-    records = [r for r in _read(options.resume) if r["way"] == options.way]
+    records = [r for r in resumable.records(options.resume) if r["way"] == options.way]
     again = set(options.again.split(","))
     done = {
         (o["database"], o["operator"])
@@ -75,17 +77,6 @@ def main() -> None:
         print(f"Not all was run within {options.minutes:g} minutes: the same command goes on.")
     wrong = [r for r in report.latest(shown) if r["verdict"] == "wrong"]
     sys.exit(1 if wrong else 0)
-
-
-def _read(path: Path) -> list[processes.Record]:
-    """The verdicts in a file; a last line that was cut off counts as not written."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 if __name__ == "__main__":

@@ -9,20 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.resumable import records
+
 from .judging import FAULTS, VERDICTS
 
 Record = dict[str, Any]
 
 
 def read(path: Path) -> list[Record]:
-    """What a file holds; a last line that was cut off counts as not written."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return list({r["number"]: r for r in map(json.loads, whole.splitlines())}.values())
+    """The verdicts in a file, the last of each number."""
+    return list({r["number"]: r for r in records(path)}.values())
 
 
 def counts(records: Sequence[Record], field: str) -> dict[str, Counter[str]]:

@@ -358,8 +358,7 @@ def safetensors(chance: random.Random, data: bytes, repaired: Callable[[Any], No
         elif change == "text":
             holder[key] = chance.choice((*TEXTS, "F16", "F32", "F64", "I64", "BOOL", "C64", "F8_E4M3"))
         elif change == "swap":
-            other = chance.choice(list(holder) if isinstance(holder, dict) else list(range(len(holder))))
-            holder[key], holder[other] = holder[other], holder[key]
+            _swap(chance, holder, key)
         elif change == "retype":
             holder[key] = chance.choice([None, True, 0, 1.5, "", [], {}, [holder[key]]])
         elif isinstance(holder, dict):
@@ -399,8 +398,7 @@ def _state(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoil
         if change == "delete":
             del holder[key]
         elif change == "swap":
-            other = chance.choice(list(holder) if isinstance(holder, dict) else list(range(len(holder))))
-            holder[key], holder[other] = holder[other], holder[key]
+            _swap(chance, holder, key)
         else:
             holder[key] = (
                 chance.choice(NUMBERS) if change == "number" else chance.choice(TEXTS) if change == "text" else chance.choice([None, True, [], {}])
@@ -411,6 +409,12 @@ def _state(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoil
     if chance.random() < 0.9:
         data = _redigested(data)
     return Spoilt(base, "state files", words, whole(folder / "step.pt2"), state=data)
+
+
+def _swap(chance: random.Random, holder: Any, key: Any) -> None:
+    """Exchanges a value with a sibling."""
+    other = chance.choice(list(holder) if isinstance(holder, dict) else list(range(len(holder))))
+    holder[key], holder[other] = holder[other], holder[key]
 
 
 def _redigested(data: bytes) -> bytes:
@@ -459,8 +463,7 @@ def _graphs(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoi
     if change == "delete":
         del holder[key]
     elif change == "swap":
-        other = chance.choice(list(holder) if isinstance(holder, dict) else list(range(len(holder))))
-        holder[key], holder[other] = holder[other], holder[key]
+        _swap(chance, holder, key)
     else:
         holder[key] = chance.choice({"number": NUMBERS, "text": TEXTS}.get(change, (None, True, [], {}, [holder[key]])))
     members[name] = to_bytes(graph)
