@@ -6,6 +6,7 @@ import itertools
 import json
 import operator
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy.value_ranges import ValueRanges
 
+import aot_backward_exporters
 from aot_backward.program import Artifact, Graph
 from aot_backward_exporters import aoti, compile_cache, native_build, native_source, targets
 from aot_backward_exporters.graph_key import canonical_graph
@@ -325,7 +327,7 @@ def test_every_difference_changes_the_key(change: str) -> None:
         (torch, "__version__", "2.13.1"),
         (torch.version, "git_version", "0" * 40),
         (native_build, "compiler_version", lambda command: "g++ 99"),
-        (aoti, "_exporter", lambda: "another"),
+        (aoti, "digest_of_sources", lambda folder: "another"),
         (aoti, "_OPTIONS", aoti._OPTIONS | {"cpp.threads": 4}),
         (aoti, "target_spec", lambda target: Target("cpu", march="x86-64-v4")),
         (inductor_config, "epilogue_fusion", False),
@@ -337,6 +339,32 @@ def test_every_version_and_setting_changes_the_key(place: Any, name: str, value:
     base = _key(captured)
     monkeypatch.setattr(place, name, value)
     assert base != _key(captured)
+
+
+def test_every_source_of_the_exporters_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recursively, whatever it is called; its place counts, too."""
+    copied = tmp_path / "exporters"
+    shutil.copytree(Path(aot_backward_exporters.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(aot_backward_exporters, "__file__", str(copied / "__init__.py"))
+    (copied / "a" / "b").mkdir(parents=True)
+    (copied / "a" / "b" / "new.py").write_text("x = 1")
+    captured = capture(_scaled(2.0), [ROWS], PAIR)
+
+    def key() -> str:
+        compile_cache.digest_of_sources.cache_clear()
+        return _key(captured)
+
+    base, sources = key(), [p for p in copied.rglob("*") if p.is_file()]
+    assert {p.suffix for p in sources} == {".py", ".map", ".typed"} and len(sources) > 20
+    for source in sources:
+        text = source.read_bytes()
+        source.write_bytes(text + b"\n")
+        assert key() != base, source
+        source.write_bytes(text)
+    assert key() == base
+    sources[0].rename(sources[0].with_name("moved.py"))
+    assert key() != base
+    compile_cache.digest_of_sources.cache_clear()
 
 
 def test_the_target_changes_the_key() -> None:

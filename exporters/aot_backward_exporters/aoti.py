@@ -17,8 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
-import hashlib
 import json
 import math
 import re
@@ -34,13 +32,14 @@ from typing import Any
 import sympy
 import torch
 
+import aot_backward_exporters
 from aot_backward import torch_api
 from aot_backward.program import Artifact, Graph, Options
 from aot_backward_runtime.elf import clear_executable_stack, read_elf
 from aot_backward_runtime.errors import ExportError
 
 from . import backends, cuda_cross, native_build
-from .compile_cache import Entry, digest, fetch, store
+from .compile_cache import Entry, digest, digest_of_sources, fetch, store
 from .graph_key import Canonical, canonical_graph
 from .native_paths import erase_paths
 from .targets import Processor, processor, target_spec
@@ -367,17 +366,9 @@ def _key(form: Canonical, target: str, round_as_eager: bool = False, donated: Se
             "target": dataclasses.asdict(target_spec(target)),
             "torch": [torch.__version__, str(torch.version.git_version)],
             "compiler": native_build.compiler_version(native_build.compiler()),
-            "exporter": _exporter(),
+            "exporter": digest_of_sources(Path(aot_backward_exporters.__file__).parent),
         }
     )
-
-
-@functools.cache
-def _exporter() -> str:
-    """A digest of the code that makes a library."""
-    folder = Path(__file__).parent
-    sources = [Path(__file__), *sorted(folder.glob("cuda_*")), folder / "splice.py", *sorted(folder.glob("native_*"))]
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def _options(built_for: Processor) -> Options:

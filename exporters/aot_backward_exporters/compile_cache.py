@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -48,6 +49,14 @@ def cache_root() -> Path:
 def digest(value: Any) -> str:
     """SHA-256 of anything that is JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def digest_of_sources(folder: Path) -> str:
+    """SHA-256 of every file below ``folder``, by its path there, but for the bytecode that Python keeps: part of the key, as any of them may
+    change the library that is made."""
+    sources = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc")
+    return digest({str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sources})
 
 
 def fetch(key: str) -> Entry | None:
