@@ -18,7 +18,7 @@ import torch
 from aot_backward_exporters import targets
 from aot_backward_exporters.compile_cache import cache_root
 from aot_backward_exporters.native_build import compiler, compiler_version
-from aot_backward_runtime import host
+from aot_backward_runtime import compatibility
 from aot_backward_runtime.errors import AotBackwardError
 
 from . import torch_api
@@ -63,7 +63,7 @@ def _torch() -> Finding:
 def _processor() -> Finding:
     spec = targets.target_spec("cpu")
     flags, march = spec.cpu_flags, spec.march
-    missing = [f for f in flags if f not in host.cpu_flags()]
+    missing = [f for f in flags if f not in compatibility.cpu_flags()]
     if missing:
         return Finding(
             "processor",
@@ -75,7 +75,7 @@ def _processor() -> Finding:
 
 
 def _c_library() -> Finding:
-    return _asked("C library", lambda: f"glibc {host.glibc()}, GLIBCXX {host.glibcxx()}", "use a system with glibc and libstdc++, such as Debian")
+    return _asked("C library", lambda: f"glibc {compatibility.glibc()}, GLIBCXX {compatibility.glibcxx()}", "use a system with glibc and libstdc++, such as Debian")
 
 
 def _compiler() -> Finding:

@@ -19,8 +19,8 @@ import torch
 
 from aot_backward_exporters import aoti, cuda_cross, portable, targets
 from aot_backward_runtime.archive import Archive, open_package
+from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError, PackageError
-from aot_backward_runtime.host import hindrance
 from aot_backward_runtime.manifest import (
     FORMAT_VERSION,
     EntrySpec,

@@ -17,7 +17,7 @@ from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.function_code import PlainContext
 from aot_backward_runtime.interpreter import Run
-from aot_backward_runtime.package import Package, load
+from aot_backward_runtime.loader import Package, load
 from aot_backward_runtime.passes import Operands, Structure
 from aot_backward_runtime.replay import MAX_STRUCTURES, Replaying
 from aot_backward_runtime.tape import Tape, slots

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from aot_backward_runtime.package import load
+from aot_backward_runtime.loader import load
 from aot_backward_runtime.replay import MAX_STRUCTURES, Replaying
 from aot_backward_runtime.replay import replay as replay_only
 from aot_backward_runtime.signatures import Key, Policy

@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError, InputError
 from aot_backward_runtime.guards import Contract
+from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.manifest import Manifest, SymbolSpec, VariantSpec, Verdict
-from aot_backward_runtime.package import Package, device_of
 
 from . import torch_api, undisturbed
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from aot_backward_runtime import host, load
+from aot_backward_runtime import compatibility, load
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import PackageError
+from aot_backward_runtime.loader import Package
 from aot_backward_runtime.manifest import Ambient, EntrySpec, Manifest, VariantSpec
-from aot_backward_runtime.package import Package
 from aot_backward_runtime.signatures import Key, admission, signature_beside
 from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.tree import unflatten
@@ -94,7 +94,7 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
         if not archive.manifest.has_weights:
             not_run = "the package has no weights"
         elif recorded and len(recorded) == len(entries):
-            host.check_target(archive.manifest)
+            compatibility.check_target(archive.manifest)
             not_run = "recorded passes store no example inputs"
         elif not examples:
             not_run = "the package stores no example inputs"
@@ -117,7 +117,7 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
 def _runnable(manifest: Manifest) -> Iterator[str]:
     """The package's targets that this machine can run."""
     for number, target in enumerate(targets_of(manifest)):
-        if not host.hindrance(manifest, number):
+        if not compatibility.hindrance(manifest, number):
             yield target.label
 
 

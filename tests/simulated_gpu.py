@@ -15,7 +15,7 @@ import torch
 
 from aot_backward_runtime import load
 from aot_backward_runtime.cudagraphs import Graphs
-from aot_backward_runtime.package import Package
+from aot_backward_runtime.loader import Package
 
 
 class Simulated:

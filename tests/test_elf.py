@@ -124,12 +124,12 @@ def test_damage_ends_in_an_error_or_in_nothing(library: Path) -> None:
 
 
 def test_the_host_reads_the_libstdcxx_that_torch_loaded() -> None:
-    from aot_backward_runtime import host
+    from aot_backward_runtime import compatibility
 
     torch_needs = read_elf(Path(torch.__file__).parent / "lib/libtorch_cpu.so").versions["GLIBCXX"]
-    assert numeric(host.glibcxx()) >= numeric(torch_needs)
-    assert host.glibc() == ".".join(map(str, numeric(host.glibc()))) and numeric(host.glibc()) >= (2, 17)
-    assert "avx2" in host.cpu_flags() or sys.platform != "linux"
+    assert numeric(compatibility.glibcxx()) >= numeric(torch_needs)
+    assert compatibility.glibc() == ".".join(map(str, numeric(compatibility.glibc()))) and numeric(compatibility.glibc()) >= (2, 17)
+    assert "avx2" in compatibility.cpu_flags() or sys.platform != "linux"
 
 
 def test_lists_of_versions_have_an_end(tmp_path: Path) -> None:

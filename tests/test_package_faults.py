@@ -26,7 +26,7 @@ import psutil
 import pytest
 import torch
 
-from aot_backward_runtime import AotBackwardError, host, load
+from aot_backward_runtime import AotBackwardError, compatibility, load
 from aot_backward_runtime import cache as cache_module
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.cache import CacheError
@@ -211,31 +211,31 @@ def test_row_28_another_machine_is_named_with_this_one(package: Path, field: str
     if manifest.target.device == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine may run it")
     with pytest.raises(IncompatibleError, match=f"{message}.*aot-backward export FILE.py:NAME -o PACKAGE"):
-        host.check_target(manifest)
+        compatibility.check_target(manifest)
 
 
 def test_row_28_what_fits_passes(package: Path) -> None:
     manifest = open_package(package).manifest
-    host.check_target(manifest)
-    host.check_target(manifest, torch.device("cpu"))
-    host.check_target(tiny_manifest(torch="1.0", libraries={}))  # no native code, nothing that could not run
+    compatibility.check_target(manifest)
+    compatibility.check_target(manifest, torch.device("cpu"))
+    compatibility.check_target(tiny_manifest(torch="1.0", libraries={}))  # no native code, nothing that could not run
     with pytest.raises(IncompatibleError, match="built for cpu, but cuda:1 was asked for"):
-        host.check_target(manifest, torch.device("cuda:1"))
+        compatibility.check_target(manifest, torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(
     ("arch", "runs"), [("sm_90", True), ("sm_90a", True), ("sm_91", False), ("sm_89", False), ("sm_100", False), ("sm_80a", False)]
 )
 def test_row_28_gpu_architectures(arch: str, runs: bool) -> None:
-    assert host._runs(arch, 9, 0) is runs
-    assert host._runs("sm_90", 9, 1) and not host._runs("sm_90a", 9, 1) and host._runs("sm_120", 12, 1)
+    assert compatibility._runs(arch, 9, 0) is runs
+    assert compatibility._runs("sm_90", 9, 1) and not compatibility._runs("sm_90a", 9, 1) and compatibility._runs("sm_120", 12, 1)
 
 
 def test_row_28_torch_pairs_that_were_tested(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "TESTED_PAIRS", (("2.1", ".".join(torch.__version__.split(".")[:2])),))
-    host.check_target(tiny_manifest(torch="2.1.2+cu118"))
+    monkeypatch.setattr(compatibility, "TESTED_PAIRS", (("2.1", ".".join(torch.__version__.split(".")[:2])),))
+    compatibility.check_target(tiny_manifest(torch="2.1.2+cu118"))
     with pytest.raises(IncompatibleError):
-        host.check_target(tiny_manifest(torch="2.2.0"))
+        compatibility.check_target(tiny_manifest(torch="2.2.0"))
 
 
 # Writes a package in a forked child that kills itself right before, or after, its n-th call that touches the file system.

@@ -23,7 +23,7 @@ from torch import nn
 from torch.export import Dim
 
 import aot_backward as ab
-from aot_backward_runtime import IncompatibleError, host, load, replay
+from aot_backward_runtime import IncompatibleError, compatibility, load, replay
 from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.targets import targets_of
 
@@ -168,14 +168,14 @@ FLAGS = {
 @pytest.mark.parametrize("processor", FLAGS)
 def test_the_choice_is_by_what_the_processor_reports(several: Path, processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, without = FLAGS[processor]
-    flags = frozenset(f for f in host.cpu_flags() if not f.startswith(without))
-    monkeypatch.setattr(host, "cpu_flags", lambda: flags)
+    flags = frozenset(f for f in compatibility.cpu_flags() if not f.startswith(without))
+    monkeypatch.setattr(compatibility, "cpu_flags", lambda: flags)
     assert load(several).manifest.target.name == expected
 
 
 def test_none_fits(several: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = frozenset(f for f in host.cpu_flags() if not f.startswith(("avx", "sse4")))
-    monkeypatch.setattr(host, "cpu_flags", lambda: flags)
+    flags = frozenset(f for f in compatibility.cpu_flags() if not f.startswith(("avx", "sse4")))
+    monkeypatch.setattr(compatibility, "cpu_flags", lambda: flags)
     with pytest.raises(IncompatibleError) as caught:
         load(several)
     message = str(caught.value)

@@ -18,7 +18,7 @@ from ..program import Graph
 if TYPE_CHECKING:
     import torch
 
-    from aot_backward_runtime.package import Package
+    from aot_backward_runtime.loader import Package
     from aot_backward_runtime.plan import Library
 
     from .names import Part

@@ -23,7 +23,7 @@ from .conversion import Conversion, OnnxFile, Progress, checked_destination, req
 if TYPE_CHECKING:
     import torch
 
-    from aot_backward_runtime.package import Package
+    from aot_backward_runtime.loader import Package
 
 
 def convert(

@@ -22,7 +22,7 @@ from .errors import (
     StateError,
     WeightsError,
 )
-from .package import Package, load
+from .loader import Package, load
 from .replay import replay
 
 __version__ = "0.1.0"

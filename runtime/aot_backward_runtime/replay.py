@@ -23,9 +23,9 @@ from .engine import Session
 from .errors import InputError, MissError
 from .function_code import PlainContext, digest_of
 from .interpreter import Run
+from .loader import Package, load
 from .manifest import OperatorSpec, StructureSpec
 from .operators import told, unregistered
-from .package import Package, load
 from .passes import Admitted, Operands, Structure
 from .plan import Library
 from .reasons import Reasons

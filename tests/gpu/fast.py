@@ -16,7 +16,7 @@ from torch import nn
 import aot_backward as ab
 from aot_backward import torch_api
 from aot_backward_runtime import load
-from aot_backward_runtime.package import Package
+from aot_backward_runtime.loader import Package
 from tests.cross import programs
 
 from .compared import MEASURED, NOT_RUN, Row, interleaved, settle

@@ -16,7 +16,7 @@ from torch import nn
 
 import aot_backward as ab
 from aot_backward_runtime import ExecutionError, InputError, WeightsError, load
-from aot_backward_runtime.package import Package
+from aot_backward_runtime.loader import Package
 from tests.cross import programs
 from tests.simulated_gpu import graphed
 

@@ -12,12 +12,12 @@ from typing import NoReturn
 import torch
 
 from .archive import Archive, open_package
+from .compatibility import choose
 from .cuda import library_on
 from .cudagraphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .entry import Entry
 from .errors import AotBackwardError, InputError, WeightsError
 from .grad import LoadedGrad
-from .host import choose
 from .manifest import EntrySpec, Manifest, StructureSpec
 from .module import LoadedModule
 from .operators import check_registered, import_modules
