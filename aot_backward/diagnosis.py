@@ -75,7 +75,11 @@ def _processor() -> Finding:
 
 
 def _c_library() -> Finding:
-    return _asked("C library", lambda: f"glibc {compatibility.glibc()}, GLIBCXX {compatibility.glibcxx()}", "use a system with glibc and libstdc++, such as Debian")
+    return _asked(
+        "C library",
+        lambda: f"glibc {compatibility.glibc()}, GLIBCXX {compatibility.glibcxx()}",
+        "use a system with glibc and libstdc++, such as Debian",
+    )
 
 
 def _compiler() -> Finding:

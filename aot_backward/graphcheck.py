@@ -20,9 +20,9 @@ from torch.fx import GraphModule, Node
 from aot_backward_runtime import plan
 from aot_backward_runtime.cuda import library_on
 from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
-from aot_backward_runtime.expressions import evaluate, symbols_of
+from aot_backward_runtime.format.expressions import evaluate, symbols_of
+from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, PassSpec, TensorSpec, Verdict
 from aot_backward_runtime.loader import Package, device_of
-from aot_backward_runtime.manifest import LibrarySpec, Manifest, PassSpec, TensorSpec, Verdict
 from aot_backward_runtime.plan import Library
 
 from . import selfcheck

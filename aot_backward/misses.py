@@ -20,9 +20,9 @@ import torch
 
 from aot_backward_exporters.portable import graph_from_json, graph_to_json
 from aot_backward_runtime.errors import ExportError, PackageError
-from aot_backward_runtime.expressions import evaluate
-from aot_backward_runtime.manifest import PassSpec, SymbolSpec
-from aot_backward_runtime.manifest_json import plain, read_as
+from aot_backward_runtime.format.expressions import evaluate
+from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
+from aot_backward_runtime.format.manifest_json import plain, read_as
 from aot_backward_runtime.tape import tape_from_json
 
 from . import torch_api

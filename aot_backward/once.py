@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_runtime import Package
 from aot_backward_runtime.errors import AotBackwardError, InputError
-from aot_backward_runtime.manifest import VariantSpec
+from aot_backward_runtime.format.manifest import VariantSpec
 from aot_backward_runtime.module import LoadedModule
 from aot_backward_runtime.tree import flatten, unflatten
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from aot_backward_runtime.manifest import Manifest, OperatorSpec
+from aot_backward_runtime.format.manifest import Manifest, OperatorSpec
 
 from . import torch_api
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # the command line reads VERSION from here, and must not wait
 
     import torch
 
-    from aot_backward_runtime.manifest import TensorSpec
+    from aot_backward_runtime.format.manifest import TensorSpec
 
 VERSION = "0.1.0"
 

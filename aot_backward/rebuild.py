@@ -21,17 +21,7 @@ from aot_backward_exporters import aoti, cuda_cross, portable, targets
 from aot_backward_runtime.archive import Archive, open_package
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError, PackageError
-from aot_backward_runtime.manifest import (
-    FORMAT_VERSION,
-    EntrySpec,
-    Manifest,
-    PassSpec,
-    SymbolSpec,
-    Target,
-    TensorSpec,
-    VariantSpec,
-    Verdict,
-)
+from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, SymbolSpec, Target, TensorSpec, VariantSpec, Verdict
 from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.plan import ROLES
 from aot_backward_runtime.signatures import Key, Policy, admission

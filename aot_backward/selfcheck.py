@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError, InputError
+from aot_backward_runtime.format.manifest import Manifest, SymbolSpec, VariantSpec, Verdict
 from aot_backward_runtime.guards import Contract
 from aot_backward_runtime.loader import Package, device_of
-from aot_backward_runtime.manifest import Manifest, SymbolSpec, VariantSpec, Verdict
 
 from . import torch_api, undisturbed
 
@@ -443,7 +443,7 @@ def _smallest(contract: Contract, symbols: Sequence[SymbolSpec], first: dict[str
 
 
 def _allowed(contract: Contract, symbols: Sequence[SymbolSpec], values: dict[str, int]) -> bool:
-    from aot_backward_runtime.expressions import evaluate
+    from aot_backward_runtime.format.expressions import evaluate
 
     inside = all(s.minimum <= values[s.name] and (s.maximum is None or values[s.name] <= s.maximum) for s in symbols)
     return inside and all(evaluate(g, values) for g in contract.guards)
@@ -451,7 +451,7 @@ def _allowed(contract: Contract, symbols: Sequence[SymbolSpec], values: dict[str
 
 def _resized(tensor: torch.Tensor, spec: Any, variant: VariantSpec, values: Mapping[str, int]) -> torch.Tensor:
     """``tensor`` with its rows taken again or left out along each dynamic dimension: values stay such as the program expects."""
-    from aot_backward_runtime.expressions import evaluate
+    from aot_backward_runtime.format.expressions import evaluate
 
     out = tensor.detach()
     for d, size in enumerate(spec.shape):
@@ -470,7 +470,7 @@ def _resized(tensor: torch.Tensor, spec: Any, variant: VariantSpec, values: Mapp
 
 def cotangents_at(spec: VariantSpec, values: Mapping[str, int]) -> list[torch.Tensor]:
     """Incoming gradients of those sizes, the same ones each time."""
-    from aot_backward_runtime.expressions import evaluate
+    from aot_backward_runtime.format.expressions import evaluate
     from aot_backward_runtime.guards import dtype_of
 
     generator = torch.Generator().manual_seed(SEED)

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from aot_backward_runtime.archive import open_package
-from aot_backward_runtime.atomic_file import replacing
 from aot_backward_runtime.errors import SignatureError
+from aot_backward_runtime.format.atomic_file import replacing
 from aot_backward_runtime.signatures import SUFFIX, Key, read_key, signing_library
 
 

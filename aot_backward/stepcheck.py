@@ -24,8 +24,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import Verdict
 from aot_backward_runtime.loader import Package
-from aot_backward_runtime.manifest import Verdict
 
 from . import selfcheck, undisturbed
 from .capture import joint as joints

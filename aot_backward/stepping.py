@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import EntrySpec, StateSpec
+from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
 
 from . import selfcheck, stepcheck, undisturbed
 from .capture import dynamic_shapes, optimizers, place, split

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import VariantSpec, Verdict
+from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 
 from . import undisturbed
 from .capture import joint as joints

@@ -23,8 +23,8 @@ import torch
 
 from aot_backward.package import write_package
 from aot_backward.program import Artifact
-from aot_backward_runtime.elf import clear_executable_stack, read_elf
-from aot_backward_runtime.manifest import ConstantSpec, LibrarySpec, Manifest, Target, TensorSpec
+from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
+from aot_backward_runtime.format.manifest import ConstantSpec, LibrarySpec, Manifest, Target, TensorSpec
 
 MANIFEST = "package/extra/aot_backward/manifest.json"
 WEIGHTS = "package/extra/aot_backward/weights.safetensors"

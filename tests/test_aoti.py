@@ -30,9 +30,9 @@ import aot_backward_exporters
 from aot_backward.program import Artifact, Graph
 from aot_backward_exporters import aoti, compile_cache, native_build, native_source, targets
 from aot_backward_exporters.graph_key import canonical_graph
-from aot_backward_runtime.elf import read_elf
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Target
+from aot_backward_runtime.format.elf import read_elf
+from aot_backward_runtime.format.manifest import Target
 
 Weights = Mapping[str, torch.Tensor]
 Captured = tuple[Graph, FakeTensorMode]

@@ -18,7 +18,7 @@ from safetensors.torch import load, load_file, save, save_file
 
 from aot_backward.cli import main
 from aot_backward.tensor_file import write_tensors
-from aot_backward_runtime.elf import read_elf
+from aot_backward_runtime.format.elf import read_elf
 
 from .cli_program import distance, net
 from .conftest import PROGRAM, aot_backward

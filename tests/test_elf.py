@@ -13,8 +13,8 @@ from elftools.elf.dynamic import DynamicSegment
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerDefSection, GNUVerNeedSection
 
-from aot_backward_runtime.elf import clear_executable_stack, numeric, read_elf
 from aot_backward_runtime.errors import PackageError
+from aot_backward_runtime.format.elf import clear_executable_stack, numeric, read_elf
 
 from .packages import tiny_artifact
 

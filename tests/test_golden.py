@@ -10,7 +10,7 @@ from torch import nn
 
 from aot_backward_runtime import IncompatibleError, load, replay
 from aot_backward_runtime.archive import open_package
-from aot_backward_runtime.manifest import FORMAT_VERSION, OperatorSpec
+from aot_backward_runtime.format.manifest import FORMAT_VERSION, OperatorSpec
 from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.weights import filled, load_weights
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import aot_backward as ab
 from aot_backward_runtime import GradientError, InputError, load
-from aot_backward_runtime.manifest import Tree
+from aot_backward_runtime.format.manifest import Tree
 from aot_backward_runtime.tree import flatten
 
 from . import exports

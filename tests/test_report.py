@@ -33,7 +33,7 @@ from aot_backward.report.storage import bytes_of
 from aot_backward.report.views import views
 from aot_backward.report.words import Words, size_in_words
 from aot_backward_runtime.archive import open_package
-from aot_backward_runtime.manifest import SymbolSpec, TensorSpec
+from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
 
 from .golden_packages import write_passes
 from .packages import MANIFEST, put_together, taken_apart

@@ -29,9 +29,9 @@ import aot_backward_runtime
 from aot_backward_runtime import AotBackwardError, PackageError, SignatureError
 from aot_backward_runtime import load as load_package
 from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.format.zip_directory import read_at
 from aot_backward_runtime.signatures import admission
 from aot_backward_runtime.weights import load_weights
-from aot_backward_runtime.zip_directory import read_at
 
 from .packages import LIBRARY, MANIFEST, WEIGHTS, python, taken_apart, tiny_weights, write_tiny
 from .test_cli import called, fails

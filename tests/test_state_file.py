@@ -20,7 +20,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from aot_backward_runtime import StateError, atomic_file
+from aot_backward_runtime import StateError
+from aot_backward_runtime.format import atomic_file
 from aot_backward_runtime.state_file import FORMAT, read_state, write_state
 
 from .test_weights import every_dtype, same

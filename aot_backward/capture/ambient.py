@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from aot_backward_runtime.manifest import Ambient
+from aot_backward_runtime.format.manifest import Ambient
 
 
 def current_ambient(device: str) -> Ambient:

@@ -24,7 +24,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Ambient, Shared, Tree
+from aot_backward_runtime.format.manifest import Ambient, Shared, Tree
 
 from .. import torch_api, undisturbed
 from . import assigned, hooks, layers, lines, place, sharing, trees

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from aot_backward_runtime.manifest import Ambient
+from aot_backward_runtime.format.manifest import Ambient
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import PassSpec, SymbolSpec
+from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
 
 from .. import torch_api
 from .observation import Looks, Observation

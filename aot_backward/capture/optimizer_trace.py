@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Interval, NumberSpec
+from aot_backward_runtime.format.manifest import Interval, NumberSpec
 
 from .. import torch_api
 from .joint import tracing

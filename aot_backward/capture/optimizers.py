@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import GroupSpec
+from aot_backward_runtime.format.manifest import GroupSpec
 from aot_backward_runtime.parameter_groups import plain
 
 from .. import torch_api

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import Ambient, Segment, TensorSpec
 from aot_backward_runtime.interpreter import Run
-from aot_backward_runtime.manifest import Ambient, Segment, TensorSpec
 from aot_backward_runtime.tape import CALLS_OUT, Op, Slot, Tape, slots
 
 from .. import torch_api

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Tree
+from aot_backward_runtime.format.manifest import Tree
 
 from .. import torch_api, undisturbed
 from .joint import INNER, Described, Joint, Wrapper, joint_of, state_of

@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Size, SymbolSpec, TensorSpec
+from aot_backward_runtime.format.manifest import Size, SymbolSpec, TensorSpec
 
 from .. import torch_api
 

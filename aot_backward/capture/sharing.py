@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Shared
+from aot_backward_runtime.format.manifest import Shared
 
 from .. import torch_api
 from .shapes import Sizes, expression_of, write

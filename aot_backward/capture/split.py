@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Call, Gradient, Plan, TensorSpec
+from aot_backward_runtime.format.manifest import Call, Gradient, Plan, TensorSpec
 
 from .. import torch_api
 from ..program import Graph

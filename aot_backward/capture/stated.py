@@ -10,8 +10,8 @@ import sympy
 import torch
 
 from aot_backward_runtime.errors import PackageError
-from aot_backward_runtime.expressions import evaluate
-from aot_backward_runtime.manifest import SymbolSpec, TensorSpec
+from aot_backward_runtime.format.expressions import evaluate
+from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
 
 from .. import torch_api
 

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import GradientSlot, OptimizerStateSpec, Plan, StepSpec
+from aot_backward_runtime.format.manifest import GradientSlot, OptimizerStateSpec, Plan, StepSpec
 from aot_backward_runtime.parameter_groups import plain
 
 from ..program import Graph

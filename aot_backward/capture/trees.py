@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Tree
+from aot_backward_runtime.format.manifest import Tree
 
 
 def describe(value: Any, leaf: Callable[[Any, str], Tree], path: str = "") -> Tree:

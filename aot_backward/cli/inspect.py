@@ -17,7 +17,7 @@ from .tables import count, say, say_json, size, table
 
 if TYPE_CHECKING:
     from aot_backward_runtime.archive import Archive
-    from aot_backward_runtime.manifest import (
+    from aot_backward_runtime.format.manifest import (
         EntrySpec,
         Manifest,
         NumberSpec,
@@ -60,8 +60,8 @@ def inspect(package: Path, as_json: bool, html: Path | None) -> None:
 
 def _write_report(archive: Archive, path: Path) -> None:
     from aot_backward.report import report
-    from aot_backward_runtime.atomic_file import replacing
     from aot_backward_runtime.errors import AotBackwardError
+    from aot_backward_runtime.format.atomic_file import replacing
 
     text = report(archive).encode()
     try:
@@ -252,7 +252,7 @@ def _tensor(spec: TensorSpec, contract: Any) -> dict[str, Any]:
 
 
 def _weight_bytes(archive: Archive) -> int:
-    from aot_backward_runtime.manifest import WEIGHTS_MEMBER
+    from aot_backward_runtime.format.manifest import WEIGHTS_MEMBER
 
     return archive.members()[WEIGHTS_MEMBER].size if archive.manifest.has_weights else 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from aot_backward_runtime.manifest import EntrySpec, NumberSpec, VariantSpec
+from aot_backward_runtime.format.manifest import EntrySpec, NumberSpec, VariantSpec
 
 _MODULE, NUMBERS = "module.", "numbers"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Manifest
+from aot_backward_runtime.format.manifest import Manifest
 
 from ..program import Graph
 

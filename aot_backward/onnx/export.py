@@ -17,8 +17,8 @@ from ..program import Artifact, Graph
 from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
 
 if TYPE_CHECKING:
+    from aot_backward_runtime.format.manifest import Manifest
     from aot_backward_runtime.loader import Package
-    from aot_backward_runtime.manifest import Manifest
 
 
 def export_onnx(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from aot_backward_exporters.onnx import Names, Number, labelled
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import EntrySpec, Plan, StepSpec, Tree, VariantSpec
+from aot_backward_runtime.format.manifest import EntrySpec, Plan, StepSpec, Tree, VariantSpec
 
 from .arguments import NUMBERS, argument_names, constant_names, free_name, number_name
 

@@ -15,9 +15,9 @@ import torch
 
 from aot_backward_exporters.onnx import Names, Translated, bits_of, element_type, numpy_of, tensor_of
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.expressions import evaluate, symbols_of
+from aot_backward_runtime.format.expressions import evaluate, symbols_of
+from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, TensorSpec
 from aot_backward_runtime.loader import Package
-from aot_backward_runtime.manifest import LibrarySpec, Manifest, TensorSpec
 from aot_backward_runtime.plan import Library
 
 Run = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]

@@ -10,8 +10,8 @@ import onnx
 import torch
 
 from aot_backward_exporters.onnx import Translated, element_type, numpy_of
-from aot_backward_runtime.atomic_file import replacing
 from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.atomic_file import replacing
 
 LARGE = 64 << 20
 """Bytes of weights from which on they lie outside the models."""

@@ -12,9 +12,9 @@ from aot_backward.program import Line
 from aot_backward_exporters.portable import form_of
 from aot_backward_runtime.archive import Archive
 from aot_backward_runtime.errors import InputError, PackageError
-from aot_backward_runtime.expressions import evaluate
+from aot_backward_runtime.format.expressions import evaluate
+from aot_backward_runtime.format.manifest import Size
 from aot_backward_runtime.guards import dtype_of
-from aot_backward_runtime.manifest import Size
 
 from .markup import clean
 

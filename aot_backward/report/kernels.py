@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from aot_backward_runtime.archive import Archive
-from aot_backward_runtime.manifest import OperatorSpec
+from aot_backward_runtime.format.manifest import OperatorSpec
 
 from .blocks import SHOWN, code, facts, folded, line, section, table
 from .drawing import Drawing

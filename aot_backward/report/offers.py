@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from aot_backward_runtime.archive import Archive
-from aot_backward_runtime.manifest import EntrySpec, PassSpec, StateSpec, StructureSpec, TensorSpec, Tree, VariantSpec, Verdict
+from aot_backward_runtime.format.manifest import EntrySpec, PassSpec, StateSpec, StructureSpec, TensorSpec, Tree, VariantSpec, Verdict
 from aot_backward_runtime.parameter_groups import options_of
 from aot_backward_runtime.targets import targets_of
 from aot_backward_runtime.tree import describe, signature

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from aot_backward_runtime.archive import Archive
-from aot_backward_runtime.manifest import Target, Verdict
+from aot_backward_runtime.format.manifest import Target, Verdict
 from aot_backward_runtime.signatures import signature_beside
 from aot_backward_runtime.targets import targets_of
 

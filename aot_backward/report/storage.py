@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from aot_backward_runtime.archive import Archive
-from aot_backward_runtime.manifest import EXAMPLES_MEMBER, GRAPH_FOLDER, WEIGHTS_MEMBER
+from aot_backward_runtime.format.manifest import EXAMPLES_MEMBER, GRAPH_FOLDER, WEIGHTS_MEMBER
 from aot_backward_runtime.targets import targets_of
 
 from .blocks import bytes_shown, code, section, table

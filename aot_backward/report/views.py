@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from aot_backward_runtime.manifest import EntrySpec, Manifest, PassSpec, Plan, SymbolSpec, TensorSpec, VariantSpec
+from aot_backward_runtime.format.manifest import EntrySpec, Manifest, PassSpec, Plan, SymbolSpec, TensorSpec, VariantSpec
 
 from .drawing import Drawing
 from .markup import clean

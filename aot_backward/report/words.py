@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 
 from aot_backward_runtime.errors import PackageError
-from aot_backward_runtime.expressions import evaluate, symbols_of
-from aot_backward_runtime.manifest import Ambient, Size, SymbolSpec, TensorSpec, Verdict
+from aot_backward_runtime.format.expressions import evaluate, symbols_of
+from aot_backward_runtime.format.manifest import Ambient, Size, SymbolSpec, TensorSpec, Verdict
 
 from .markup import clean
 

@@ -35,8 +35,8 @@ import torch
 import aot_backward_exporters
 from aot_backward import torch_api
 from aot_backward.program import Artifact, Graph, Options
-from aot_backward_runtime.elf import clear_executable_stack, read_elf
 from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 
 from . import backends, cuda_cross, native_build
 from .compile_cache import Entry, digest, digest_of_sources, fetch, store

@@ -26,7 +26,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from aot_backward import torch_api
 from aot_backward.program import LINE, VERSION, Graph
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Size, TensorSpec
+from aot_backward_runtime.format.manifest import Size, TensorSpec
 
 from . import onnx_translations
 from .onnx_lowering import Lowered, located, lower

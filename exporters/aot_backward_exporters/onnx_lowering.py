@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from aot_backward import torch_api
 from aot_backward.program import LINE, Graph
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.expressions import evaluate, symbols_of
-from aot_backward_runtime.manifest import TensorSpec
+from aot_backward_runtime.format.expressions import evaluate, symbols_of
+from aot_backward_runtime.format.manifest import TensorSpec
 
 from . import onnx_attention, onnx_convolution, onnx_indexing, onnx_pooling, onnx_precise, onnx_simple
 from .onnx_rewriting import rewrite, widen

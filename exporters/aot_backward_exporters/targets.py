@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.manifest import Target
+from aot_backward_runtime.format.manifest import Target
 
 
 @dataclass(frozen=True)

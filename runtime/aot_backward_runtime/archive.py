@@ -17,23 +17,13 @@ from typing import BinaryIO, NoReturn
 
 from . import cache
 from .consistency import check_entry, check_orders, check_targets, check_weights, state_names
-from .elf import numeric, read_elf
 from .errors import AotBackwardError, PackageError
-from .manifest import (
-    GRAPH_FOLDER,
-    LARGEST_MANIFEST,
-    MANIFEST_MEMBER,
-    WEIGHTS_MEMBER,
-    BuildSpec,
-    EntrySpec,
-    LibrarySpec,
-    Manifest,
-    Member,
-)
-from .manifest_json import from_json
+from .format.elf import numeric, read_elf
+from .format.manifest import GRAPH_FOLDER, LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, BuildSpec, EntrySpec, LibrarySpec, Manifest, Member
+from .format.manifest_json import from_json
+from .format.zip_directory import WRITTEN_OVER, Place, read_at, read_directory, read_into
 from .structures import check_structures
 from .targets import seen_as, targets_of
-from .zip_directory import WRITTEN_OVER, Place, read_at, read_directory, read_into
 
 LIBRARY_FOLDER = "data/aotinductor"
 GRAPH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import AotBackwardError
-from .manifest import Member
+from .format.manifest import Member
 
 VARIABLE = "AOT_BACKWARD_CACHE"
 _temporary: tuple[int, Path] | None = None  # the process that made it, and the folder

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from .elf import numeric, read_elf
 from .errors import IncompatibleError
-from .manifest import Manifest, Target
+from .format.elf import numeric, read_elf
+from .format.manifest import Manifest, Target
 from .targets import seen_as, targets_of
 
 TESTED_PAIRS: tuple[tuple[str, str], ...] = ()

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from .errors import PackageError
-from .expressions import evaluate, symbols_of
-from .manifest import (
+from .format.expressions import evaluate, symbols_of
+from .format.manifest import (
     Ambient,
     EntrySpec,
     LibrarySpec,
@@ -35,8 +35,8 @@ from .manifest import (
     VariantSpec,
     WeightSpec,
 )
+from .format.safetensors_header import DTYPES
 from .parameter_groups import inside, options_in, options_of
-from .safetensors_header import DTYPES
 from .structures import check_looks, check_symbols, check_symbols_of
 
 DTYPE_NAMES = frozenset(DTYPES) | {"complex128", "complex32"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .errors import ExecutionError
-from .manifest import LibrarySpec
+from .format.manifest import LibrarySpec
 from .plan import Library, reason_of
 
 

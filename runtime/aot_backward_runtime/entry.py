@@ -10,8 +10,8 @@ import torch
 
 from . import tensor_values, torch_api
 from .errors import InputError, WeightsError
+from .format.manifest import EntrySpec
 from .guards import Fast
-from .manifest import EntrySpec
 from .plan import Library, State, Variant
 from .tree import Types, signature
 

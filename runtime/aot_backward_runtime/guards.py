@@ -15,8 +15,8 @@ import torch
 
 from . import torch_api
 from .errors import InputError
-from .expressions import evaluate
-from .manifest import Ambient, SymbolSpec, TensorSpec
+from .format.expressions import evaluate
+from .format.manifest import Ambient, SymbolSpec, TensorSpec
 from .memory import extent, room
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

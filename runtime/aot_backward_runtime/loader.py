@@ -17,8 +17,8 @@ from .cuda import library_on
 from .cudagraphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .entry import Entry
 from .errors import AotBackwardError, InputError, WeightsError
+from .format.manifest import EntrySpec, Manifest, StructureSpec
 from .grad import LoadedGrad
-from .manifest import EntrySpec, Manifest, StructureSpec
 from .module import LoadedModule
 from .operators import check_registered, import_modules
 from .plan import ROLES, Library, State, check_weight

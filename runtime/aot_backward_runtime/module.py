@@ -13,7 +13,7 @@ from torch import nn
 from . import tensor_values, torch_api
 from .entry import Admitted, Entry
 from .errors import GradientError, InputError, StateDictError, WeightsError
-from .manifest import StateSpec
+from .format.manifest import StateSpec
 from .plan import Binding, Lease, Runnable, Variant
 from .tree import unflatten
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from .errors import IncompatibleError, InputError, PackageError
-from .manifest import Manifest, OperatorSpec
+from .format.manifest import Manifest, OperatorSpec
 from .torch_api import is_registered
 
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?", re.ASCII)

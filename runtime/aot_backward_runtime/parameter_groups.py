@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .errors import InputError, PackageError
-from .manifest import GroupSpec, Interval, NumberSpec, StepSpec
+from .format.manifest import GroupSpec, Interval, NumberSpec, StepSpec
 
 
 class Numbers:

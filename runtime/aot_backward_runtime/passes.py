@@ -14,10 +14,10 @@ import torch
 
 from . import torch_api
 from .errors import InputError
-from .expressions import evaluate
+from .format.expressions import evaluate
+from .format.manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
 from .guards import Contract, Fast, check_ambient, check_kind, laid_out
 from .interpreter import Run
-from .manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
 from .memory import meet
 from .operators import unregistered
 from .plan import Library

@@ -17,9 +17,9 @@ import torch
 
 from . import tensor_values, torch_api
 from .errors import ExecutionError, IncompatibleError, InputError, PackageError, WeightsError
-from .expressions import evaluate
+from .format.expressions import evaluate
+from .format.manifest import EntrySpec, LibrarySpec, Plan, TensorSpec, VariantSpec, WeightSpec
 from .guards import Contract, Fast, check_ambient, dtype_of
-from .manifest import EntrySpec, LibrarySpec, Plan, TensorSpec, VariantSpec, WeightSpec
 from .memory import Ranges, extent
 from .tree import arguments, flatten
 

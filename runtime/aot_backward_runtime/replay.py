@@ -21,10 +21,10 @@ import torch
 from . import places, torch_api
 from .engine import Session
 from .errors import InputError, MissError
+from .format.manifest import OperatorSpec, StructureSpec
 from .function_code import PlainContext, digest_of
 from .interpreter import Run
 from .loader import Package, load
-from .manifest import OperatorSpec, StructureSpec
 from .operators import told, unregistered
 from .passes import Admitted, Operands, Structure
 from .plan import Library

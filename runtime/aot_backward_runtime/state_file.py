@@ -28,9 +28,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .atomic_file import replacing
 from .errors import PackageError, StateError
-from .safetensors_header import LARGEST_HEADER, METADATA, Header, Stored, parse_header, read_header_text, stored_as, unique_keys, write_header
+from .format.atomic_file import replacing
+from .format.safetensors_header import LARGEST_HEADER, METADATA, Header, Stored, parse_header, read_header_text, stored_as, unique_keys, write_header
 from .tensor_bytes import TORCH_DTYPES, dtype_name, memory_of, tensor_chunks
 
 FORMAT, VERSION = "aot-backward state", "1"

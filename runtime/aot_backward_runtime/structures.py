@@ -10,8 +10,8 @@ from keyword import iskeyword
 from typing import Any
 
 from .errors import PackageError
-from .expressions import symbols_of
-from .manifest import EntrySpec, LibrarySpec, PassSpec, Segment, Size, StructureSpec, SymbolSpec, TensorSpec
+from .format.expressions import symbols_of
+from .format.manifest import EntrySpec, LibrarySpec, PassSpec, Segment, Size, StructureSpec, SymbolSpec, TensorSpec
 from .tape import CALLS_OUT, Op, Slot, Tape, slots
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")

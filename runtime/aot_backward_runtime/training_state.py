@@ -11,7 +11,7 @@ import torch
 
 from . import loss_scale, state_file, tensor_values
 from .errors import AotBackwardError, StateError
-from .manifest import StepSpec
+from .format.manifest import StepSpec
 from .parameter_groups import Group, Numbers, plain
 from .tensor_values import Copies
 

@@ -20,7 +20,7 @@ from aot_backward_runtime import load
 from aot_backward_runtime.archive import Archive, open_package
 from aot_backward_runtime.cache import VARIABLE
 from aot_backward_runtime.errors import AotBackwardError
-from aot_backward_runtime.manifest import Manifest
+from aot_backward_runtime.format.manifest import Manifest
 
 from .bases import KNOWN, NotJudged, call_step, difference
 from .spoiling import Spoilt

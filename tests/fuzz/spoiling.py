@@ -378,7 +378,7 @@ def safetensors(chance: random.Random, data: bytes, repaired: Callable[[Any], No
 
 def _state(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
     """A training state, with its digest written anew most of the time."""
-    from aot_backward_runtime.safetensors_header import METADATA
+    from aot_backward_runtime.format.safetensors_header import METADATA
 
     base = "step"
 

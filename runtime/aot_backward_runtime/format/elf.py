@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import PackageError
+from ..errors import PackageError
 
 EM_X86_64 = 62
 _ET_DYN = 3

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from .errors import PackageError
+from ..errors import PackageError
 from .manifest import DEEPEST, FORMAT_VERSION, KNOWN_FEATURES, LARGEST_MANIFEST, Manifest
 
 

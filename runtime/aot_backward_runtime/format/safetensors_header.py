@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from .errors import PackageError
+from ..errors import PackageError
 
 ALIGNMENT = 64  # bytes; what PyTorch's own allocator gives
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit

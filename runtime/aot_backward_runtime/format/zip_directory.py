@@ -14,7 +14,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import PackageError
+from ..errors import PackageError
 
 PADDING = 0x4246  # id of the extra field by which PyTorch, and the writer of packages, align data
 _ZIP64 = 1
