@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from aot_backward_runtime.archive import GRAPH_NAME, LIBRARY_FOLDER
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.atomic_file import replacing as _replacing
 from aot_backward_runtime.format.manifest import (
@@ -32,6 +31,7 @@ from aot_backward_runtime.format.manifest import (
 from aot_backward_runtime.format.manifest_json import to_json
 from aot_backward_runtime.format.safetensors_header import ALIGNMENT, size_of, stored_as, write_header
 from aot_backward_runtime.format.zip_directory import PADDING
+from aot_backward_runtime.package.archive import GRAPH_NAME, LIBRARY_FOLDER
 from aot_backward_runtime.tensor_bytes import dtype_name, tensor_chunks
 from aot_backward_runtime.weights import layout_problem
 

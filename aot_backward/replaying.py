@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aot_backward_runtime.loader import load
+from aot_backward_runtime.package.signature_policy import Key, Policy
 from aot_backward_runtime.replay import MAX_STRUCTURES, Replaying
 from aot_backward_runtime.replay import replay as replay_only
-from aot_backward_runtime.signatures import Key, Policy
 
 
 def replay(

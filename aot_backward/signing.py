@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import SignatureError
 from aot_backward_runtime.format.atomic_file import replacing
-from aot_backward_runtime.signatures import SUFFIX, Key, read_key, signing_library
+from aot_backward_runtime.package.archive import open_package
+from aot_backward_runtime.package.signature_policy import SUFFIX, Key, read_key, signing_library
 
 
 def sign(path: str | os.PathLike[str], *, key: Key, output: str | os.PathLike[str] | None = None, password: str | None = None) -> Path:

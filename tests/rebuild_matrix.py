@@ -114,7 +114,7 @@ def results(path: Path, arguments: Any) -> dict[str, torch.Tensor]:
 
 
 def looked_at(path: Path) -> dict[str, Any]:
-    from aot_backward_runtime.archive import open_package
+    from aot_backward_runtime.package.archive import open_package
 
     archive = open_package(path)
     libraries = archive.manifest.libraries
@@ -150,8 +150,8 @@ def compared(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
 def level_sizes(folder: Path) -> list[dict[str, Any]]:
     """Bytes that each target adds, of three cases that :func:`build` left in ``folder``."""
     import aot_backward as ab
-    from aot_backward_runtime.archive import open_package
-    from aot_backward_runtime.targets import targets_of
+    from aot_backward_runtime.package.archive import open_package
+    from aot_backward_runtime.package.targets import targets_of
 
     rows = []
     for name in ("mlp", "conv", STEP):

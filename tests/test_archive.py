@@ -16,9 +16,9 @@ import torch
 from torch.export.pt2_archive._package import PT2ArchiveReader
 
 from aot_backward.package import write_package
-from aot_backward_runtime.archive import Archive, open_package
 from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.zip_directory import read_directory
+from aot_backward_runtime.package.archive import Archive, open_package
 from aot_backward_runtime.weights import load_examples, load_weights
 
 from .packages import (
@@ -299,7 +299,7 @@ def test_row_24_nothing_is_allocated_by_a_size_that_the_file_states(tmp_path: Pa
         file.write(tail[:20] + struct.pack("<II", size, size) + tail[28:-6] + struct.pack("<IH", 30 + len(MANIFEST) + size, 0))
     code = """
 import resource, sys
-from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.package.archive import open_package
 used = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
 try: open_package(sys.argv[1])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from aot_backward.cli import main
-from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import PackageError
+from aot_backward_runtime.package.archive import open_package
 
 from .conftest import aot_backward
 from .fuzz.spoiling import parts, put_together, to_bytes

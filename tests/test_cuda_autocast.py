@@ -18,8 +18,8 @@ import aot_backward as ab
 from aot_backward.capture import as_on_gpu, joint, split
 from aot_backward.rebuild import _refuse_other_autocast
 from aot_backward_exporters import aoti
-from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.package.archive import open_package
 
 LOW = "lower"
 X = torch.linspace(-1, 1, 16).reshape(4, 4)  # float32

@@ -18,7 +18,7 @@ import aot_backward as ab
 from aot_backward import selfcheck
 from aot_backward.capture import split
 from aot_backward_runtime import ExportError, InputError, load
-from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.package.archive import open_package
 
 from .oracle import assert_same, run
 

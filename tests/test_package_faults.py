@@ -27,10 +27,10 @@ import pytest
 import torch
 
 from aot_backward_runtime import AotBackwardError, compatibility, load
-from aot_backward_runtime import cache as cache_module
-from aot_backward_runtime.archive import open_package
-from aot_backward_runtime.cache import CacheError
 from aot_backward_runtime.errors import ExportError, IncompatibleError, PackageError
+from aot_backward_runtime.package import code_cache as cache_module
+from aot_backward_runtime.package.archive import open_package
+from aot_backward_runtime.package.code_cache import CacheError
 from aot_backward_runtime.weights import load_examples, load_weights
 
 from . import exports
@@ -41,7 +41,7 @@ _GNU_STACK = 0x6474E551
 # Reads a package as a loader does, runs its code, and prints what comes out, or the error.
 RUN = """
 import sys, torch
-from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.errors import AotBackwardError
 from aot_backward_runtime.weights import load_examples, load_weights
 def run(path):
@@ -243,7 +243,7 @@ KILL = """
 import os, signal, sys, torch
 from pathlib import Path
 from aot_backward.package import write_package
-from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.package.archive import open_package
 from tests.packages import tiny_artifact, tiny_manifest, tiny_weights, write_tiny
 target, calls = Path(sys.argv[1]), {"write", "flush", "fsync", "replace", "open", "close", "seek", "truncate", "unlink", "__exit__"}
 manifest = write_tiny(target)
@@ -298,7 +298,7 @@ def test_row_31_a_limit_on_file_sizes(tmp_path: Path) -> None:
     code = """
 import resource, sys, torch
 from pathlib import Path
-from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.errors import ExportError
 from tests.packages import write_tiny
 target = Path(sys.argv[1])

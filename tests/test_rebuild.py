@@ -24,8 +24,8 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_runtime import IncompatibleError, compatibility, load, replay
-from aot_backward_runtime.archive import open_package
-from aot_backward_runtime.targets import targets_of
+from aot_backward_runtime.package.archive import open_package
+from aot_backward_runtime.package.targets import targets_of
 
 from .conftest import aot_backward
 from .golden_packages import backward_passes

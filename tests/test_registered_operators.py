@@ -17,7 +17,7 @@ from aot_backward.cli import main
 from aot_backward.report import report
 from aot_backward_exporters.native_build import compiler
 from aot_backward_runtime import IncompatibleError, InputError, MissError, PackageError, load, replay
-from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.package.archive import open_package
 
 from .golden_packages import backward_passes
 from .packages import MANIFEST, put_together, python, taken_apart

@@ -14,8 +14,8 @@ from click.testing import Result
 from torch import Tensor, nn
 
 import aot_backward as ab
-from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.errors import PackageError
+from aot_backward_runtime.package.archive import open_package
 
 from .exports import shared
 from .packages import MANIFEST, Raw, put_together, taken_apart, write_raw

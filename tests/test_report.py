@@ -32,8 +32,8 @@ from aot_backward.report.memory import use
 from aot_backward.report.storage import bytes_of
 from aot_backward.report.views import views
 from aot_backward.report.words import Words, size_in_words
-from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
+from aot_backward_runtime.package.archive import open_package
 
 from .golden_packages import write_passes
 from .packages import MANIFEST, put_together, taken_apart

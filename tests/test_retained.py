@@ -15,7 +15,7 @@ from torch.profiler import profile
 import aot_backward as ab
 from aot_backward.capture import split
 from aot_backward_runtime import load
-from aot_backward_runtime.archive import open_package
+from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.plan import Library
 
 from . import exports

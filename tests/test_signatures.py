@@ -28,9 +28,9 @@ import aot_backward as ab
 import aot_backward_runtime
 from aot_backward_runtime import AotBackwardError, PackageError, SignatureError
 from aot_backward_runtime import load as load_package
-from aot_backward_runtime.archive import open_package
 from aot_backward_runtime.format.zip_directory import read_at
-from aot_backward_runtime.signatures import admission
+from aot_backward_runtime.package.archive import open_package
+from aot_backward_runtime.package.signature_policy import admission
 from aot_backward_runtime.weights import load_weights
 
 from .packages import LIBRARY, MANIFEST, WEIGHTS, python, taken_apart, tiny_weights, write_tiny
@@ -519,7 +519,7 @@ def test_what_was_signed_is_loaded_whatever_is_written_over_it(
             overwriting(twins[0])
         return data
 
-    monkeypatch.setattr("aot_backward_runtime.archive.read_at", turning)
+    monkeypatch.setattr("aot_backward_runtime.package.archive.read_at", turning)
     with pytest.raises(PackageError, match="it was written to while it was read; load it again"):
         open_package(path, admit=admit)
     assert turned

@@ -16,7 +16,6 @@ from .failures import EXIT_CODES, debug_option
 from .tables import count, say, say_json, size, table
 
 if TYPE_CHECKING:
-    from aot_backward_runtime.archive import Archive
     from aot_backward_runtime.format.manifest import (
         EntrySpec,
         Manifest,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         TensorSpec,
         VariantSpec,
     )
+    from aot_backward_runtime.package.archive import Archive
 
 
 @click.command(epilog=EXIT_CODES)
@@ -46,7 +46,7 @@ def inspect(package: Path, as_json: bool, html: Path | None) -> None:
         raise click.UsageError("--json and --html exclude each other: call inspect twice.")
     if html is not None and html.resolve() == package.resolve():
         raise click.UsageError(f"--html would write the report over the package {package}.")
-    from aot_backward_runtime.archive import open_package
+    from aot_backward_runtime.package.archive import open_package
 
     if html is not None:
         _write_report(open_package(package), html)
@@ -74,8 +74,8 @@ def _write_report(archive: Archive, path: Path) -> None:
 
 
 def _described(archive: Archive) -> dict[str, Any]:
-    from aot_backward_runtime.signatures import signature_beside
-    from aot_backward_runtime.targets import targets_of
+    from aot_backward_runtime.package.signature_policy import signature_beside
+    from aot_backward_runtime.package.targets import targets_of
 
     manifest, members, signature = archive.manifest, archive.members(), signature_beside(archive.path)
     targets = targets_of(manifest)

@@ -13,7 +13,7 @@ from .progress import shown
 from .signatures import signature_options
 
 if TYPE_CHECKING:
-    from aot_backward_runtime.signatures import Policy
+    from aot_backward_runtime.package.signature_policy import Policy
 
 
 @click.command(epilog=EXIT_CODES)
@@ -34,7 +34,7 @@ def rebuild(package: Path, output: Path, target: str, signature: Policy | None, 
 
     Each is compared with PyTorch's own operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
     """
-    from aot_backward_runtime.archive import open_package
+    from aot_backward_runtime.package.archive import open_package
 
     from ..rebuild import NARROWED
     from ..rebuild import rebuild as rebuild_package

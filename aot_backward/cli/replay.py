@@ -15,7 +15,7 @@ from .signatures import signature_options
 from .tables import say
 
 if TYPE_CHECKING:
-    from aot_backward_runtime.signatures import Policy
+    from aot_backward_runtime.package.signature_policy import Policy
 
 
 @click.command(epilog=EXIT_CODES)

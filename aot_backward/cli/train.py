@@ -19,7 +19,7 @@ from .imports import import_option
 from .signatures import signature_options
 
 if TYPE_CHECKING:
-    from aot_backward_runtime.signatures import Policy
+    from aot_backward_runtime.package.signature_policy import Policy
 
     from ..training import EpochReport
 

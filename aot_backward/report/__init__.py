@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aot_backward_runtime.archive import Archive
+    from aot_backward_runtime.package.archive import Archive
 
 
 def report(archive: Archive) -> str:

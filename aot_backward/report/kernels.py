@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from aot_backward_runtime.archive import Archive
 from aot_backward_runtime.format.manifest import OperatorSpec
+from aot_backward_runtime.package.archive import Archive
 
 from .blocks import SHOWN, code, facts, folded, line, section, table
 from .drawing import Drawing

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from aot_backward_runtime.archive import Archive
 from aot_backward_runtime.format.manifest import Target, Verdict
-from aot_backward_runtime.signatures import signature_beside
-from aot_backward_runtime.targets import targets_of
+from aot_backward_runtime.package.archive import Archive
+from aot_backward_runtime.package.signature_policy import signature_beside
+from aot_backward_runtime.package.targets import targets_of
 
 from .blocks import bytes_shown, facts, section, table
 from .drawing import Drawing

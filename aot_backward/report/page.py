@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from aot_backward_runtime.archive import Archive
+from aot_backward_runtime.package.archive import Archive
 
 from .blocks import section
 from .chart import chart

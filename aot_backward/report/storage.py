@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from aot_backward_runtime.archive import Archive
 from aot_backward_runtime.format.manifest import EXAMPLES_MEMBER, GRAPH_FOLDER, WEIGHTS_MEMBER
-from aot_backward_runtime.targets import targets_of
+from aot_backward_runtime.package.archive import Archive
+from aot_backward_runtime.package.targets import targets_of
 
 from .blocks import bytes_shown, code, section, table
 from .markup import Child, Html, element

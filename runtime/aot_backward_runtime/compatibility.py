@@ -15,7 +15,7 @@ import torch
 from .errors import IncompatibleError
 from .format.elf import numeric, read_elf
 from .format.manifest import Manifest, Target
-from .targets import seen_as, targets_of
+from .package.targets import seen_as, targets_of
 
 TESTED_PAIRS: tuple[tuple[str, str], ...] = ()
 """(torch minor that built, torch minor that runs), other than equal ones, for which the whole test suite has passed."""

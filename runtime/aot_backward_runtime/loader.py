@@ -11,7 +11,6 @@ from typing import NoReturn
 
 import torch
 
-from .archive import Archive, open_package
 from .compatibility import choose
 from .cuda import library_on
 from .cudagraphs import Gpu, GraphedLibrary, GraphReport, Graphs
@@ -21,8 +20,9 @@ from .format.manifest import EntrySpec, Manifest, StructureSpec
 from .grad import LoadedGrad
 from .module import LoadedModule
 from .operators import check_registered, import_modules
+from .package.archive import Archive, open_package
+from .package.signature_policy import Key, Policy, admission
 from .plan import ROLES, Library, State, check_weight
-from .signatures import Key, Policy, admission
 from .step import LoadedStep
 from .weights import filled, load_weights
 

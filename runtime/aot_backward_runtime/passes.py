@@ -20,8 +20,8 @@ from .guards import Contract, Fast, check_ambient, check_kind, laid_out
 from .interpreter import Run
 from .memory import meet
 from .operators import unregistered
+from .package.recorded_pass_checks import check_against
 from .plan import Library
-from .structures import check_against
 from .tape import CALLS_OUT, Op, Slot, Tape
 
 _ADVICE = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")

@@ -26,12 +26,12 @@ from .function_code import PlainContext, digest_of
 from .interpreter import Run
 from .loader import Package, load
 from .operators import told, unregistered
+from .package.signature_policy import Key, Policy
 from .passes import Admitted, Operands, Structure
 from .plan import Library
 from .reasons import Reasons
 from .recorder import Recorded, Recorder, Refused
 from .schedule import eager_order
-from .signatures import Key, Policy
 from .tape import Tape
 
 log = logging.getLogger("aot_backward.replay")

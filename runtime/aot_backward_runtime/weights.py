@@ -12,12 +12,12 @@ import math
 
 import torch
 
-from .archive import Archive
-from .cache import remember, remembered
 from .errors import PackageError
 from .format.manifest import EXAMPLES_MEMBER, WEIGHTS_MEMBER, WeightSpec
 from .format.safetensors_header import ALIGNMENT, Stored, read_header, stored_as
 from .guards import dtype_of
+from .package.archive import Archive
+from .package.code_cache import remember, remembered
 from .tensor_bytes import TORCH_DTYPES
 
 _MOST_FILLED = 64  # times the stored weights: state of an optimizer and accumulated gradients are a few times the parameters

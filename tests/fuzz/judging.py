@@ -17,10 +17,10 @@ import torch
 
 from aot_backward.cli.inspect import _described, _show, _write_report
 from aot_backward_runtime import load
-from aot_backward_runtime.archive import Archive, open_package
-from aot_backward_runtime.cache import VARIABLE
 from aot_backward_runtime.errors import AotBackwardError
 from aot_backward_runtime.format.manifest import Manifest
+from aot_backward_runtime.package.archive import Archive, open_package
+from aot_backward_runtime.package.code_cache import VARIABLE
 
 from .bases import KNOWN, NotJudged, call_step, difference
 from .spoiling import Spoilt

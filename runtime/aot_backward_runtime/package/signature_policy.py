@@ -12,11 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
 
+from ..errors import SignatureError
 from .archive import Admit
-from .errors import SignatureError
 
 if TYPE_CHECKING:
-    from .signing_library import PublicKey
+    from .model_signing import PublicKey
 
 Policy = Literal["require", "if-present", "off"]
 Key = str | os.PathLike[str]
@@ -25,7 +25,7 @@ LARGEST = 1 << 20  # bytes of a signature or a key; they have some 2,000 and 200
 
 
 def admission(signature: Policy | None, key: Key | None) -> Admit | None:
-    """What :func:`~aot_backward_runtime.archive.open_package` must ask before it reads a package; None: nothing.
+    """What :func:`~aot_backward_runtime.package.archive.open_package` must ask before it reads a package; None: nothing.
 
     The key is read, and the library imported, at once, so that what is missing shows before there is a signature to check."""
     if signature is None:
@@ -47,9 +47,9 @@ def admission(signature: Policy | None, key: Key | None) -> Admit | None:
 
 
 def signing_library() -> ModuleType:
-    """:mod:`aot_backward_runtime.signing_library`, with what it is built on."""
+    """:mod:`aot_backward_runtime.package.model_signing`, with what it is built on."""
     try:
-        from . import signing_library as library
+        from . import model_signing as library
     except ImportError as error:
         raise SignatureError(
             f"signatures need the OpenSSF model-signing library, which is not whole here ({error}): pip install 'aot-backward-runtime[sign]'"

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from .errors import PackageError
-from .format.expressions import evaluate, symbols_of
-from .format.manifest import (
+from ..errors import PackageError
+from ..format.expressions import evaluate, symbols_of
+from ..format.manifest import (
     Ambient,
     EntrySpec,
     LibrarySpec,
@@ -35,9 +35,9 @@ from .format.manifest import (
     VariantSpec,
     WeightSpec,
 )
-from .format.safetensors_header import DTYPES
-from .parameter_groups import inside, options_in, options_of
-from .structures import check_looks, check_symbols, check_symbols_of
+from ..format.safetensors_header import DTYPES
+from ..parameter_groups import inside, options_in, options_of
+from .recorded_pass_checks import check_looks, check_symbols, check_symbols_of
 
 DTYPE_NAMES = frozenset(DTYPES) | {"complex128", "complex32"}
 _DEVICES = ("cpu", "cuda")

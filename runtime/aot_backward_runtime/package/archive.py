@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NoReturn
 
-from . import cache
+from ..errors import AotBackwardError, PackageError
+from ..format.elf import numeric, read_elf
+from ..format.manifest import GRAPH_FOLDER, LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, BuildSpec, EntrySpec, LibrarySpec, Manifest, Member
+from ..format.manifest_json import from_json
+from ..format.zip_directory import WRITTEN_OVER, Place, read_at, read_directory, read_into
+from . import code_cache
 from .consistency import check_entry, check_orders, check_targets, check_weights, state_names
-from .errors import AotBackwardError, PackageError
-from .format.elf import numeric, read_elf
-from .format.manifest import GRAPH_FOLDER, LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, BuildSpec, EntrySpec, LibrarySpec, Manifest, Member
-from .format.manifest_json import from_json
-from .format.zip_directory import WRITTEN_OVER, Place, read_at, read_directory, read_into
-from .structures import check_structures
+from .recorded_pass_checks import check_structures
 from .targets import seen_as, targets_of
 
 LIBRARY_FOLDER = "data/aotinductor"
@@ -133,7 +133,7 @@ class Archive:
             for chunk in self._verified_chunks(members[file_name]):
                 file.write(chunk)
 
-        folder = cache.place({file_name: self.manifest.members[m] for file_name, m in members.items()}, copy)
+        folder = code_cache.place({file_name: self.manifest.members[m] for file_name, m in members.items()}, copy)
         path = folder / PurePosixPath(spec.member).name
         self._check_elf(spec, path)
         return path
@@ -319,7 +319,7 @@ class Archive:
 def open_package(path: str | os.PathLike[str], *, admit: Admit | None = None) -> Archive:
     """Opens a package and checks its structure and manifest; digests of members are checked when they are read.
 
-    ``admit``: what must agree to its bytes before its manifest is parsed (:func:`aot_backward_runtime.signatures.admission`).
+    ``admit``: what must agree to its bytes before its manifest is parsed (:func:`aot_backward_runtime.package.signature_policy.admission`).
     Raises :class:`PackageError`, which names the path and the member."""
     path = Path(path)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .format.manifest import EntrySpec, Manifest, Target, VariantSpec
+from ..format.manifest import EntrySpec, Manifest, Target, VariantSpec
 
 
 def targets_of(manifest: Manifest) -> tuple[Target, ...]:

@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import AotBackwardError
-from .format.manifest import Member
+from ..errors import AotBackwardError
+from ..format.manifest import Member
 
 VARIABLE = "AOT_BACKWARD_CACHE"
 _temporary: tuple[int, Path] | None = None  # the process that made it, and the folder

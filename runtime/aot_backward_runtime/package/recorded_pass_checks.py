@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence, Set
 from keyword import iskeyword
 from typing import Any
 
-from .errors import PackageError
-from .format.expressions import symbols_of
-from .format.manifest import EntrySpec, LibrarySpec, PassSpec, Segment, Size, StructureSpec, SymbolSpec, TensorSpec
-from .tape import CALLS_OUT, Op, Slot, Tape, slots
+from ..errors import PackageError
+from ..format.expressions import symbols_of
+from ..format.manifest import EntrySpec, LibrarySpec, PassSpec, Segment, Size, StructureSpec, SymbolSpec, TensorSpec
+from ..tape import CALLS_OUT, Op, Slot, Tape, slots
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _STATUS = re.compile(r"verified|not run(: .*)?", re.DOTALL)
