@@ -16,8 +16,8 @@ from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, StateSpec, Verdict, WeightSpec
 from aot_backward_runtime.loader import Package
+from aot_backward_runtime.native.pytree import describe
 from aot_backward_runtime.package.targets import seen_as
-from aot_backward_runtime.tree import describe
 
 from . import selfcheck, torch_api, undisturbed
 from .capture import dynamic_shapes, place, second, split

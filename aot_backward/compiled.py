@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from aot_backward_exporters import aoti, portable, targets
-from aot_backward_runtime.cuda import library_on
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec
-from aot_backward_runtime.guards import laid_out
+from aot_backward_runtime.native.cuda_library import library_on
+from aot_backward_runtime.native.guards import laid_out
+from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package.archive import Archive, open_package
 from aot_backward_runtime.passes import PassContract
-from aot_backward_runtime.plan import Library
 from aot_backward_runtime.tape import Slot, Tape
-from aot_backward_runtime.weights import load_examples, load_weights
 
 from . import operators
 from .capture import observed, recorded

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from aot_backward_runtime import plan
-from aot_backward_runtime.cuda import library_on
 from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, PassSpec, TensorSpec, Verdict
 from aot_backward_runtime.loader import Package, device_of
-from aot_backward_runtime.plan import Library
+from aot_backward_runtime.native import plan
+from aot_backward_runtime.native.cuda_library import library_on
+from aot_backward_runtime.native.plan import Library
 
 from . import selfcheck
 from .program import Graph

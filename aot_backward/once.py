@@ -12,7 +12,7 @@ from aot_backward_runtime import Package
 from aot_backward_runtime.errors import AotBackwardError, InputError
 from aot_backward_runtime.format.manifest import VariantSpec
 from aot_backward_runtime.module import LoadedModule
-from aot_backward_runtime.tree import flatten, unflatten
+from aot_backward_runtime.native.pytree import flatten, unflatten
 
 GRADIENT = "gradient of "
 _ELSEWHERE = {

@@ -31,9 +31,9 @@ from aot_backward_runtime.format.manifest import (
 from aot_backward_runtime.format.manifest_json import to_json
 from aot_backward_runtime.format.safetensors_header import ALIGNMENT, size_of, stored_as, write_header
 from aot_backward_runtime.format.zip_directory import PADDING
+from aot_backward_runtime.native.tensor_bytes import dtype_name, tensor_chunks
+from aot_backward_runtime.native.weights import layout_problem
 from aot_backward_runtime.package.archive import GRAPH_NAME, LIBRARY_FOLDER
-from aot_backward_runtime.tensor_bytes import dtype_name, tensor_chunks
-from aot_backward_runtime.weights import layout_problem
 
 from .operators import operators_of
 from .program import Artifact, Graph

@@ -21,12 +21,12 @@ from aot_backward_exporters import aoti, cuda_cross, portable, targets
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, SymbolSpec, Target, TensorSpec, VariantSpec, Verdict
+from aot_backward_runtime.native.plan import ROLES
+from aot_backward_runtime.native.weights import filled, load_examples, load_weights
 from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.package.archive import Archive, open_package
 from aot_backward_runtime.package.signature_policy import Key, Policy, admission
 from aot_backward_runtime.package.targets import seen_as, targets_of
-from aot_backward_runtime.plan import ROLES
-from aot_backward_runtime.weights import filled, load_examples, load_weights
 
 from . import graphcheck, selfcheck, torch_api
 from .capture.shapes import Sizes, expression_of

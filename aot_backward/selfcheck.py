@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError, InputError
 from aot_backward_runtime.format.manifest import Manifest, SymbolSpec, VariantSpec, Verdict
-from aot_backward_runtime.guards import Contract
 from aot_backward_runtime.loader import Package, device_of
+from aot_backward_runtime.native.guards import Contract
 
 from . import torch_api, undisturbed
 
@@ -471,7 +471,7 @@ def _resized(tensor: torch.Tensor, spec: Any, variant: VariantSpec, values: Mapp
 def cotangents_at(spec: VariantSpec, values: Mapping[str, int]) -> list[torch.Tensor]:
     """Incoming gradients of those sizes, the same ones each time."""
     from aot_backward_runtime.format.expressions import evaluate
-    from aot_backward_runtime.guards import dtype_of
+    from aot_backward_runtime.native.guards import dtype_of
 
     generator = torch.Generator().manual_seed(SEED)
     out = []

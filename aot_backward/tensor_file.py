@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from aot_backward_runtime.errors import AotBackwardError
 from aot_backward_runtime.format.atomic_file import replacing
 from aot_backward_runtime.format.safetensors_header import stored_as, write_header
-from aot_backward_runtime.tensor_bytes import dtype_name, tensor_chunks
+from aot_backward_runtime.native.tensor_bytes import dtype_name, tensor_chunks
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -23,12 +23,12 @@ import torch.utils._pytree as pytree
 
 from aot_backward_runtime import InputError, Package, StateError, load
 from aot_backward_runtime.format.manifest import VariantSpec
-from aot_backward_runtime.guards import Contract
+from aot_backward_runtime.native.guards import Contract
+from aot_backward_runtime.native.pytree import unflatten
+from aot_backward_runtime.native.tensor_bytes import tensor_chunks
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.signature_policy import Key, Policy, admission
 from aot_backward_runtime.step import LoadedStep
-from aot_backward_runtime.tensor_bytes import tensor_chunks
-from aot_backward_runtime.tree import unflatten
 
 from .tensor_file import read_tensors
 

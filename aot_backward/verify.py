@@ -16,11 +16,11 @@ from aot_backward_runtime import compatibility, load
 from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.manifest import Ambient, EntrySpec, Manifest, VariantSpec
 from aot_backward_runtime.loader import Package
+from aot_backward_runtime.native.pytree import unflatten
+from aot_backward_runtime.native.weights import load_examples
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.signature_policy import Key, admission, signature_beside
 from aot_backward_runtime.package.targets import targets_of
-from aot_backward_runtime.tree import unflatten
-from aot_backward_runtime.weights import load_examples
 
 from . import selfcheck, undisturbed
 from .selfcheck import Named

@@ -1,6 +1,6 @@
 """What stands for a GPU where there is none: it "captures" a call and "replays" it into the same memory, as a CUDA graph does, on the CPU.
 
-Real are the compiled code, the numbers, and everything in ``aot_backward_runtime.cudagraphs``. On a GPU nothing runs during a capture; here it does,
+Real are the compiled code, the numbers, and everything in ``aot_backward_runtime.native.cuda_graphs``. On a GPU nothing runs during a capture; here it does,
 and what it wrote is put back.
 """
 
@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from aot_backward_runtime import load
-from aot_backward_runtime.cudagraphs import Graphs
 from aot_backward_runtime.loader import Package
+from aot_backward_runtime.native.cuda_graphs import Graphs
 
 
 class Simulated:
-    """A :class:`~aot_backward_runtime.cudagraphs.Recorder` on the CPU. ``refuse``: so many captures fail, as those of code that waits for the GPU.
+    """A :class:`~aot_backward_runtime.native.cuda_graphs.Recorder` on the CPU. ``refuse``: so many captures fail, as those of code that waits for the GPU.
 
     As PyTorch's allocator does: what a graph needs in between is free again once it is captured, and results of the next graph of its pool lie
     there."""

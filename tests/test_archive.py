@@ -18,8 +18,8 @@ from torch.export.pt2_archive._package import PT2ArchiveReader
 from aot_backward.package import write_package
 from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.zip_directory import read_directory
+from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package.archive import Archive, open_package
-from aot_backward_runtime.weights import load_examples, load_weights
 
 from .packages import (
     EXAMPLES,

@@ -12,7 +12,8 @@ from torch import nn
 from torch.export import Dim
 
 import aot_backward as ab
-from aot_backward_runtime import IncompatibleError, InputError, cudagraphs, load
+from aot_backward_runtime import IncompatibleError, InputError, load
+from aot_backward_runtime.native import cuda_graphs
 
 from . import exports
 from .conftest import aot_backward
@@ -99,7 +100,7 @@ def test_a_training_loop_is_eagers(package: Path) -> None:
     assert_same(_trained(loaded.module("net"), sizes), _trained(net(), sizes))
     report = loaded.cudagraphs
     assert report is not None and report.captured == 4  # forward and backward, at two sizes
-    assert report.plain == {cudagraphs.WARM_UP: 2, "the backward of a forward that ran without": 2} and report.replayed == 2 * len(sizes) - 4
+    assert report.plain == {cuda_graphs.WARM_UP: 2, "the backward of a forward that ran without": 2} and report.replayed == 2 * len(sizes) - 4
     assert str(report).startswith("4 captured, 12 replayed, 4 without a CUDA graph\n  x2: the first call at its shapes")
 
 
@@ -121,7 +122,7 @@ def test_what_was_handed_out_stays_as_it_is(package: Path) -> None:
 def test_forwards_may_wait_for_their_backward(package: Path) -> None:
     loaded, _ = graphed(package)
     module, eager = loaded.module("net"), net()
-    count = cudagraphs.WAITING + 3
+    count = cuda_graphs.WAITING + 3
     for m, found in ((module, ours := {}), (eager, theirs := {})):
         xs = [_inputs(8, i).requires_grad_() for i in range(count)]
         for _ in range(2):
@@ -168,7 +169,7 @@ def test_a_dropped_forward_is_used_again(package: Path) -> None:
     module = loaded.module("net")
     for i in range(10):
         module(_inputs(8, i).requires_grad_())
-    assert loaded.cudagraphs is not None and loaded.cudagraphs.plain == {cudagraphs.WARM_UP: 1} and loaded.cudagraphs.captured == 1
+    assert loaded.cudagraphs is not None and loaded.cudagraphs.plain == {cuda_graphs.WARM_UP: 1} and loaded.cudagraphs.captured == 1
 
 
 def test_a_saved_output_that_is_changed_is_autograds_error(package: Path) -> None:
@@ -217,7 +218,7 @@ def test_what_cannot_be_captured_runs_without(package: Path) -> None:
     report = loaded.cudagraphs
     assert report is not None and report.captured == report.replayed == 0 and sum(report.plain.values()) == 2 * len(sizes)
     (reason,) = [reason for reason in report.plain if "cannot be captured: operation not permitted when stream is capturing" in reason]
-    assert reason.startswith("data/aotinductor/net.0.forward/") and machine.refuse == 100 - cudagraphs.TRIES
+    assert reason.startswith("data/aotinductor/net.0.forward/") and machine.refuse == 100 - cuda_graphs.TRIES
 
 
 def test_one_capture_that_fails_is_not_the_end(package: Path) -> None:
@@ -245,11 +246,11 @@ def test_what_is_bound_anew_runs_once_before_it_is_captured(package: Path) -> No
     module.last.weight.data = module.last.weight.data.clone()
     report = loaded.cudagraphs
     assert report is not None
-    before, captured = report.plain[cudagraphs.WARM_UP], report.captured
+    before, captured = report.plain[cuda_graphs.WARM_UP], report.captured
     for _ in range(2):
         outputs = module(_inputs(8, 0).requires_grad_())  # without a backward, then captured
     outputs[0].sum().backward()
-    assert report.plain[cudagraphs.WARM_UP] == before + 2 and report.captured == captured + 1
+    assert report.plain[cuda_graphs.WARM_UP] == before + 2 and report.captured == captured + 1
 
 
 def test_steps_are_eagers(package: Path) -> None:
@@ -278,7 +279,7 @@ def test_steps_are_eagers(package: Path) -> None:
         assert_same(*now, 1e-4)
     report = loaded.cudagraphs
     assert report is not None and report.captured == 2 + 1 and report.replayed == 6  # at 5 and 8 rows, and the second of what is only added up
-    assert report.plain == {cudagraphs.WARM_UP: 4}
+    assert report.plain == {cuda_graphs.WARM_UP: 4}
 
 
 def test_a_gradient_function(package: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from aot_backward_runtime import InputError
 from aot_backward_runtime.format.manifest import TensorSpec
-from aot_backward_runtime.guards import Contract, check_kind
+from aot_backward_runtime.native.guards import Contract, check_kind
 
 ON_GPU = TensorSpec("x", "float32", "cuda", (2,), (1,))
 SCALAR = TensorSpec("scale", "float32", "cuda", (), ())

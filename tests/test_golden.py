@@ -10,9 +10,9 @@ from torch import nn
 
 from aot_backward_runtime import IncompatibleError, load, replay
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, OperatorSpec
+from aot_backward_runtime.native.weights import filled, load_weights
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
-from aot_backward_runtime.weights import filled, load_weights
 
 from . import golden_operators
 from .golden_packages import Curved, Pair, arguments, backward_passes, bend, cubed, samples, training

@@ -175,7 +175,7 @@ def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> Non
 
 def test_these_checks_can_fail() -> None:
     path = FOLDERS["aot_backward_runtime"] / "plan.py"
-    assert wrong_imports("aot_backward_runtime.plan", path, "def f():\n    from aot_backward.export import export") == ["aot_backward.export"]
+    assert wrong_imports("aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.export import export") == ["aot_backward.export"]
     path = FOLDERS["aot_backward"] / "cli" / "run.py"
     assert wrong_imports("aot_backward.cli.run", path, "from ..capture import joint") == ["aot_backward.capture.joint"]
     assert list(private("import torch._inductor\nx = torch._C._aoti\nfrom torch._dynamo import y")) != []

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import aot_backward as ab
 from aot_backward_runtime import GradientError, InputError, load
 from aot_backward_runtime.format.manifest import Tree
-from aot_backward_runtime.tree import flatten
+from aot_backward_runtime.native.pytree import flatten
 
 from . import exports
 from .oracle import assert_same, run

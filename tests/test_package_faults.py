@@ -28,10 +28,10 @@ import torch
 
 from aot_backward_runtime import AotBackwardError, compatibility, load
 from aot_backward_runtime.errors import ExportError, IncompatibleError, PackageError
+from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package import code_cache as cache_module
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.code_cache import CacheError
-from aot_backward_runtime.weights import load_examples, load_weights
 
 from . import exports
 from .packages import GRAPH, LIBRARY, METADATA, put_together, python, taken_apart, tiny_input, tiny_manifest, tiny_weights, write_tiny
@@ -43,7 +43,7 @@ RUN = """
 import sys, torch
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.errors import AotBackwardError
-from aot_backward_runtime.weights import load_examples, load_weights
+from aot_backward_runtime.native.weights import load_examples, load_weights
 def run(path):
     archive = open_package(path)
     weights = load_weights(archive)

@@ -29,9 +29,9 @@ import aot_backward_runtime
 from aot_backward_runtime import AotBackwardError, PackageError, SignatureError
 from aot_backward_runtime import load as load_package
 from aot_backward_runtime.format.zip_directory import read_at
+from aot_backward_runtime.native.weights import load_weights
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.signature_policy import admission
-from aot_backward_runtime.weights import load_weights
 
 from .packages import LIBRARY, MANIFEST, WEIGHTS, python, taken_apart, tiny_weights, write_tiny
 from .test_cli import called, fails
@@ -499,8 +499,8 @@ def test_what_was_signed_is_loaded_whatever_is_written_over_it(
         load_weights(open_package(path, admit=then_bad))
     overwriting(twins[0])
     with monkeypatch.context() as patched:  # also where large weights were found good before
-        patched.setattr("aot_backward_runtime.weights.HASHED_ALWAYS", 0)
-        patched.setattr("aot_backward_runtime.weights.remembered", lambda *_: True)
+        patched.setattr("aot_backward_runtime.native.weights.HASHED_ALWAYS", 0)
+        patched.setattr("aot_backward_runtime.native.weights.remembered", lambda *_: True)
         with pytest.raises(PackageError, match="SHA-256 is"):
             load_weights(open_package(path, admit=then_bad))
     overwriting(twins[0])

@@ -12,8 +12,8 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_runtime import GradientError, load
+from aot_backward_runtime.native.plan import Library
 from aot_backward_runtime.package.archive import open_package
-from aot_backward_runtime.plan import Library
 
 from . import exports
 from .oracle import assert_same, run

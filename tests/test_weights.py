@@ -17,11 +17,11 @@ import safetensors.torch
 import torch
 
 from aot_backward.package import write_package
-from aot_backward_runtime import weights as weights_module
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.safetensors_header import DTYPES, read_header
+from aot_backward_runtime.native import weights as weights_module
+from aot_backward_runtime.native.weights import layout_problem, load_examples, load_weights
 from aot_backward_runtime.package.archive import Archive, open_package
-from aot_backward_runtime.weights import layout_problem, load_examples, load_weights
 
 from .packages import EXAMPLES, MANIFEST, WEIGHTS, put_together, taken_apart, tiny_manifest
 

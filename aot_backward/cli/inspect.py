@@ -137,7 +137,7 @@ def _of_the_program(entry: EntrySpec) -> list[StateSpec]:
 
 
 def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any]:
-    from aot_backward_runtime.guards import dtype_of
+    from aot_backward_runtime.native.guards import dtype_of
     from aot_backward_runtime.parameter_groups import options_of
 
     keys = {s.name: s.weight for s in entry.state}
@@ -173,8 +173,8 @@ def _number(number: NumberSpec) -> dict[str, Any]:
 
 def _variant(variant: VariantSpec, entry: EntrySpec) -> dict[str, Any]:
     from aot_backward.onnx.arguments import argument_names
-    from aot_backward_runtime.guards import Contract
-    from aot_backward_runtime.tree import describe, signature
+    from aot_backward_runtime.native.guards import Contract
+    from aot_backward_runtime.native.pytree import describe, signature
 
     contract = Contract(variant.inputs, variant.symbols, variant.guards)
     return {

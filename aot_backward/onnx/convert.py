@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from aot_backward_exporters import portable
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.manifest import EntrySpec, VariantSpec
+from aot_backward_runtime.native.plan import ROLES
+from aot_backward_runtime.native.weights import filled, load_examples, load_weights
 from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.package.archive import Archive, open_package
-from aot_backward_runtime.plan import ROLES
-from aot_backward_runtime.weights import filled, load_examples, load_weights
 
 from .. import graphcheck, torch_api
 from ..capture.stated import stated

@@ -13,7 +13,7 @@ from aot_backward_exporters.portable import form_of
 from aot_backward_runtime.errors import InputError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import Size
-from aot_backward_runtime.guards import dtype_of
+from aot_backward_runtime.native.guards import dtype_of
 from aot_backward_runtime.package.archive import Archive
 
 from .markup import clean

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from . import tensor_values, torch_api
+from . import torch_api
 from .errors import InputError, WeightsError
 from .format.manifest import EntrySpec
-from .guards import Fast
-from .plan import Library, State, Variant
-from .tree import Types, signature
+from .native import tensor_values
+from .native.guards import Fast
+from .native.plan import Library, State, Variant
+from .native.pytree import Types, signature
 
 _REMEMBERED = 8  # signatures with a fast check; each costs one failing check for the ones behind it
 _RESOLVED = 1024  # signatures whose variant is known

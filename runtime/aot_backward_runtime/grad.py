@@ -13,11 +13,11 @@ import torch
 from . import torch_api
 from .entry import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError
-from .guards import Fast
-from .memory import Ranges
+from .native.guards import Fast
+from .native.memory import Ranges
+from .native.plan import Binding, Runnable, Variant
+from .native.pytree import unflatten
 from .parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
-from .plan import Binding, Runnable, Variant
-from .tree import unflatten
 
 
 class LoadedGrad:

@@ -12,19 +12,19 @@ from typing import NoReturn
 import torch
 
 from .compatibility import choose
-from .cuda import library_on
-from .cudagraphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .entry import Entry
 from .errors import AotBackwardError, InputError, WeightsError
 from .format.manifest import EntrySpec, Manifest, StructureSpec
 from .grad import LoadedGrad
 from .module import LoadedModule
+from .native.cuda_graphs import Gpu, GraphedLibrary, GraphReport, Graphs
+from .native.cuda_library import library_on
+from .native.plan import ROLES, Library, State, check_weight
+from .native.weights import filled, load_weights
 from .operators import check_registered, import_modules
 from .package.archive import Archive, open_package
 from .package.signature_policy import Key, Policy, admission
-from .plan import ROLES, Library, State, check_weight
 from .step import LoadedStep
-from .weights import filled, load_weights
 
 
 class Package:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import tensor_values, torch_api
+from . import torch_api
 from .entry import Admitted, Entry
 from .errors import GradientError, InputError, StateDictError, WeightsError
 from .format.manifest import StateSpec
-from .plan import Binding, Lease, Runnable, Variant
-from .tree import unflatten
+from .native import tensor_values
+from .native.plan import Binding, Lease, Runnable, Variant
+from .native.pytree import unflatten
 
 _NO_DOUBLE = (
     "a derivative was asked for of a compiled backward that holds none of that order: export the module with order=2 for the second, or the "

@@ -10,7 +10,7 @@ from torch import nn
 
 from . import torch_api
 from .errors import InputError
-from .guards import Fast
+from .native.guards import Fast
 
 
 class BoundParameter(nn.Parameter):

@@ -25,10 +25,10 @@ from .format.manifest import OperatorSpec, StructureSpec
 from .function_code import PlainContext, digest_of
 from .interpreter import Run
 from .loader import Package, load
+from .native.plan import Library
 from .operators import told, unregistered
 from .package.signature_policy import Key, Policy
 from .passes import Admitted, Operands, Structure
-from .plan import Library
 from .reasons import Reasons
 from .recorder import Recorded, Recorder, Refused
 from .schedule import eager_order

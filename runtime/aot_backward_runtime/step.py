@@ -16,13 +16,13 @@ import torch
 from . import heap, torch_api
 from .entry import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
-from .guards import Fast
 from .loss_scale import LossScale
-from .memory import Ranges
+from .native.guards import Fast
+from .native.memory import Ranges
+from .native.plan import Binding, Runnable, reason_of
+from .native.pytree import unflatten
 from .parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable, through_hooks
-from .plan import Binding, Runnable, reason_of
 from .training_state import Change, TrainingState
-from .tree import unflatten
 
 if TYPE_CHECKING:
     from .averaging import Averaging

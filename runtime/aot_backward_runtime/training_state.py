@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from . import loss_scale, state_file, tensor_values
+from . import loss_scale, state_file
 from .errors import AotBackwardError, StateError
 from .format.manifest import StepSpec
+from .native import tensor_values
+from .native.tensor_values import Copies
 from .parameter_groups import Group, Numbers, plain
-from .tensor_values import Copies
 
 Notes = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | None]
 _PROGRESS = ("count", "skipped", "accumulated")

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from aot_backward_exporters import cuda_cross
+from aot_backward_runtime.native.weights import filled, load_weights
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import seen_as, targets_of
-from aot_backward_runtime.weights import filled, load_weights
 
 from . import binaries, interpreted, launches, machine_code, programs, spoilt
 from .watched import Compiled, watching

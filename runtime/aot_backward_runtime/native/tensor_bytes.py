@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .format.safetensors_header import DTYPES
+from ..format.safetensors_header import DTYPES
 
 TORCH_DTYPES = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
 """PyTorch's dtype by the safetensors format's name."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from . import torch_api
-from .errors import InputError
-from .format.expressions import evaluate
-from .format.manifest import Ambient, SymbolSpec, TensorSpec
+from .. import torch_api
+from ..errors import InputError
+from ..format.expressions import evaluate
+from ..format.manifest import Ambient, SymbolSpec, TensorSpec
 from .memory import extent, room
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 import torch
 
-from . import torch_api
+from .. import torch_api
 from .captured_graph import CapturedGraph, place_for
-from .cuda import capturing
+from .cuda_library import capturing
 from .plan import Binding, Lease, Library
 
 SHAPES = 64  # lists of shapes of one library that have graphs

@@ -12,12 +12,12 @@ import math
 
 import torch
 
-from .errors import PackageError
-from .format.manifest import EXAMPLES_MEMBER, WEIGHTS_MEMBER, WeightSpec
-from .format.safetensors_header import ALIGNMENT, Stored, read_header, stored_as
+from ..errors import PackageError
+from ..format.manifest import EXAMPLES_MEMBER, WEIGHTS_MEMBER, WeightSpec
+from ..format.safetensors_header import ALIGNMENT, Stored, read_header, stored_as
+from ..package.archive import Archive
+from ..package.code_cache import remember, remembered
 from .guards import dtype_of
-from .package.archive import Archive
-from .package.code_cache import remember, remembered
 from .tensor_bytes import TORCH_DTYPES
 
 _MOST_FILLED = 64  # times the stored weights: state of an optimizer and accumulated gradients are a few times the parameters

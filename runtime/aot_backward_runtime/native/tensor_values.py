@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import torch_api
+from .. import torch_api
 from .memory import extent, room
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from .errors import ExecutionError
-from .format.manifest import LibrarySpec
+from ..errors import ExecutionError
+from ..format.manifest import LibrarySpec
 from .plan import Library, reason_of
 
 

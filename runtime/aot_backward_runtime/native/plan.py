@@ -15,13 +15,14 @@ from typing import Any, Protocol
 
 import torch
 
-from . import tensor_values, torch_api
-from .errors import ExecutionError, IncompatibleError, InputError, PackageError, WeightsError
-from .format.expressions import evaluate
-from .format.manifest import EntrySpec, LibrarySpec, Plan, TensorSpec, VariantSpec, WeightSpec
+from .. import torch_api
+from ..errors import ExecutionError, IncompatibleError, InputError, PackageError, WeightsError
+from ..format.expressions import evaluate
+from ..format.manifest import EntrySpec, LibrarySpec, Plan, TensorSpec, VariantSpec, WeightSpec
+from . import tensor_values
 from .guards import Contract, Fast, check_ambient, dtype_of
 from .memory import Ranges, extent
-from .tree import arguments, flatten
+from .pytree import arguments, flatten
 
 ROLES = ("forward", "backward", "inference", "gradient", "step", "accumulate")
 """The plans that a variant may have, by their names in :class:`VariantSpec`."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .errors import InputError, PackageError
-from .format.expressions import evaluate
-from .format.manifest import Tree
+from ..errors import InputError, PackageError
+from ..format.expressions import evaluate
+from ..format.manifest import Tree
 
 Types = Mapping[str, type]
 """Classes by "module.qualname" that results may be made of, as handed to ``load(types=…)``."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import torch_api
+from .. import torch_api
 
 
 class CapturedGraph:
