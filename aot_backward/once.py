@@ -9,9 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime import Package
+from aot_backward_runtime.entries.module import LoadedModule
 from aot_backward_runtime.errors import AotBackwardError, InputError
 from aot_backward_runtime.format.manifest import VariantSpec
-from aot_backward_runtime.module import LoadedModule
 from aot_backward_runtime.native.pytree import flatten, unflatten
 
 GRADIENT = "gradient of "

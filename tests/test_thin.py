@@ -71,7 +71,7 @@ def test_the_test_above_can_fail(tmp_path: Path) -> None:
         "import importlib.abc\n"
         "class Spoil(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'aot_backward_runtime.module':\n"
+        "        if name == 'aot_backward_runtime.entries.module':\n"
         "            import torch._dynamo\n"
         "sys.meta_path.insert(0, Spoil())"
     )

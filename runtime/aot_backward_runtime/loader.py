@@ -12,11 +12,11 @@ from typing import NoReturn
 import torch
 
 from .compatibility import choose
-from .entry import Entry
+from .entries.dispatch import Entry
+from .entries.grad import LoadedGrad
+from .entries.module import LoadedModule
 from .errors import AotBackwardError, InputError, WeightsError
 from .format.manifest import EntrySpec, Manifest, StructureSpec
-from .grad import LoadedGrad
-from .module import LoadedModule
 from .native.cuda_graphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .native.cuda_library import library_on
 from .native.plan import ROLES, Library, State, check_weight

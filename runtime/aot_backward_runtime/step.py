@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import heap, torch_api
-from .entry import Admitted, Entry
+from .entries.bound_parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable, through_hooks
+from .entries.dispatch import Admitted, Entry
 from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
 from .loss_scale import LossScale
 from .native.guards import Fast
 from .native.memory import Ranges
 from .native.plan import Binding, Runnable, reason_of
 from .native.pytree import unflatten
-from .parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable, through_hooks
 from .training_state import Change, TrainingState
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from . import torch_api
-from .errors import InputError, WeightsError
-from .format.manifest import EntrySpec
-from .native import tensor_values
-from .native.guards import Fast
-from .native.plan import Library, State, Variant
-from .native.pytree import Types, signature
+from .. import torch_api
+from ..errors import InputError, WeightsError
+from ..format.manifest import EntrySpec
+from ..native import tensor_values
+from ..native.guards import Fast
+from ..native.plan import Library, State, Variant
+from ..native.pytree import Types, signature
 
 _REMEMBERED = 8  # signatures with a fast check; each costs one failing check for the ones behind it
 _RESOLVED = 1024  # signatures whose variant is known

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import torch_api
-from .entry import Admitted, Entry
-from .errors import GradientError, InputError, StateDictError, WeightsError
-from .format.manifest import StateSpec
-from .native import tensor_values
-from .native.plan import Binding, Lease, Runnable, Variant
-from .native.pytree import unflatten
+from .. import torch_api
+from ..errors import GradientError, InputError, StateDictError, WeightsError
+from ..format.manifest import StateSpec
+from ..native import tensor_values
+from ..native.plan import Binding, Lease, Runnable, Variant
+from ..native.pytree import unflatten
+from .dispatch import Admitted, Entry
 
 _NO_DOUBLE = (
     "a derivative was asked for of a compiled backward that holds none of that order: export the module with order=2 for the second, or the "

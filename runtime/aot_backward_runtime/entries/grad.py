@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from . import torch_api
-from .entry import Admitted, Entry
-from .errors import AotBackwardError, ExecutionError
-from .native.guards import Fast
-from .native.memory import Ranges
-from .native.plan import Binding, Runnable, Variant
-from .native.pytree import unflatten
-from .parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
+from .. import torch_api
+from ..errors import AotBackwardError, ExecutionError
+from ..native.guards import Fast
+from ..native.memory import Ranges
+from ..native.plan import Binding, Runnable, Variant
+from ..native.pytree import unflatten
+from .bound_parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
+from .dispatch import Admitted, Entry
 
 
 class LoadedGrad:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import torch_api
-from .errors import InputError
-from .native.guards import Fast
+from .. import torch_api
+from ..errors import InputError
+from ..native.guards import Fast
 
 
 class BoundParameter(nn.Parameter):
