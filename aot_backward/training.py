@@ -28,7 +28,7 @@ from aot_backward_runtime.native.pytree import unflatten
 from aot_backward_runtime.native.tensor_bytes import tensor_chunks
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.signature_policy import Key, Policy, admission
-from aot_backward_runtime.step import LoadedStep
+from aot_backward_runtime.training.step import LoadedStep
 
 from .tensor_file import read_tensors
 

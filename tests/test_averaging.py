@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 import aot_backward_runtime as runtime
-from aot_backward_runtime import averaging
-from aot_backward_runtime.averaging import Averaging, Buckets, Spec
+from aot_backward_runtime.training import gradient_buckets
+from aot_backward_runtime.training.gradient_buckets import Averaging, Buckets, Spec
 
 CPU = torch.device("cpu")
 GRADIENTS: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -169,19 +169,19 @@ def test_names_are_distinct() -> None:
 
 
 def test_sharing_holds_no_more_than_its_limit_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(averaging, "_BROADCAST", 64)
-    pieces = averaging._chunks([torch.zeros(n) for n in (8, 8, 1, 100, 2, 0, 14, 1)])
+    monkeypatch.setattr(gradient_buckets, "_BROADCAST", 64)
+    pieces = gradient_buckets._chunks([torch.zeros(n) for n in (8, 8, 1, 100, 2, 0, 14, 1)])
     assert [[t.numel() for t in piece] for piece in pieces] == [[8, 8], [1], [100], [2, 0, 14], [1]]
-    assert list(averaging._chunks([])) == []
+    assert list(gradient_buckets._chunks([])) == []
 
 
 def test_the_runtime_alone_does_not_load_this() -> None:
     script = (
-        "import sys, torch; base = set(sys.modules); import aot_backward_runtime; assert 'aot_backward_runtime.averaging' not in sys.modules;"
-        "runtime = set(sys.modules); import aot_backward_runtime.averaging; print(*sorted(set(sys.modules) - runtime))"
+        "import sys, torch; base = set(sys.modules); import aot_backward_runtime; assert 'aot_backward_runtime.training.gradient_buckets' not in sys.modules;"
+        "runtime = set(sys.modules); import aot_backward_runtime.training.gradient_buckets; print(*sorted(set(sys.modules) - runtime))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["aot_backward_runtime.averaging"], done.stdout + done.stderr
+    assert done.stdout.split() == ["aot_backward_runtime.training.gradient_buckets"], done.stdout + done.stderr
 
 
 # What the ranks do.
@@ -266,8 +266,8 @@ def sharing() -> dict[str, Any]:
         return next(f"rank {r}" for r in range(3) if all(map(torch.equal, tensors, buffers(r))))
 
     out["buffers"] = []
-    for limit in (averaging._BROADCAST, 64):  # in one piece, and in several
-        averaging._BROADCAST = limit
+    for limit in (gradient_buckets._BROADCAST, 64):  # in one piece, and in several
+        gradient_buckets._BROADCAST = limit
         ours.share(mine := buffers(rank))
         out["buffers"].append(whose(mine))
     ours.share(mine := buffers(rank), source=2)

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import aot_backward as ab
-from aot_backward_runtime import InputError, StateDictError, StateError, WeightsError, load, state_file
-from aot_backward_runtime.loss_scale import LossScale
+from aot_backward_runtime import InputError, StateDictError, StateError, WeightsError, load
+from aot_backward_runtime.training import checkpoint
+from aot_backward_runtime.training.loss_scale import LossScale
 
 from . import exports, test_loss_scale
 from .step_cases import assert_equal, batch, everything, package
@@ -244,9 +245,9 @@ def test_a_bad_tensor_in_the_state_of_a_step(adam: Any) -> None:
 
 def _rewritten(source: Path, path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
     """The training state of ``source`` with a change, and a digest that is right."""
-    tensors, about = state_file.read_state(source)
+    tensors, about = checkpoint.read_state(source)
     change(about, tensors)
-    state_file.write_state(path, tensors, about)
+    checkpoint.write_state(path, tensors, about)
     return path
 
 

@@ -22,7 +22,7 @@ import torch
 
 from aot_backward_runtime import StateError
 from aot_backward_runtime.format import atomic_file
-from aot_backward_runtime.state_file import FORMAT, read_state, write_state
+from aot_backward_runtime.training.checkpoint import FORMAT, read_state, write_state
 
 from .test_weights import every_dtype, same
 
@@ -44,7 +44,7 @@ import os, sys
 import torch
 from pathlib import Path
 from aot_backward_runtime import StateError, atomic_file, state_file
-from aot_backward_runtime.state_file import read_state, write_state
+from aot_backward_runtime.training.checkpoint import read_state, write_state
 strangers = {"aot_backward", "safetensors"} & set(sys.modules)
 assert not strangers, strangers
 torch.set_num_threads(1)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import aot_backward as ab
 import aot_backward_runtime as runtime
-from aot_backward_runtime.step import LoadedStep
+from aot_backward_runtime.training.step import LoadedStep
 
 from . import exports
 from .step_cases import SCHEDULES, Eager, assert_equal, assert_same_change, batch, eager, everything, package
@@ -457,7 +457,7 @@ def left_behind(step: LoadedStep, error: runtime.AotBackwardError) -> None:
 
 
 def killed(when: str) -> None:
-    from aot_backward_runtime.averaging import Averaging
+    from aot_backward_runtime.training.gradient_buckets import Averaging
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     step = runtime.load(package("AdamW")).step().distribute()

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import GroupSpec
-from aot_backward_runtime.parameter_groups import plain
+from aot_backward_runtime.training.param_groups import plain
 
 from .. import torch_api
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import GradientSlot, OptimizerStateSpec, Plan, StepSpec
-from aot_backward_runtime.parameter_groups import plain
+from aot_backward_runtime.training.param_groups import plain
 
 from ..program import Graph
 from . import number_vector, optimizer_trace, split

@@ -10,7 +10,7 @@ from aot_backward_runtime.format.manifest import EntrySpec, PassSpec, StateSpec,
 from aot_backward_runtime.native.pytree import describe, signature
 from aot_backward_runtime.package.archive import Archive
 from aot_backward_runtime.package.targets import targets_of
-from aot_backward_runtime.parameter_groups import options_of
+from aot_backward_runtime.training.param_groups import options_of
 
 from .blocks import SHOWN, code, facts, folded, line, section
 from .markup import Child, Html, element

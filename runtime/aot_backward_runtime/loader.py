@@ -24,7 +24,7 @@ from .native.weights import filled, load_weights
 from .operators import check_registered, import_modules
 from .package.archive import Archive, open_package
 from .package.signature_policy import Key, Policy, admission
-from .step import LoadedStep
+from .training.step import LoadedStep
 
 
 class Package:

@@ -36,7 +36,7 @@ from ..format.manifest import (
     WeightSpec,
 )
 from ..format.safetensors_header import DTYPES
-from ..parameter_groups import inside, options_in, options_of
+from ..training.param_groups import inside, options_in, options_of
 from .recorded_pass_checks import check_looks, check_symbols, check_symbols_of
 
 DTYPE_NAMES = frozenset(DTYPES) | {"complex128", "complex32"}

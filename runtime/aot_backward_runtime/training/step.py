@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import heap, torch_api
-from .entries.bound_parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable, through_hooks
-from .entries.dispatch import Admitted, Entry
-from .errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
+from .. import torch_api
+from ..entries.bound_parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable, through_hooks
+from ..entries.dispatch import Admitted, Entry
+from ..errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
+from ..native.guards import Fast
+from ..native.memory import Ranges
+from ..native.plan import Binding, Runnable, reason_of
+from ..native.pytree import unflatten
+from . import allocator
 from .loss_scale import LossScale
-from .native.guards import Fast
-from .native.memory import Ranges
-from .native.plan import Binding, Runnable, reason_of
-from .native.pytree import unflatten
-from .training_state import Change, TrainingState
+from .state import Change, TrainingState
 
 if TYPE_CHECKING:
-    from .averaging import Averaging
+    from .gradient_buckets import Averaging
 
 _MODULE = "module."
 _REMEMBERED = 8  # kinds of call that need only a check in C
@@ -88,7 +89,7 @@ class LoadedStep(torch.optim.Optimizer):
         self.grad_norm: torch.Tensor | None = None
         if shared and any(map(resizable, self._held)):
             self._hand_out()
-        heap.keep(sum(p.nbytes for p in parameters.values() if p.requires_grad and p.device.type == "cpu"))
+        allocator.keep(sum(p.nbytes for p in parameters.values() if p.requires_grad and p.device.type == "cpu"))
 
     # calling
 
@@ -503,7 +504,7 @@ class LoadedStep(torch.optim.Optimizer):
         the first. ``order``: the parameters' names in the order in which their gradients arrive in eager, where that is not the last first; from
         three processes on the last bit of a sum depends on it, and on nothing else does it bear.
         Raises :class:`DistributedError`; :class:`InputError` where the step is distributed already, or was exported for one process."""
-        from .averaging import Averaging, Buckets
+        from .gradient_buckets import Averaging, Buckets
 
         if self._update is None:
             raise InputError(f"entry {self._entry.name!r} was exported for one process: export it with distributed=True")

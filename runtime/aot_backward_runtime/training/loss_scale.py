@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .errors import StateError
-from .parameter_groups import Numbers
+from ..errors import StateError
+from .param_groups import Numbers
 
 KEY = "loss_scale"
 _LARGEST = sys.float_info.max  # of Python's integers, too

@@ -28,10 +28,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .errors import PackageError, StateError
-from .format.atomic_file import replacing
-from .format.safetensors_header import LARGEST_HEADER, METADATA, Header, Stored, parse_header, read_header_text, stored_as, unique_keys, write_header
-from .native.tensor_bytes import TORCH_DTYPES, dtype_name, memory_of, tensor_chunks
+from ..errors import PackageError, StateError
+from ..format.atomic_file import replacing
+from ..format.safetensors_header import LARGEST_HEADER, METADATA, Header, Stored, parse_header, read_header_text, stored_as, unique_keys, write_header
+from ..native.tensor_bytes import TORCH_DTYPES, dtype_name, memory_of, tensor_chunks
 
 FORMAT, VERSION = "aot-backward state", "1"
 DEEPEST = 64

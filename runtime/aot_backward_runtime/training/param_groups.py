@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .errors import InputError, PackageError
-from .format.manifest import GroupSpec, Interval, NumberSpec, StepSpec
+from ..errors import InputError, PackageError
+from ..format.manifest import GroupSpec, Interval, NumberSpec, StepSpec
 
 
 class Numbers:

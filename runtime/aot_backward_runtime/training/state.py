@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from . import loss_scale, state_file
-from .errors import AotBackwardError, StateError
-from .format.manifest import StepSpec
-from .native import tensor_values
-from .native.tensor_values import Copies
-from .parameter_groups import Group, Numbers, plain
+from ..errors import AotBackwardError, StateError
+from ..format.manifest import StepSpec
+from ..native import tensor_values
+from ..native.tensor_values import Copies
+from . import checkpoint, loss_scale
+from .param_groups import Group, Numbers, plain
 
 Notes = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | None]
 _PROGRESS = ("count", "skipped", "accumulated")
@@ -244,11 +244,11 @@ class TrainingState:
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "extra": extra,
         }
-        state_file.write_state(path, tensors, about)
+        checkpoint.write_state(path, tensors, about)
 
     def read(self, path: str | os.PathLike[str], random: bool) -> tuple[Change, dict[str, torch.Tensor], Any]:
         """What :meth:`save` wrote, for :meth:`take`; the states of random generators by name, looked at where ``random``; and ``extra``."""
-        tensors, about = state_file.read_state(path)
+        tensors, about = checkpoint.read_state(path)
         try:
             return self._read(tensors, about, random)
         except (AotBackwardError, *_WRONG) as error:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist  # this module is only imported where processes are asked for; plain `import torch` has loaded it already
 
-from .errors import AotBackwardError, DistributedError
+from ..errors import AotBackwardError, DistributedError
 
 Spec = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """Name, shape, strides, dtype and device of a gradient."""
