@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from aot_backward_runtime import places
+from aot_backward_runtime.compiled_pass import Operands, Structure
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.function_code import PlainContext
 from aot_backward_runtime.interpreter import Run
 from aot_backward_runtime.loader import Package, load
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
-from aot_backward_runtime.passes import Operands, Structure
 from aot_backward_runtime.replay import MAX_STRUCTURES, Replaying
 from aot_backward_runtime.tape import Tape, slots
 

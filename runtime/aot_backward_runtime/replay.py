@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from . import places, torch_api
+from .compiled_pass import Admitted, Operands, Structure
 from .engine import Session
 from .errors import InputError, MissError
 from .format.manifest import OperatorSpec, StructureSpec
@@ -28,7 +29,6 @@ from .loader import Package, load
 from .native.plan import Library
 from .operators import told, unregistered
 from .package.signature_policy import Key, Policy
-from .passes import Admitted, Operands, Structure
 from .reasons import Reasons
 from .recorder import Recorded, Recorder, Refused
 from .schedule import eager_order
