@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from aot_backward_exporters import aoti, portable, targets
-from aot_backward_runtime.compiled_pass import PassContract
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec
@@ -28,7 +27,8 @@ from aot_backward_runtime.native.guards import laid_out
 from aot_backward_runtime.native.plan import Library
 from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package.archive import Archive, open_package
-from aot_backward_runtime.tape import Slot, Tape
+from aot_backward_runtime.passes.compiled_pass import PassContract
+from aot_backward_runtime.passes.tape import Slot, Tape
 
 from . import operators
 from .capture import observed, recorded

@@ -23,7 +23,7 @@ from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
 from aot_backward_runtime.format.manifest_json import plain, read_as
-from aot_backward_runtime.tape import tape_from_json
+from aot_backward_runtime.passes.tape import tape_from_json
 
 from . import torch_api
 from .capture import observed, recorded

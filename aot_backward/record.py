@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from aot_backward_runtime import places
-from aot_backward_runtime.compiled_pass import Operands, Structure
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.function_code import PlainContext
-from aot_backward_runtime.interpreter import Run
 from aot_backward_runtime.loader import Package, load
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
-from aot_backward_runtime.replay import MAX_STRUCTURES, Replaying
-from aot_backward_runtime.tape import Tape, slots
+from aot_backward_runtime.passes import origin
+from aot_backward_runtime.passes.compiled_pass import Operands, Structure
+from aot_backward_runtime.passes.custom_function import PlainContext
+from aot_backward_runtime.passes.interpreter import Run
+from aot_backward_runtime.passes.session import MAX_STRUCTURES, Replaying
+from aot_backward_runtime.passes.tape import Tape, slots
 
 from .capture.ambient import current_ambient
 from .capture.observation import Looks, Observation
@@ -88,7 +88,7 @@ class Collecting(Replaying):
         fingerprint = tape.fingerprint()
         if fingerprint not in self.met:
             hooks = [tape.ops[n].operands[0].index for n in tape.plain_customs]
-            self.met[fingerprint] = Met(tape, contexts={h: PlainContext(operands.hooks[h]) for h in hooks}, line=places.line())
+            self.met[fingerprint] = Met(tape, contexts={h: PlainContext(operands.hooks[h]) for h in hooks}, line=origin.line())
             leaves = {op.operands[0].index for op in tape.ops if op.kind == "accumulate"}
             self.met[fingerprint].layers = {i: name for i in leaves if (name := self.layers.name(operands.inputs[i]))}
         met = self.met[fingerprint]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from aot_backward_runtime.loader import load
 from aot_backward_runtime.package.signature_policy import Key, Policy
-from aot_backward_runtime.replay import MAX_STRUCTURES, Replaying
-from aot_backward_runtime.replay import replay as replay_only
+from aot_backward_runtime.passes.session import MAX_STRUCTURES, Replaying
+from aot_backward_runtime.passes.session import replay as replay_only
 
 
 def replay(
@@ -23,7 +23,7 @@ def replay(
     key: Key | None = None,
     max_structures: int = MAX_STRUCTURES,
 ) -> Replaying:
-    """:func:`aot_backward_runtime.replay.replay`, which can also keep what it met and the package does not hold.
+    """:func:`aot_backward_runtime.passes.session.replay`, which can also keep what it met and the package does not hold.
 
     ``save_misses``: a file to which, when the context closes, the graphs of the interpreted passes are written; ``aot-backward compile FILE
     -o PACKAGE`` (:func:`aot_backward.misses.compile_misses`) adds them, on this machine or another. Only then is a tracer imported, after the

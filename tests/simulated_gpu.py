@@ -1,7 +1,7 @@
 """What stands for a GPU where there is none: it "captures" a call and "replays" it into the same memory, as a CUDA graph does, on the CPU.
 
-Real are the compiled code, the numbers, and everything in ``aot_backward_runtime.native.cuda_graphs``. On a GPU nothing runs during a capture; here it does,
-and what it wrote is put back.
+Real are the compiled code, the numbers, and everything in ``aot_backward_runtime.native.cuda_graphs``. On a GPU nothing runs during a
+capture; here it does, and what it wrote is put back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from aot_backward_runtime.native.cuda_graphs import Graphs
 
 
 class Simulated:
-    """A :class:`~aot_backward_runtime.native.cuda_graphs.Recorder` on the CPU. ``refuse``: so many captures fail, as those of code that waits for the GPU.
+    """A :class:`~aot_backward_runtime.native.cuda_graphs.Recorder` on the CPU.
+    ``refuse``: so many captures fail, as those of code that waits for the GPU.
 
     As PyTorch's allocator does: what a graph needs in between is free again once it is captured, and results of the next graph of its pool lie
     there."""

@@ -132,7 +132,7 @@ def test_forwards_may_wait_for_their_backward(package: Path) -> None:
                 (found[str(i)],) = torch.autograd.grad(made[i], xs[i])
     assert_same(ours, theirs)
     report = loaded.cudagraphs
-    assert report is not None and report.plain[f"{cudagraphs.WAITING} forwards of these shapes wait for their backward"] == 2 + 3
+    assert report is not None and report.plain[f"{cuda_graphs.WAITING} forwards of these shapes wait for their backward"] == 2 + 3
 
 
 @pytest.mark.parametrize("order", ["f0 f1 b0 b1", "f0 f1 b1 b0", "f0 f1 b0 f2 b1 b2", "f0 s1 b0 b1", "f0 f1 e b1 b0", "f0 f1 f2 b2 b0 f3 b1 b3"])

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import aot_backward as ab
 from aot_backward.misses import compile_misses
-from aot_backward_runtime.function_code import digest_of
 from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.passes.custom_function import digest_of
 
 from .conftest import aot_backward
 from .exports import shared

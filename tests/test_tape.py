@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from aot_backward_runtime import AotBackwardError, PackageError
-from aot_backward_runtime.replay import Replaying
-from aot_backward_runtime.tape import Op, Slot, Tape, tape_from_json
+from aot_backward_runtime.passes.session import Replaying
+from aot_backward_runtime.passes.tape import Op, Slot, Tape, tape_from_json
 
 from .backward_passes import SCENARIOS, leaf
 
@@ -255,7 +255,7 @@ def test_a_tape_read_elsewhere_compares_and_does_not_run() -> None:
     script = """
 import sys, torch
 from aot_backward_runtime import PackageError
-from aot_backward_runtime.tape import tape_from_json
+from aot_backward_runtime.passes.tape import tape_from_json
 tape = tape_from_json(sys.stdin.read())
 try:
     tape.interpret([torch.ones(()) for _ in range(tape.inputs)], [1] * tape.sizes)
@@ -270,7 +270,7 @@ THIN = """
 import sys, torch, logging
 base = set(sys.modules)
 logging.disable(logging.CRITICAL)
-from aot_backward_runtime.replay import Replaying
+from aot_backward_runtime.passes.session import Replaying
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x * 2, x + 1
@@ -382,7 +382,7 @@ def test_pytorchs_own_comes_later_or_first() -> None:
     script = """
 import sys, torch, logging
 logging.disable(logging.CRITICAL)
-from aot_backward_runtime.replay import Replaying
+from aot_backward_runtime.passes.session import Replaying
 net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Softplus(), torch.nn.Linear(4, 2))
 x = torch.randn(2, 3)
 def gradients():

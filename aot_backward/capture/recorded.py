@@ -1,6 +1,6 @@
 """Tape -> graphs: a recorded pass, cut where Python code runs, each piece traced into a functional ATen graph.
 
-The trace runs the interpreter (``aot_backward_runtime.interpreter``) on fake tensors, so what is compiled is what would be interpreted.
+The trace runs the interpreter (``aot_backward_runtime.passes.interpreter``) on fake tensors, so what is compiled is what would be interpreted.
 Between two pieces stand, in eager's order, the operations that no graph can hold: hooks, custom functions, and the leaves that take their
 gradients.
 """
@@ -18,8 +18,8 @@ from torch import nn
 
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Segment, TensorSpec
-from aot_backward_runtime.interpreter import Run
-from aot_backward_runtime.tape import CALLS_OUT, Op, Slot, Tape, slots
+from aot_backward_runtime.passes.interpreter import Run
+from aot_backward_runtime.passes.tape import CALLS_OUT, Op, Slot, Tape, slots
 
 from .. import torch_api
 from ..program import Graph

@@ -210,7 +210,7 @@ def _structure(structure: StructureSpec) -> dict[str, Any]:
 
 
 def _pass(spec: PassSpec) -> dict[str, Any]:
-    from aot_backward_runtime.compiled_pass import PassContract
+    from aot_backward_runtime.passes.compiled_pass import PassContract
 
     contract = PassContract(spec)
     return {

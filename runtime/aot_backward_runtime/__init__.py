@@ -4,8 +4,14 @@
     model = aot_backward_runtime.load("model.pt2").module()
     model(x).sum().backward()
 
-Nothing here imports Dynamo or Inductor, and no compiler is started.
+Nothing here imports Dynamo or Inductor, and no compiler is started. What needs torch is imported when it is first used (PEP 562):
+``aot_backward_runtime.format`` and ``aot_backward_runtime.package`` read packages in a Python without torch.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .errors import (
     AotBackwardError,
@@ -22,8 +28,10 @@ from .errors import (
     StateError,
     WeightsError,
 )
-from .loader import Package, load
-from .replay import replay
+
+if TYPE_CHECKING:
+    from .loader import Package, load
+    from .passes.session import replay
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,3 +52,12 @@ __all__ = [
     "load",
     "replay",
 ]
+
+_HOME = {"Package": "loader", "load": "loader", "replay": "passes.session"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    return value

@@ -105,9 +105,9 @@ def _theirs() -> Iterator[None]:
 @contextlib.contextmanager
 def _way_there() -> Iterator[None]:
     """Ours up to the call of the library: the tape is found, dtypes, shapes and strides are checked."""
-    from aot_backward_runtime.compiled_pass import Operands, Structure
     from aot_backward_runtime.native.guards import Fast
-    from aot_backward_runtime.replay import Replaying
+    from aot_backward_runtime.passes.compiled_pass import Operands, Structure
+    from aot_backward_runtime.passes.session import Replaying
 
     class Empty(Replaying):
         known: tuple[list[int], Fast] | None = None

@@ -1,0 +1,1 @@
+"""The package format, as bytes and as typed records: read and written without torch."""

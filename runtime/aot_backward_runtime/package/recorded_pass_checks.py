@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import PackageError
 from ..format.expressions import symbols_of
 from ..format.manifest import EntrySpec, LibrarySpec, PassSpec, Segment, Size, StructureSpec, SymbolSpec, TensorSpec
-from ..tape import CALLS_OUT, Op, Slot, Tape, slots
+from ..passes.tape import CALLS_OUT, Op, Slot, Tape, slots
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _STATUS = re.compile(r"verified|not run(: .*)?", re.DOTALL)

@@ -1,0 +1,1 @@
+"""What ``Package.step()`` returns: a whole training step, its state, and its files."""

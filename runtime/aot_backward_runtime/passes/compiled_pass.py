@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from . import torch_api
-from .errors import InputError
-from .format.expressions import evaluate
-from .format.manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
+from .. import torch_api
+from ..errors import InputError
+from ..format.expressions import evaluate
+from ..format.manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
+from ..native.guards import Contract, Fast, check_ambient, check_kind, laid_out
+from ..native.memory import meet
+from ..native.plan import Library
+from ..operators import unregistered
+from ..package.recorded_pass_checks import check_against
 from .interpreter import Run
-from .native.guards import Contract, Fast, check_ambient, check_kind, laid_out
-from .native.memory import meet
-from .native.plan import Library
-from .operators import unregistered
-from .package.recorded_pass_checks import check_against
 from .tape import CALLS_OUT, Op, Slot, Tape
 
 _ADVICE = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .errors import PackageError
+from ..errors import PackageError
 
 VERSION = 1
 """Of the canonical form; it is part of every fingerprint.

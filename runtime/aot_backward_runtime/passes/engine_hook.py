@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from . import torch_api
-from .errors import AotBackwardError, MissError
+from .. import torch_api
+from ..errors import AotBackwardError, MissError
 from .interpreter import MATERIALIZE
 
 _sessions: list[Session] = []

@@ -18,20 +18,21 @@ from typing import Any
 
 import torch
 
-from . import places, torch_api
+from .. import torch_api
+from ..errors import InputError, MissError
+from ..format.manifest import OperatorSpec, StructureSpec
+from ..loader import Package, load
+from ..native.plan import Library
+from ..operators import told, unregistered
+from ..package.signature_policy import Key, Policy
+from . import origin
 from .compiled_pass import Admitted, Operands, Structure
-from .engine import Session
-from .errors import InputError, MissError
-from .format.manifest import OperatorSpec, StructureSpec
-from .function_code import PlainContext, digest_of
+from .custom_function import PlainContext, digest_of
+from .engine_hook import Session
+from .fallback_reasons import Reasons
 from .interpreter import Run
-from .loader import Package, load
-from .native.plan import Library
-from .operators import told, unregistered
-from .package.signature_policy import Key, Policy
-from .reasons import Reasons
+from .node_order import eager_order
 from .recorder import Recorded, Recorder, Refused
-from .schedule import eager_order
 from .tape import Tape
 
 log = logging.getLogger("aot_backward.replay")
@@ -97,7 +98,7 @@ class Replaying(Session):
         if package is not None:
             self._specs, self._libraries, self._constants = package.recorded(entry)
             self._operators = package.manifest.operators
-        self.layers = places.Layers()
+        self.layers = origin.Layers()
         self._met: dict[str, Structure] = {}
         self._numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
         self._said: set[str] = set()
@@ -251,7 +252,7 @@ class Replaying(Session):
         """Where in the script this pass was called, and the layer that ``node`` belongs to or follows."""
         leaf = tape.leaf_after(node) if node is not None else None
         layer = self.layers.name(operands.inputs[leaf]) if leaf is not None else ""
-        return f"{f'at or after {layer}, ' if layer else ''}backward called at {places.line()}"
+        return f"{f'at or after {layer}, ' if layer else ''}backward called at {origin.line()}"
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
         run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.calling_out)

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from . import torch_api
-from .function_code import digest_of
+from .. import torch_api
+from .custom_function import digest_of
 from .interpreter import functional
-from .schedule import in_order
+from .node_order import in_order
 from .tape import Derived, Op, Slot, Tape, slots
 
 _custom_names: Counter[str] = Counter()

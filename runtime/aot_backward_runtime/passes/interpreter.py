@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from . import torch_api
-from .errors import PackageError
+from .. import torch_api
+from ..errors import PackageError
 from .tape import CALLS_OUT, Derived, Op, Slot
 
 Tensors = list[torch.Tensor | None]
