@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .program import VERSION as __version__
+from .graph import VERSION as __version__
 
 if TYPE_CHECKING:
     from aot_backward_runtime import (
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
         load,
     )
 
+    from .api import export, export_grad, export_module, export_step
     from .entries import Grad, Module, Step, Variant
-    from .export import export, export_grad, export_module, export_step
     from .onnx.convert import convert
     from .onnx.export import export_onnx
     from .rebuild import rebuild

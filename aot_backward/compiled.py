@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import aoti, portable, targets
+from aot_backward_exporters import aoti, graph_json, targets
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec
@@ -34,8 +34,8 @@ from . import operators
 from .capture import observed, recorded
 from .capture.observation import Observation
 from .capture.observed import Shapes
+from .graph import VERSION, Artifact, Graph
 from .package import library_spec, write_package
-from .program import VERSION, Artifact, Graph
 from .selfcheck import RELATIVE, plain_ratio
 
 Progress = Callable[[str, int, int], None]
@@ -235,7 +235,7 @@ def spelled(program: Program, shape_env: Any) -> PassSpec:
         inputs, outputs = recorded.specs(traced, sizes)
         program.graphs[n] = graph = dataclasses.replace(graph, inputs=inputs, outputs=outputs)
         with contextlib.suppress(ExportError):  # the package works; it cannot be rebuilt
-            program.portables[graph.name] = portable.graph_to_bytes(graph, sizes.worded, sizes.hints())
+            program.portables[graph.name] = graph_json.graph_to_bytes(graph, sizes.worded, sizes.hints())
         given = recorded.operands(traced, sizes)
         program.segments = [dataclasses.replace(s, operands=given) if s.library == graph.name else s for s in program.segments]
     return PassSpec(

@@ -26,7 +26,7 @@ from aot_backward_runtime.native.cuda_library import library_on
 from aot_backward_runtime.native.plan import Library
 
 from . import selfcheck
-from .program import Graph
+from .graph import Graph
 from .verify import example_of, verify_variant
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import aoti, cuda_cross, portable, targets
+from aot_backward_exporters import aoti, cuda_cross, graph_json, targets
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, SymbolSpec, Target, TensorSpec, VariantSpec, Verdict
@@ -29,10 +29,10 @@ from aot_backward_runtime.package.signature_policy import Key, Policy, admission
 from aot_backward_runtime.package.targets import seen_as, targets_of
 
 from . import graphcheck, selfcheck, torch_api
-from .capture.shapes import Sizes, expression_of
-from .capture.stated import Stated, stated
+from .capture.shapes.restore_shapes import Stated, stated
+from .capture.shapes.symbolic_shapes import Sizes, expression_of
+from .graph import VERSION, Artifact, Graph
 from .package import check_destination, library_spec, stem_of, write_package
-from .program import VERSION, Artifact, Graph
 
 Progress = Callable[[str, int, int], None]
 NARROWED = "narrowed by rebuilding"
@@ -179,7 +179,7 @@ class _Rebuilt:
         names = [name for name in dict.fromkeys(names) if name not in self.graphs]
         if not names:  # a program that only hands on what it is given
             return {"symbols": variant.symbols, "guards": variant.guards}
-        forms = {name: portable.form_of(self.archive.read_member(manifest.libraries[name].graph), name) for name in names}
+        forms = {name: graph_json.form_of(self.archive.read_member(manifest.libraries[name].graph), name) for name in names}
         hints: dict[str, int] = {}
         for name, form in forms.items():
             sizes = form.get("sizes")
@@ -221,7 +221,7 @@ class _Rebuilt:
             for name, form in forms.items():
                 spec = self.archive.manifest.libraries[name]
                 inputs = [world.fake(on_device(s, "cpu")) for s in spec.inputs]
-                graphs.append(portable.graph_of(name, form, spec, inputs, world.mode, self.weights, world.carried))
+                graphs.append(graph_json.graph_of(name, form, spec, inputs, world.mode, self.weights, world.carried))
         return world, graphs
 
     def manifest(self) -> Manifest:

@@ -30,7 +30,8 @@ from aot_backward_runtime.format.manifest import Manifest, SymbolSpec, VariantSp
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.native.guards import Contract
 
-from . import torch_api, undisturbed
+from . import torch_api
+from .capture import preserve
 
 SEED = 20
 RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
@@ -187,7 +188,7 @@ def artifact(package: Package, entry: str, spec: VariantSpec, mode: str, args: A
     module = package.module(entry).train(mode == "train")
     parameters = dict(module.named_parameters(remove_duplicate=False))
     targets = _targets(spec, parameters, args, kwargs)
-    with undone(dict(module.named_buffers())), undisturbed.requiring_alone(parameters.values(), targets.values()), torch.enable_grad():
+    with undone(dict(module.named_buffers())), preserve.requiring_alone(parameters.values(), targets.values()), torch.enable_grad():
         value = module(*args, **kwargs)
         flat = _outputs(out, value)
         if targets and spec.differentiable:
@@ -212,11 +213,11 @@ def _eager(
     torch.manual_seed(SEED)
     torch.clear_autocast_cache()  # it keeps casts of weights for as long as the caller's autocast lasts, whatever becomes of the weights
     with (
-        undisturbed.in_mode(program, example.mode),
-        undisturbed.slots_kept(program),
+        preserve.in_mode(program, example.mode),
+        preserve.slots_kept(program),
         undone(dict(program.named_buffers())),
-        undisturbed.requiring_alone(parameters.values(), targets.values()),
-        undisturbed.checkpoints_run_plainly(),
+        preserve.requiring_alone(parameters.values(), targets.values()),
+        preserve.checkpoints_run_plainly(),
         torch.enable_grad(),
     ):
         value = program(*args, **kwargs)
@@ -420,7 +421,7 @@ def without_refused_emptiness(spec: VariantSpec, program: nn.Module, mode: str, 
             continue
         rest = iter([_resized(t, s, spec, values) for t, s in zip(flat, spec.inputs, strict=True)])
         given, named = pytree.tree_map(lambda v: next(rest) if isinstance(v, torch.Tensor) else v, (args, kwargs))  # noqa: B023
-        with undisturbed.in_mode(program, mode), undisturbed.slots_kept(program), undone(dict(program.named_buffers())), torch.no_grad():
+        with preserve.in_mode(program, mode), preserve.slots_kept(program), undone(dict(program.named_buffers())), torch.no_grad():
             try:
                 program(*given, **named)
             except Exception:  # eager's own refusal, whatever it is

@@ -27,9 +27,10 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Verdict
 from aot_backward_runtime.loader import Package
 
-from . import selfcheck, undisturbed
-from .capture import joint as joints
-from .capture import step as steps
+from . import selfcheck
+from .capture import joint_graph as joints
+from .capture import preserve
+from .capture import step_graph as steps
 from .capture.optimizers import Settings
 
 STEPS = 3
@@ -156,7 +157,7 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, 
     everything = [*case.program.parameters(), *case.program.buffers()]
     loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in joints.state_of(case.program.loss_fn).items()}
     tensors = {f"t{i}": t for i, t in enumerate(everything)}
-    with undisturbed.in_mode(module, example.mode), undisturbed.slots_kept(case.program), selfcheck.undone(tensors), _state_kept(optimizer):
+    with preserve.in_mode(module, example.mode), preserve.slots_kept(case.program), selfcheck.undone(tensors), _state_kept(optimizer):
         try:
             before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss)
             losses, gradients = {}, []

@@ -10,15 +10,17 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
 
-from . import selfcheck, stepcheck, undisturbed
-from .capture import dynamic_shapes, optimizers, place, split
-from .capture import joint as joints
-from .capture import step as steps
+from . import selfcheck, stepcheck
+from .capture import joint_graph as joints
+from .capture import optimizers, partition, preserve
+from .capture import step_graph as steps
+from .capture.shapes import dynamic_shapes
+from .capture.user_code import source_location
 from .entries import Step
 from .variants import prepared, requiring, variant_spec
 
 if TYPE_CHECKING:
-    from .build import Build, Check
+    from .builder import Build, Check
 
 
 def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
@@ -44,9 +46,9 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
         mode = variant.mode or ("train" if entry.module.training else "eval")
         prefix = f"{name}.{i}"
         with (
-            undisturbed.in_mode(entry.module, mode),
+            preserve.in_mode(entry.module, mode),
             requiring(program, wanted, args, kwargs) as (args, kwargs),
-            place.added(program, args, kwargs),
+            source_location.added(program, args, kwargs),
         ):
             joint = joints.trace(program, args, kwargs, shapes, signature=signature, kind="step", first_only=True)
             for fixed in dynamic_shapes.specialised(dynamic_shapes.given(shapes, signature, args, kwargs), joint.input_names, joint.inputs):
@@ -54,7 +56,7 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]
                 raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")
-            unscaled = split.from_a_scalar(joint, prefix, weights)
+            unscaled = partition.from_a_scalar(joint, prefix, weights)
             optimized = optimizers.look_at(entry.optimizer, names, steps.gets_gradient(joint))
             if shared is None:
                 shared = steps.share(optimized, settings, program, waiting=entry.accumulate or entry.distributed)

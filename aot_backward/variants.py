@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 
-from . import undisturbed
-from .capture import joint as joints
-from .capture import split, trees
+from .capture import joint_graph as joints
+from .capture import partition, preserve, pytrees
 from .entries import Variant
 
 
@@ -50,7 +49,7 @@ def differentiated(
     """What ``option`` names, as ("parameter", name) and ("input", name), in the order asked for."""
     if not isinstance(asked, str | Sequence) or not all(isinstance(n, str) for n in asked):
         raise ExportError(f"{option} is {asked!r}; expected names of inputs and parameters, {option}=['x', 'weight']")
-    inputs, _ = trees.input_names(signature, args, kwargs)
+    inputs, _ = pytrees.input_names(signature, args, kwargs)
     flat = dict(zip(inputs, pytree.tree_leaves((args, kwargs)), strict=True))
     floating = [n for n, v in flat.items() if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
     parameters = dict(program.named_parameters())
@@ -80,12 +79,12 @@ def requiring(program: nn.Module, wanted: Sequence[tuple[str, str]] | None, args
         yield args, kwargs
         return
     names = {n for k, n in wanted if k == "parameter"}
-    inputs, _ = trees.input_names(joints.forward_of(program), args, kwargs)
+    inputs, _ = pytrees.input_names(joints.forward_of(program), args, kwargs)
     chosen = {n for k, n in wanted if k == "input"}
     flat, spec = pytree.tree_flatten((args, kwargs))
     flat = [v.detach().requires_grad_(n in chosen) if isinstance(v, torch.Tensor) else v for n, v in zip(inputs, flat, strict=True)]
     targets = [p for n, p in program.named_parameters(remove_duplicate=False) if n in names]
-    with undisturbed.requiring_alone(program.parameters(), targets):
+    with preserve.requiring_alone(program.parameters(), targets):
         yield pytree.tree_unflatten(flat, spec)
 
 
@@ -96,7 +95,7 @@ def required(state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> tuple
     return (*(f"parameter:{n}" for n, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad), *inputs)
 
 
-def variant_spec(mode: str, joint: joints.Joint, pieces: split.Pieces) -> VariantSpec:
+def variant_spec(mode: str, joint: joints.Joint, pieces: partition.Pieces) -> VariantSpec:
     sizes = joint.sizes
     tensors = [(i, o) for i, o in enumerate(joint.outputs) if o is not None]
     outputs = []

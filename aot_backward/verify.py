@@ -22,7 +22,8 @@ from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.signature_policy import Key, admission, signature_beside
 from aot_backward_runtime.package.targets import targets_of
 
-from . import selfcheck, undisturbed
+from . import selfcheck
+from .capture import preserve
 from .selfcheck import Named
 
 Progress = Callable[[str, int, int], None]
@@ -144,7 +145,7 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
     cotangents = [_as(s.dtype, kept[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in kept]
     example = example_of(spec, entry, number, examples)
     args, kwargs = example.args, example.kwargs
-    with _under(spec.ambient, spec), undisturbed.random_state_kept():
+    with _under(spec.ambient, spec), preserve.random_state_kept():
         if package.entries[entry] == "step":
             actual = _steps(package, entry, spec.mode, args, kwargs, kept)
         else:

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._sympy.value_ranges import ValueRanges
 
 import aot_backward_exporters
-from aot_backward.program import Artifact, Graph
+from aot_backward.graph import Artifact, Graph
 from aot_backward_exporters import aoti, compile_cache, native_build, native_source, targets
 from aot_backward_exporters.graph_key import canonical_graph
 from aot_backward_runtime.errors import ExportError

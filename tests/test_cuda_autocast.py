@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aot_backward as ab
-from aot_backward.capture import as_on_gpu, joint, split
+from aot_backward.capture import cuda_semantics, joint_graph, partition
 from aot_backward.rebuild import _refuse_other_autocast
 from aot_backward_exporters import aoti
 from aot_backward_runtime.errors import ExportError
@@ -77,7 +77,7 @@ def dtypes(low: torch.dtype) -> dict[str, tuple[torch.dtype, torch.dtype]]:
 def test_the_lists_are_those_of_a_gpu(low: torch.dtype) -> None:
     with torch.autocast("cpu", low):
         before = dtypes(low)
-        with as_on_gpu.as_on_gpu():
+        with cuda_semantics.as_on_gpu():
             found = dtypes(low)
         after = dtypes(low)
     wanted = {n: tuple(low if d == LOW else d for d in of) for n, (_, *of) in RESULTS.items()}
@@ -86,7 +86,7 @@ def test_the_lists_are_those_of_a_gpu(low: torch.dtype) -> None:
 
 
 def test_the_whole_lists_are_read() -> None:
-    lists = as_on_gpu.lists()
+    lists = cuda_semantics.lists()
     assert {p: (n[0], n[-1]) for p, n in lists.items() if p != "DIFFERENT_REDISPATCH_SIGNATURE"} == {
         "LOWER_PRECISION_FP": ("_convolution.deprecated", "scaled_dot_product_attention"),
         "FP32": ("acos", "_upsample_bicubic2d_aa"),
@@ -124,15 +124,15 @@ def test_forward_and_backward_are_captured_so(device: str) -> None:
     net, x = Normed(device), torch.randn(5, 4, requires_grad=True)
     plain = Normed()
     with torch.autocast("cpu", torch.bfloat16):
-        before = joint.trace(plain, (x,), {}, None, signature=plain.forward).graph.code  # what torch remembers of it may not come back
-    with switched_on(device), as_on_gpu.as_on_gpu():
-        traced = joint.trace(net, (x,), {}, None, signature=net.forward)
+        before = joint_graph.trace(plain, (x,), {}, None, signature=plain.forward).graph.code  # what torch remembers of it may not come back
+    with switched_on(device), cuda_semantics.as_on_gpu():
+        traced = joint_graph.trace(net, (x,), {}, None, signature=net.forward)
         out = net(x)
         assert traced.ambient.autocast == ("" if device else "bfloat16")
     with torch.autocast("cpu", torch.bfloat16):
-        assert joint.trace(plain, (x,), {}, None, signature=plain.forward).graph.code == before != traced.graph.code
+        assert joint_graph.trace(plain, (x,), {}, None, signature=plain.forward).graph.code == before != traced.graph.code
     assert out.dtype is torch.float32  # a softmax in float32
-    pieces = split.split_module(traced, "net", {n: (n, p.detach()) for n, p in net.named_parameters()}, forward_only=False)
+    pieces = partition.split_module(traced, "net", {n: (n, p.detach()) for n, p in net.named_parameters()}, forward_only=False)
     forward, backward = (g.module for g in pieces.graphs)
     aten = torch.ops.aten
     assert values(forward, aten.addmm.default) == {torch.bfloat16}
@@ -144,7 +144,7 @@ def test_forward_and_backward_are_captured_so(device: str) -> None:
 
 
 def test_what_a_gpu_refuses_is_refused() -> None:
-    with torch.autocast("cpu", torch.bfloat16), as_on_gpu.as_on_gpu():
+    with torch.autocast("cpu", torch.bfloat16), cuda_semantics.as_on_gpu():
         with pytest.raises(ExportError, match=r"binary_cross_entropy under autocast raises on a GPU .*: use binary_cross_entropy_with_logits"):
             F.binary_cross_entropy(torch.rand(3), torch.rand(3))
         with pytest.raises(RuntimeError, match=r"addcmul.* got torch.float16; expected torch.bfloat16 or torch.float32"):
@@ -157,7 +157,7 @@ def test_an_operator_with_a_rule_of_its_own_is_refused() -> None:
         library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
         torch.library.register_autocast("aot_backward_tests::twice", "cuda", torch.float32, lib=library)
         twice = torch.ops.aot_backward_tests.twice
-        with as_on_gpu.as_on_gpu():
+        with cuda_semantics.as_on_gpu():
             assert twice(X).dtype is torch.float32
             with (
                 torch.autocast("cuda", torch.bfloat16),
@@ -182,7 +182,7 @@ def test_the_program_sees_a_gpu_s_autocast() -> None:
             return grad @ X.T
 
     states = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    with as_on_gpu.as_on_gpu():
+    with cuda_semantics.as_on_gpu():
         with torch.autocast("cuda"):  # float16 by default, the CPU's is bfloat16
             assert torch.is_autocast_enabled() and (X @ X).dtype is torch.get_autocast_dtype("cuda") is torch.float16
             Custom.apply(X.half().requires_grad_()).sum().backward()
@@ -206,29 +206,29 @@ def test_the_program_sees_a_gpu_s_autocast() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch switches it off where there is no GPU")
 def test_autocast_made_before_is_refused() -> None:
     decorated = torch.autocast("cuda", torch.bfloat16)(torch.relu)
-    with as_on_gpu.as_on_gpu(), pytest.raises(ExportError, match=r"made before the export, .* no GPU: make it in the forward"):
+    with cuda_semantics.as_on_gpu(), pytest.raises(ExportError, match=r"made before the export, .* no GPU: make it in the forward"):
         decorated(X)
 
 
 def test_dropout_in_attention_is_refused_but_for_the_formula() -> None:
     net = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.25)
     x = torch.randn(3, 2, 8)
-    joint.trace(net, (x,), {}, None, signature=net.forward)
-    with as_on_gpu.as_on_gpu():
+    joint_graph.trace(net, (x,), {}, None, signature=net.forward)
+    with cuda_semantics.as_on_gpu():
         with pytest.raises(ExportError, match=r"with dropout 0.25: .* Export on a GPU \(target='cuda'\), or call it.*sdpa_kernel\(SDPBackend.MATH\)"):
-            joint.trace(net, (x,), {}, None, signature=net.forward)
+            joint_graph.trace(net, (x,), {}, None, signature=net.forward)
         net.eval()
-        joint.trace(net, (x,), {}, None, signature=net.forward)
+        joint_graph.trace(net, (x,), {}, None, signature=net.forward)
         net.train()
         with sdpa_kernel(SDPBackend.MATH):
-            traced = joint.trace(net, (x,), {}, None, signature=net.forward)
+            traced = joint_graph.trace(net, (x,), {}, None, signature=net.forward)
             net(x).sum().backward()
         assert traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default)
         double = net.double()  # for which a GPU has nothing else
-        traced = joint.trace(double, (x.double(),), {}, None, signature=double.forward)
+        traced = joint_graph.trace(double, (x.double(),), {}, None, signature=double.forward)
         assert traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default)
         net.float()
-    joint.trace(net, (x,), {}, None, signature=net.forward)
+    joint_graph.trace(net, (x,), {}, None, signature=net.forward)
     net(x).sum().backward()
 
 

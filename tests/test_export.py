@@ -16,7 +16,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward import selfcheck
-from aot_backward.capture import split
+from aot_backward.capture import partition
 from aot_backward_runtime import ExportError, InputError, load
 from aot_backward_runtime.package.archive import open_package
 
@@ -119,9 +119,9 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(spoil: str, tmp_
     """The graph is spoilt between capture and compiler, as a wrong pass would; the old package stays."""
     target = tmp_path / "net.pt2"
     target.write_bytes(b"the old package")
-    finish = split._finish_backward
+    finish = partition._finish_backward
 
-    def spoilt(pieces: split.Pieces, cut: Any, *rest: Any) -> Any:
+    def spoilt(pieces: partition.Pieces, cut: Any, *rest: Any) -> Any:
         graph = cut.graph.graph
         output = next(iter(graph.find_nodes(op="output")))
         results = list(output.args[0])
@@ -137,7 +137,7 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(spoil: str, tmp_
         output.args = (tuple(results),)
         return finish(pieces, cut, *rest)
 
-    monkeypatch.setattr(split, "_finish_backward", spoilt)
+    monkeypatch.setattr(partition, "_finish_backward", spoilt)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     with pytest.raises(ExportError, match=r"gradient of (0|2)\.weight is wrong: off by .* is allowed; nothing was written"):
         ab.export_module(net, (torch.randn(3, 4),), path=target)

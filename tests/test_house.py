@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aot_backward.program import VERSION
+from aot_backward.graph import VERSION
 from aot_backward_runtime import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -19,15 +19,15 @@ FOLDERS = {
     "aot_backward_exporters": ROOT / "exporters" / "aot_backward_exporters",
     "aot_backward_runtime": ROOT / "runtime" / "aot_backward_runtime",
 }
-LIBRARY = "aot_backward_runtime", "aot_backward.program", "aot_backward.torch_api", "aot_backward.undisturbed"
+LIBRARY = "aot_backward_runtime", "aot_backward.graph", "aot_backward.torch_api", "aot_backward.capture.preserve"
 ALLOWED = {
     # the longest prefix that fits a module says what it may import, besides its own
     "aot_backward_runtime": (),
     "aot_backward_exporters": LIBRARY,
     "aot_backward": (),  # the façade: see _HOME, which is not an import
-    "aot_backward.program": ("aot_backward_runtime",),
+    "aot_backward.graph": ("aot_backward_runtime",),
     "aot_backward.torch_api": (),
-    "aot_backward.undisturbed": ("aot_backward_runtime",),
+    "aot_backward.capture.preserve": ("aot_backward_runtime",),
     "aot_backward.operators": LIBRARY,
     "aot_backward.package": (*LIBRARY, "aot_backward.operators"),
     "aot_backward.tensor_file": (*LIBRARY, "aot_backward.package"),
@@ -43,19 +43,19 @@ ALLOWED = {
     "aot_backward.stepcheck": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture"),
     "aot_backward.stepping": (
         *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepcheck", "aot_backward.selfcheck", "aot_backward.capture"),
-        "aot_backward.build",  # for types alone: build imports stepping
+        "aot_backward.builder",  # for types alone: build imports stepping
     ),
-    "aot_backward.build": (
+    "aot_backward.builder": (
         *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepping", "aot_backward.selfcheck"),
         *("aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
     ),
     "aot_backward.onnx": (
-        *(*LIBRARY, "aot_backward.build", "aot_backward.capture", "aot_backward.entries", "aot_backward.export", "aot_backward.graphcheck"),
+        *(*LIBRARY, "aot_backward.builder", "aot_backward.capture", "aot_backward.entries", "aot_backward.export", "aot_backward.graphcheck"),
         *("aot_backward_exporters", "aot_backward.verify"),
     ),
     "aot_backward.export": (
         *LIBRARY,
-        "aot_backward.build",
+        "aot_backward.builder",
         "aot_backward.rebuild",
         "aot_backward.entries",
         "aot_backward.operators",
@@ -78,9 +78,9 @@ ALLOWED = {
         *("aot_backward.package", "aot_backward.tensor_file", "aot_backward_exporters"),
     ),
     # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
-    "aot_backward.report": ("aot_backward_runtime", "aot_backward.program", "aot_backward_exporters.portable"),
+    "aot_backward.report": ("aot_backward_runtime", "aot_backward.graph", "aot_backward_exporters.graph_json"),
     "aot_backward.cli": (
-        *("aot_backward_runtime", "aot_backward.program", "aot_backward.export", "aot_backward.verify"),
+        *("aot_backward_runtime", "aot_backward.graph", "aot_backward.export", "aot_backward.verify"),
         *(
             "aot_backward.record",
             "aot_backward.rebuild",
@@ -175,9 +175,9 @@ def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> Non
 
 def test_these_checks_can_fail() -> None:
     path = FOLDERS["aot_backward_runtime"] / "plan.py"
-    assert wrong_imports("aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.export import export") == ["aot_backward.export"]
+    assert wrong_imports("aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.api import export") == ["aot_backward.export"]
     path = FOLDERS["aot_backward"] / "cli" / "run.py"
-    assert wrong_imports("aot_backward.cli.run", path, "from ..capture import joint") == ["aot_backward.capture.joint"]
+    assert wrong_imports("aot_backward.cli.run", path, "from ..capture import joint") == ["aot_backward.capture.joint_graph"]
     assert list(private("import torch._inductor\nx = torch._C._aoti\nfrom torch._dynamo import y")) != []
 
 

@@ -394,7 +394,7 @@ def test_an_export_leaves_the_callers_parameters_as_they_were(kind: str, tmp_pat
 def test_what_hangs_on_a_node_in_other_ways_is_found_by_a_real_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check does not rest on hooks being found by name."""
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr("aot_backward.capture.hooks.on_accumulation", lambda parameter: [])
+    monkeypatch.setattr("aot_backward.capture.user_code.hooks.on_accumulation", lambda parameter: [])
     for kind in ("module", "grad"):
         net = Tied()
         node = attached(net, "before")

@@ -24,7 +24,7 @@ from torch import nn
 
 import aot_backward as ab
 from aot_backward.cli import main
-from aot_backward.program import Line
+from aot_backward.graph import Line
 from aot_backward.report import report
 from aot_backward.report.drawing import Drawing, Looks, Node, drawings
 from aot_backward.report.markup import data, element, raw

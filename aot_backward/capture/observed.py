@@ -20,7 +20,7 @@ from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
 
 from .. import torch_api
 from .observation import Looks, Observation
-from .shapes import Sizes, expression_of
+from .shapes.symbolic_shapes import Sizes, expression_of
 
 
 @dataclass

@@ -27,7 +27,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Interval, NumberSpec
 
 from .. import torch_api
-from .joint import tracing
+from .joint_graph import tracing
 from .number_vector import FIRST_NUMBER, LOW, with_tensors
 from .optimizers import Optimized, Settings, form, twin
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ..program import VERSION
+from ..graph import VERSION
 from .compile import compile_command
 from .convert import convert
 from .doctor import doctor

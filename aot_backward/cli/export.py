@@ -15,7 +15,7 @@ from .failures import EXIT_CODES, debug_option
 from .progress import shown
 
 if TYPE_CHECKING:
-    from ..export import Entries
+    from ..api import Entries
 
 
 class Program(click.ParamType):
@@ -106,7 +106,7 @@ def _check_options(context: click.Context, form: str) -> None:
 
 
 def _entries(path: Path, name: str) -> Entries:
-    from ..export import Grad, Module, Step
+    from ..api import Grad, Module, Step
 
     made = _called(_function(path, name), f"{path}:{name}")
     if isinstance(made, (Module, Grad, Step)):

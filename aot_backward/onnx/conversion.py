@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Manifest
 
-from ..program import Graph
+from ..graph import Graph
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ class Conversion:
         say: Progress,
     ):
         """``entry``, ``variant``: only those; by default all."""
-        from aot_backward_exporters.onnx import translate
+        from aot_backward_exporters.onnx_model import translate
 
         from . import names
 
@@ -139,7 +139,7 @@ class Conversion:
         return {which: f"{chosen} {version}, nearest to what is allowed: {name}" for which, name in worst.items()}
 
     def write(self, external: bool | None, compared: Mapping[tuple[str, int], str]) -> list[OnnxFile]:
-        from aot_backward_exporters.onnx import OPSET
+        from aot_backward_exporters.onnx_model import OPSET
 
         from . import writing
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from aot_backward_exporters import portable
+from aot_backward_exporters import graph_json
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.manifest import EntrySpec, VariantSpec
 from aot_backward_runtime.native.plan import ROLES
@@ -15,8 +15,8 @@ from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.package.archive import Archive, open_package
 
 from .. import graphcheck, torch_api
-from ..capture.stated import stated
-from ..program import Graph
+from ..capture.shapes.restore_shapes import stated
+from ..graph import Graph
 from ..verify import verify_variant
 from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
 
@@ -94,7 +94,7 @@ def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: M
         if not libraries[name].graph:
             why = archive.manifest.notes.get(f"no portable graph of {name}", "")
             raise ExportError(f"the package has no portable graph of {name}{why and f' ({why})'}; export it again from the model's source")
-        forms[name] = portable.form_of(archive.read_member(libraries[name].graph), name)
+        forms[name] = graph_json.form_of(archive.read_member(libraries[name].graph), name)
         sizes = forms[name].get("sizes")
         if not isinstance(sizes, dict):
             raise PackageError(f"the portable graph {name} does not say the example's sizes")
@@ -118,6 +118,8 @@ def _read(
     world = stated(variant.symbols, variant.guards, hints)
     with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
         return {
-            name: portable.graph_of(name, form, libraries[name], [world.fake(s) for s in libraries[name].inputs], world.mode, weights, world.carried)
+            name: graph_json.graph_of(
+                name, form, libraries[name], [world.fake(s) for s in libraries[name].inputs], world.mode, weights, world.carried
+            )
             for name, form in forms.items()
         }

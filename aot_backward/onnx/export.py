@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from aot_backward_runtime.errors import ExportError
 
-from ..build import Build
+from ..api import check_entries, everything_kept
+from ..builder import Build
 from ..entries import Entries, Module
-from ..export import check_entries, everything_kept
-from ..program import Artifact, Graph
+from ..graph import Artifact, Graph
 from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
 
 if TYPE_CHECKING:

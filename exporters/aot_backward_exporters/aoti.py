@@ -34,7 +34,7 @@ import torch
 
 import aot_backward_exporters
 from aot_backward import torch_api
-from aot_backward.program import Artifact, Graph, Options
+from aot_backward.graph import Artifact, Graph, Options
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 

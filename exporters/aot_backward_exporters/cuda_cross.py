@@ -28,7 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aot_backward import torch_api
-from aot_backward.program import Graph
+from aot_backward.graph import Graph
 from aot_backward_runtime.errors import ExportError
 
 from . import cuda_attention

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aot_backward import torch_api
-from aot_backward.program import Graph
+from aot_backward.graph import Graph
 
 # Where a node came from. ``tensor_meta`` and ``unbacked_bindings`` say again what ``val`` says.
 _NOT_COMPILED = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from aot_backward.program import Graph
+from aot_backward.graph import Graph
 from aot_backward_exporters import aoti
 
 from .jobs import Source

@@ -24,7 +24,7 @@ import torch
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from aot_backward import torch_api
-from aot_backward.program import LINE, VERSION, Graph
+from aot_backward.graph import LINE, VERSION, Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Size, TensorSpec
 

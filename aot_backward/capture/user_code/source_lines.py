@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from aot_backward.program import LINE, Line
+from aot_backward.graph import LINE, Line
 
-from .. import torch_api
-from . import place
+from ... import torch_api
+from . import source_location
 
 _ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 """Where a walk up the stack ends: what called the engine did not ask for this operator."""
@@ -65,7 +65,7 @@ def _line(frame: FrameType | None, names: dict[int, str], outermost: CodeType) -
         code = frame.f_code
         if code is outermost or code.co_filename.endswith(_ENGINE):
             return _worded(found, owner)
-        if found is None and place.is_theirs(code.co_filename):
+        if found is None and source_location.is_theirs(code.co_filename):
             found = frame
         if not owner and code.co_name == "forward":
             owner = names.get(id(frame.f_locals.get("self")), "")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aot_backward_exporters import aoti, portable, targets
+from aot_backward_exporters import aoti, graph_json, targets
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, StateSpec, Verdict, WeightSpec
@@ -19,13 +19,15 @@ from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.pytree import describe
 from aot_backward_runtime.package.targets import seen_as
 
-from . import selfcheck, torch_api, undisturbed
-from .capture import dynamic_shapes, place, second, split
-from .capture import joint as joints
-from .capture.shapes import Sizes
+from . import selfcheck, torch_api
+from .capture import higher_order, partition, preserve
+from .capture import joint_graph as joints
+from .capture.shapes import dynamic_shapes
+from .capture.shapes.symbolic_shapes import Sizes
+from .capture.user_code import source_location
 from .entries import Entry, Grad, Module, Step
+from .graph import VERSION, Artifact, Graph
 from .package import library_spec, stem_of
-from .program import VERSION, Artifact, Graph
 from .stepping import add_step
 from .variants import differentiated, prepared, required, requiring, variant_spec
 
@@ -89,9 +91,9 @@ class Build:
                 if variant.requires_grad is not None:
                     wanted = differentiated("requires_grad", variant.requires_grad, program, signature, args, kwargs)
             with (
-                undisturbed.in_mode(program, mode),
+                preserve.in_mode(program, mode),
                 requiring(program, wanted, args, kwargs) as (args, kwargs),
-                place.added(program, args, kwargs),
+                source_location.added(program, args, kwargs),
             ):
                 kind = "module" if is_module else "grad"
                 joint = joints.trace(program, args, kwargs, shapes, signature=signature, kind=kind, first_only=not is_module)
@@ -102,14 +104,14 @@ class Build:
                 prefix = f"{name}.{i}"
                 further = self._further(entry.order, program, (args, kwargs), joint, weights) if isinstance(entry, Module) else []
                 if is_module:
-                    pieces = split.split_module(joint, prefix, weights, forward_only=mode == "eval")
+                    pieces = partition.split_module(joint, prefix, weights, forward_only=mode == "eval")
                 else:
                     assert wanted is not None
                     asked = tuple(_asked(wanted, joint, weights))
-                    pieces = split.split_grad(joint, prefix, weights, asked)
+                    pieces = partition.split_grad(joint, prefix, weights, asked)
                 graphs, again = list(pieces.graphs), []
                 for order, one in enumerate(further, start=2):
-                    again.append(split.split_module(one.joint, f"{prefix}.order{order}", weights, forward_only=False))
+                    again.append(partition.split_module(one.joint, f"{prefix}.order{order}", weights, forward_only=False))
                     graphs += again[-1].graphs
                 known = _settled(joint)
                 self.compile(graphs, joint)
@@ -127,7 +129,7 @@ class Build:
 
         def check(package: Any, i: int, stored: Any) -> Verdict:
             example = examples[i]
-            with place.added(program, example.args, example.kwargs):
+            with source_location.added(program, example.args, example.kwargs):
                 return selfcheck.check(package, name, i, program, example, stored)
 
         persistent = set(program.state_dict(keep_vars=True))
@@ -147,11 +149,11 @@ class Build:
 
     def _further(
         self, order: int, program: nn.Module, arguments: Any, joint: joints.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]
-    ) -> list[second.Differentiated]:
+    ) -> list[higher_order.Differentiated]:
         """The gradients as programs of their own, from the first that can be differentiated again up to ``order - 1`` times."""
-        out: list[second.Differentiated] = []
+        out: list[higher_order.Differentiated] = []
         while len(out) < order - 1 and joint.has_backward:
-            out.append(second.trace(program, arguments, joint, weights))
+            out.append(higher_order.trace(program, arguments, joint, weights))
             program, arguments, joint = out[-1].program, out[-1].arguments, out[-1].joint
         return out
 
@@ -171,7 +173,7 @@ class Build:
 
     def _write_portable(self, graph: Graph, sizes: Sizes) -> None:
         try:
-            self.portables[graph.name] = portable.graph_to_bytes(graph, sizes.worded, sizes.hints())
+            self.portables[graph.name] = graph_json.graph_to_bytes(graph, sizes.worded, sizes.hints())
         except ExportError as error:  # the package works; it cannot be rebuilt
             self.notes[f"no portable graph of {graph.name}"] = str(error)
 

@@ -20,7 +20,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from aot_backward import torch_api
-from aot_backward.program import LINE, Graph, Line
+from aot_backward.graph import LINE, Graph, Line
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import LibrarySpec

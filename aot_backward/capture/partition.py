@@ -22,10 +22,10 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Call, Gradient, Plan, TensorSpec
 
 from .. import torch_api
-from ..program import Graph
-from . import parameter_hooks
-from .joint import Joint
-from .shapes import expression_of
+from ..graph import Graph
+from .joint_graph import Joint
+from .shapes.symbolic_shapes import expression_of
+from .user_code import parameter_hooks
 
 aten = torch.ops.aten
 _VIEWS = {

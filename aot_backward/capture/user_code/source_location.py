@@ -20,7 +20,8 @@ from torch import nn
 import aot_backward_runtime
 from aot_backward_runtime.errors import AotBackwardError, ExportError
 
-from .. import torch_api, undisturbed
+from ... import torch_api
+from .. import preserve
 
 _INSTALLED = tuple(sysconfig.get_path(name) + "/" for name in ("purelib", "platlib"))  # below the standard library's folder
 _STANDARD = sysconfig.get_path("stdlib") + "/"
@@ -59,7 +60,7 @@ def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
 
     kept = [(b, b.detach().clone()) for b in program.buffers()]
     try:
-        with undisturbed.slots_kept(program), undisturbed.random_state_kept(), contextlib.suppress(Exception), Watching():
+        with preserve.slots_kept(program), preserve.random_state_kept(), contextlib.suppress(Exception), Watching():
             program(*args, **kwargs)
     finally:
         with torch.no_grad():

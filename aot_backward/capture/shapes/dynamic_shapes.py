@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
 
-from .. import torch_api
-from .shapes import expression_of
+from ... import torch_api
+from .symbolic_shapes import expression_of
 
 _Hint = type(Dim.AUTO)
 

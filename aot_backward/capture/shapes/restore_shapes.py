@@ -13,7 +13,7 @@ from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
 
-from .. import torch_api
+from ... import torch_api
 
 
 @dataclass(frozen=True)

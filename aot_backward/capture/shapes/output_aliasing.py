@@ -16,8 +16,8 @@ import torch
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Shared
 
-from .. import torch_api
-from .shapes import Sizes, expression_of, write
+from ... import torch_api
+from .symbolic_shapes import Sizes, expression_of, write
 
 _LARGEST = 1 << 24  # elements of a memory of which every one is looked at
 

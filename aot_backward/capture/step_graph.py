@@ -23,12 +23,12 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import GradientSlot, OptimizerStateSpec, Plan, StepSpec
 from aot_backward_runtime.training.param_groups import plain
 
-from ..program import Graph
-from . import number_vector, optimizer_trace, split
-from .joint import FunctionModule, Joint
+from ..graph import Graph
+from . import number_vector, optimizer_trace, partition
+from .joint_graph import FunctionModule, Joint
 from .optimizer_trace import Update
 from .optimizers import Optimized, Settings
-from .split import Pieces
+from .partition import Pieces
 
 aten = torch.ops.aten
 MODULE = "module."
@@ -143,7 +143,7 @@ def scale_the_loss(joint: Joint, shared: Shared, unscaled: Node) -> None:
     with graph.graph.inserting_before(output), joint.fake_mode:
         back = _call(graph, convert, _call(graph, aten.reciprocal.default, placed), torch.float32)
         made = {node: _call(graph, aten.mul.Tensor, node, back) for node in dict.fromkeys(joint.gradients.values()) if isinstance(node, Node)}
-    results = split.results_of(graph)
+    results = partition.results_of(graph)
     gradients = [made.get(node, node) for node in results[joint.forward_values :]]
     output.args = ((*results[: joint.forward_values], *gradients),)
     for target, node in joint.gradients.items():
@@ -163,12 +163,12 @@ def split_step(joint: Joint, name: str, weights: Weights, shared: Shared) -> tup
     values = [node.meta["val"] for node in gradients.values()], [parameters[p].meta["val"] for p in trained]
     update = optimizer_trace.trace(shared.optimized, *values, joint.fake_mode, shared.settings)
     pieces = Pieces()
-    graph = GraphModule(joint.graph, split.copied(joint.graph.graph))
+    graph = GraphModule(joint.graph, partition.copied(joint.graph.graph))
     nodes = _by_name(graph)
     extra = _put_update(graph, joint, shared, update, [nodes[gradients[p].name] for p in trained])
     pieces.step = _finish(pieces, joint, graph, f"{name}.step", weights, extra)
     if shared.gradients:
-        graph = GraphModule(joint.graph, split.copied(joint.graph.graph))
+        graph = GraphModule(joint.graph, partition.copied(joint.graph.graph))
         nodes = _by_name(graph)
         _put_accumulation(graph, joint, shared, {p: nodes[gradients[p].name] for p in trained})
         pieces.accumulate = _finish(pieces, joint, graph, f"{name}.accumulate", weights, [])
@@ -191,21 +191,21 @@ def update_alone(joint: Joint, name: str, weights: Weights, shared: Shared, upda
             flag = _call(graph, aten.select.int, _state(graph, joint, shared, NUMBERS), 0, 0)
             extra = [_call(graph, aten.clone.default, flag)]
     pieces = Pieces()
-    split.truncate(graph, extra)
-    cut = split.Cut(joint, split.joint_passes(graph, joint), f"{name}.update", weights)
-    for node in split.results_of(cut.graph):
+    partition.truncate(graph, extra)
+    cut = partition.Cut(joint, partition.joint_passes(graph, joint), f"{name}.update", weights)
+    for node in partition.results_of(cut.graph):
         cut.result(node)
     plan = cut.plan(pieces)
     return dataclasses.replace(pieces.graphs[0], round_as_eager=update.coarse or pieces.graphs[0].round_as_eager), plan
 
 
 def _finish(pieces: Pieces, joint: Joint, graph: GraphModule, name: str, weights: Weights, extra: list[Node]) -> Plan:
-    forward = split.results_of(joint.graph)[: joint.forward_values]
+    forward = partition.results_of(joint.graph)[: joint.forward_values]
     nodes = _by_name(graph)
-    split.truncate(graph, [*(nodes[n.name] if isinstance(n, Node) else n for n in forward), *extra])
-    cut = split.Cut(joint, split.joint_passes(graph, joint), name, weights)
-    results = split.results_of(cut.graph)
-    outputs = split.current_outputs(joint, cut, results)
+    partition.truncate(graph, [*(nodes[n.name] if isinstance(n, Node) else n for n in forward), *extra])
+    cut = partition.Cut(joint, partition.joint_passes(graph, joint), name, weights)
+    results = partition.results_of(cut.graph)
+    outputs = partition.current_outputs(joint, cut, results)
     for node in results[joint.forward_values :]:
         cut.result(node)
     return cut.plan(pieces, outputs=outputs)

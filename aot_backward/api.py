@@ -14,10 +14,11 @@ from torch import nn
 
 from aot_backward_runtime.errors import ExportError
 
-from . import operators, undisturbed
-from .build import Build, Progress
-from .capture import joint as joints
-from .capture.as_on_gpu import as_on_gpu
+from . import operators
+from .builder import Build, Progress
+from .capture import joint_graph as joints
+from .capture import preserve
+from .capture.cuda_semantics import as_on_gpu
 from .entries import Entries, Grad, Module, Step, Variant
 from .package import check_destination, write_package
 
@@ -166,9 +167,9 @@ def everything_kept(entries: Entries) -> Iterator[None]:
     programs = [p if isinstance(p, nn.Module) else joints.FunctionModule(p) for p in fns]
     buffers = [b for p in programs for b in p.buffers()]
     kept = [b.detach().clone() for b in buffers]
-    with undisturbed.random_state_kept(), contextlib.ExitStack() as stack:
+    with preserve.random_state_kept(), contextlib.ExitStack() as stack:
         for program in programs:
-            stack.enter_context(undisturbed.slots_kept(program))
+            stack.enter_context(preserve.slots_kept(program))
         try:
             yield
         finally:

@@ -26,11 +26,13 @@ from torch.utils import _pytree as pytree
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Shared, Tree
 
-from .. import torch_api, undisturbed
-from . import assigned, hooks, layers, lines, place, sharing, trees
-from . import dynamic_shapes as spellings
+from .. import torch_api
+from . import layer_patches, preserve, pytrees
 from .ambient import current_ambient
-from .shapes import Sizes, expression_of, write
+from .shapes import dynamic_shapes as spellings
+from .shapes import output_aliasing
+from .shapes.symbolic_shapes import Sizes, expression_of, write
+from .user_code import attribute_writes, hooks, source_lines, source_location
 
 INNER = "program"  # the attribute of Wrapper below which the person's module hangs
 _PREFIX = INNER + "."
@@ -90,7 +92,7 @@ class Wrapper(nn.Module):
         super().__init__()
         self.program, self.copied, self.first_only = program, copied, first_only
         self.flat, self.spec = pytree.tree_flatten(arguments)
-        self.places: dict[int, sharing.Place] = {}  # where the flat outputs lay before they were copied
+        self.places: dict[int, output_aliasing.Place] = {}  # where the flat outputs lay before they were copied
         self.constants: dict[int, Any] = {}  # flat outputs that are no tensors, as they were (the traced graph makes True a 1)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
@@ -98,7 +100,7 @@ class Wrapper(nn.Module):
         args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.flat], self.spec)
         flat, spec = pytree.tree_flatten(self.program(*args, **kwargs))
         self.constants = {i: v for i, v in enumerate(flat) if not isinstance(v, torch.Tensor)}
-        self.places = sharing.places(flat, (*tensors, *state_of(self.program).values()))
+        self.places = output_aliasing.places(flat, (*tensors, *state_of(self.program).values()))
         for i, value in enumerate(flat):
             if i in self.copied:
                 value = value.clone()
@@ -159,9 +161,9 @@ def trace(
     Raises :class:`ExportError` where the gradients could not be had rightly, naming what stands in the way.
     """
     _check_inputs(args, kwargs)
-    with assigned.noted(program) as written:
+    with attribute_writes.noted(program) as written:
         try:
-            with undisturbed.slots_kept(program), hooks.traced(program), _no_draws():
+            with preserve.slots_kept(program), hooks.traced(program), _no_draws():
                 on_parameters = hooks.of_parameters(program, kind)
                 try:
                     joint = _trace_until_settled(program, args, kwargs, dynamic_shapes, signature, first_only)
@@ -182,7 +184,7 @@ def trace(
         except Exception as error:  # the person's own program ran in there, and may raise anything
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             first = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # Dynamo's
-            where = place.of_error(error, program)
+            where = source_location.of_error(error, program)
             raise ExportError(
                 f"the program could not be traced: {type(error).__name__}: {first}{where and f'; {where}'}{_advice(error, program, written)}"
             ) from error
@@ -250,7 +252,7 @@ def _advice(error: Exception, program: nn.Module, written: dict[str, str]) -> st
         if written:
             name, where = next(iter(written.items()))
             return f". The forward changes the attribute {name!r}, {where}: register it as a buffer, and change that in place"
-        return f". The forward changes a tensor that is no buffer, one of {assigned.plain(program)}: register it as a buffer"
+        return f". The forward changes a tensor that is no buffer, one of {attribute_writes.plain(program)}: register it as a buffer"
     if "autograd formula" in text or "fake impl" in text:
         return ". See torch.library: register_autograd and register_fake say what a trace must know of an operator"
     return ""
@@ -286,7 +288,7 @@ def _trace_once(
     copied: frozenset[int],
     first_only: bool,
 ) -> tuple[Joint | None, frozenset[int]]:
-    names, argument_names = trees.input_names(signature, args, kwargs)
+    names, argument_names = pytrees.input_names(signature, args, kwargs)
     owner = _SignatureOwner(signature)
     labels = _labels(owner, args, kwargs, dynamic_shapes)
     fake_mode, fake_args, fake_kwargs, equalities, original, shapes = torch_api.make_fake_inputs(owner, args, kwargs, dynamic_shapes)
@@ -318,7 +320,7 @@ def _trace_once(
                 f"{name}.detach().requires_grad_(), or export with an example that requires a gradient"
             )
     if traced is not None:
-        traced = replace(traced, shared=sharing.shared(wrapper.places, traced.outputs, traced.output_requires_grad, traced.sizes))
+        traced = replace(traced, shared=output_aliasing.shared(wrapper.places, traced.outputs, traced.output_requires_grad, traced.sizes))
     return traced, views
 
 
@@ -339,11 +341,11 @@ def joint_of(
     """The joint graph of ``wrapper`` on fake ``inputs``; or None, and the outputs that it must copy. ``settle``: the sizes, once it is traced."""
     program = wrapper.program
     with contextlib.ExitStack() as stack, torch.enable_grad(), tracing():
-        with lines.noted(program, Wrapper.forward.__code__):
+        with source_lines.noted(program, Wrapper.forward.__code__):
             described = torch_api.aot_export_joint_with_descriptors(
                 stack, wrapper, inputs, decompositions=decompositions(), keep_inference_input_mutations=True
             )
-        lines.spread(described._aot_graph_capture.graph_module)
+        source_lines.spread(described._aot_graph_capture.graph_module)
         captured, state = described._aot_graph_capture, described._aot_state
         graph, meta = captured.graph_module, state.fw_metadata
         parameters = [_strip(n) for n in described.params_spec]
@@ -442,9 +444,9 @@ def tracing() -> Iterator[None]:
             warnings.catch_warnings(),
             torch_api._compiling_state_context(),
             _checks_as_plain_operators(),
-            layers.dropout_between_layers(),
-            layers.masks_as_they_are(),
-            undisturbed.checkpoints_run_plainly(),
+            layer_patches.dropout_between_layers(),
+            layer_patches.masks_as_they_are(),
+            preserve.checkpoints_run_plainly(),
         ):
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond
             yield
@@ -552,7 +554,7 @@ def _refuse_nodes(graph: torch.fx.GraphModule, wrapper: Wrapper) -> None:
     """Operators and constants that no package can hold."""
     for node in graph.graph.nodes:
         if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), torch.Tensor) and value.requires_grad:
-            name = assigned.name_of(wrapper.program, value)
+            name = attribute_writes.name_of(wrapper.program, value)
             raise ExportError(
                 f"the program uses {f'the attribute {name!r}' if name else 'a tensor'}, which requires a gradient and is no parameter: it would get "
                 "none. Register it (self.x = nn.Parameter(x)), or close over the module that it belongs to"
@@ -580,16 +582,16 @@ def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if value.layout is not torch.strided:
                 raise ExportError(f"example input {name} has layout {value.layout}; a package takes strided tensors")
         else:
-            trees.constant(value, pytree.keystr(path))
+            pytrees.constant(value, pytree.keystr(path))
 
 
 def _in_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
     count = iter(range(1 << 30))
 
     def leaf(value: Any, path: str) -> Tree:
-        return Tree("tensor", index=next(count)) if isinstance(value, torch.Tensor) else trees.constant(value, path)
+        return Tree("tensor", index=next(count)) if isinstance(value, torch.Tensor) else pytrees.constant(value, path)
 
-    return trees.describe((args, kwargs), leaf)
+    return pytrees.describe((args, kwargs), leaf)
 
 
 def _out_tree(spec: Any, results: list[Any], outputs: list[Any], constants: dict[int, Any], sizes: Sizes) -> Tree:
@@ -604,9 +606,9 @@ def _out_tree(spec: Any, results: list[Any], outputs: list[Any], constants: dict
             value = value.meta["val"]
         if isinstance(value, torch.SymInt):
             return Tree("size", expression=write(expression_of(value), sizes.names))
-        return trees.constant(constants[i], f"output{path}")
+        return pytrees.constant(constants[i], f"output{path}")
 
-    return trees.describe(pytree.tree_unflatten(list(range(len(results))), spec), leaf)
+    return pytrees.describe(pytree.tree_unflatten(list(range(len(results))), spec), leaf)
 
 
 def _labels(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> dict[tuple[int, int], str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import place
+from . import source_location
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def noted(program: nn.Module) -> Iterator[dict[str, str]]:
     def assign(self: nn.Module, name: str, value: Any) -> None:
         before = self._buffers.get(name) if name in self.__dict__.get("_buffers", ()) else self.__dict__.get(name)
         if id(self) in names and isinstance(before, torch.Tensor) and before is not value:
-            found.setdefault(names[id(self)] + name, place.here())
+            found.setdefault(names[id(self)] + name, source_location.here())
         original(self, name, value)
 
     nn.Module.__setattr__ = assign  # type: ignore[method-assign]

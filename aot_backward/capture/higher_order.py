@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Tree
 
-from .. import torch_api, undisturbed
-from .joint import INNER, Described, Joint, Wrapper, joint_of, state_of
+from .. import torch_api
+from . import preserve
+from .joint_graph import INNER, Described, Joint, Wrapper, joint_of, state_of
 
 aten = torch.ops.aten
 _PREFIX = INNER + "."
@@ -99,7 +100,7 @@ def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str
     copied: frozenset[int] = frozenset()
     while True:
         try:
-            with undisturbed.slots_kept(program), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
+            with preserve.slots_kept(program), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
                 made, shared = joint_of(Wrapper(module, (inputs, {}), copied, False), inputs, about, lambda _: joint.sizes)
         except ExportError:
             raise
