@@ -30,8 +30,8 @@ from aot_backward_runtime.loader import Package
 from . import selfcheck
 from .capture import joint_graph as joints
 from .capture import preserve
-from .capture import step_graph as steps
-from .capture.optimizers import Settings
+from .capture.step import step_graph as steps
+from .capture.step.optimizer_spec import Settings
 
 STEPS = 3
 _PROBES = 4

@@ -12,9 +12,10 @@ from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
 
 from . import selfcheck, stepcheck
 from .capture import joint_graph as joints
-from .capture import optimizers, partition, preserve
-from .capture import step_graph as steps
+from .capture import partition, preserve
 from .capture.shapes import dynamic_shapes
+from .capture.step import optimizer_spec
+from .capture.step import step_graph as steps
 from .capture.user_code import source_location
 from .entries import Step
 from .variants import prepared, requiring, variant_spec
@@ -28,8 +29,8 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
     if not isinstance(entry.module, nn.Module):
         raise ExportError(f"entry {name!r}: module is a {type(entry.module).__name__}; a training step needs a torch.nn.Module")
     program = steps.Fit(entry.module, entry.loss_fn)
-    names = optimizers.parameters_of(entry.optimizer, entry.module)
-    settings = optimizers.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite or entry.loss_scale is not None, entry.loss_scale)
+    names = optimizer_spec.parameters_of(entry.optimizer, entry.module)
+    settings = optimizer_spec.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite or entry.loss_scale is not None, entry.loss_scale)
     trained = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
     wanted = [("parameter", steps.MODULE + names[id(p)]) for p in trained]
     state = joints.state_of(program)
@@ -57,7 +58,7 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
                 first = joint.out_tree.keys[0]
                 raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")
             unscaled = partition.from_a_scalar(joint, prefix, weights)
-            optimized = optimizers.look_at(entry.optimizer, names, steps.gets_gradient(joint))
+            optimized = optimizer_spec.look_at(entry.optimizer, names, steps.gets_gradient(joint))
             if shared is None:
                 shared = steps.share(optimized, settings, program, waiting=entry.accumulate or entry.distributed)
                 weights |= {n: (build.key(name, n, t), t) for n, t in shared.tensors.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import aot_backward as ab
-from aot_backward.capture import optimizer_trace
+from aot_backward.capture.step import optimizer_graph
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def _scaled_update(graph: torch.fx.Graph, parameters: int) -> None:
 def test_what_is_off_by_a_thousandth_fails_the_export(
     spoil: Callable[[torch.fx.Graph, int], None], optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = optimizer_trace.trace
+    original = optimizer_graph.trace
 
     def spoilt(about: Any, gradients: Any, parameters: Any, fake_mode: Any, settings: Any) -> Any:
         update = original(about, gradients, parameters, fake_mode, settings)
@@ -49,7 +49,7 @@ def test_what_is_off_by_a_thousandth_fails_the_export(
         update.graph.recompile()
         return update
 
-    monkeypatch.setattr(optimizer_trace, "trace", spoilt)
+    monkeypatch.setattr(optimizer_graph, "trace", spoilt)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
     x, y, path = torch.randn(12, 8), torch.randint(0, 4, (12,)), tmp_path / "step.pt2"

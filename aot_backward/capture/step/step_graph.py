@@ -23,12 +23,13 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import GradientSlot, OptimizerStateSpec, Plan, StepSpec
 from aot_backward_runtime.training.param_groups import plain
 
-from ..graph import Graph
-from . import number_vector, optimizer_trace, partition
-from .joint_graph import FunctionModule, Joint
-from .optimizer_trace import Update
-from .optimizers import Optimized, Settings
-from .partition import Pieces
+from ...graph import Graph
+from .. import partition
+from ..joint_graph import FunctionModule, Joint
+from ..partition import Pieces
+from . import hyperparameters, optimizer_graph
+from .optimizer_graph import Update
+from .optimizer_spec import Optimized, Settings
 
 aten = torch.ops.aten
 MODULE = "module."
@@ -102,14 +103,14 @@ def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bo
         for parameter in optimized.trained:
             gradients[parameter] = f"gradient.{parameter}"
             tensors[gradients[parameter]] = torch.zeros_like(parameters[parameter], requires_grad=False)
-    if settings.loss_scale is not None and (low := [n for n in optimized.trained if parameters[n].dtype in number_vector.LOW]):
+    if settings.loss_scale is not None and (low := [n for n in optimized.trained if parameters[n].dtype in hyperparameters.LOW]):
         raise ExportError(
             f"loss_scale keeps gradients of float32 parameters whole, and {low[0]} is {parameters[low[0]].dtype}, whose gradient would vanish when "
             "it is scaled back: keep parameters in float32, and compute in float16 under torch.autocast"
         )
     values = [n.value for n in optimized.numbers] + list(settings.numbers.values())
     device = parameters[optimized.trained[0]].device
-    tensors[NUMBERS] = torch.tensor([0.0] * number_vector.FIRST_NUMBER + values, dtype=torch.float64, device=device)
+    tensors[NUMBERS] = torch.tensor([0.0] * hyperparameters.FIRST_NUMBER + values, dtype=torch.float64, device=device)
     defaults = {k: plain(v) for k, v in optimized.optimizer.defaults.items()}
     spec = StepSpec(
         optimizer=optimized.name,
@@ -129,7 +130,7 @@ def scale_the_loss(joint: Joint, shared: Shared, unscaled: Node) -> None:
     """``unscaled``, the loss's own gradient, becomes the scale, and every gradient is scaled back, as ``torch.amp.GradScaler`` does."""
     graph = joint.graph
     numbers = _state(graph, joint, shared, NUMBERS)
-    place = number_vector.FIRST_NUMBER + len(shared.optimized.numbers) + list(shared.settings.numbers).index("loss_scale")
+    place = hyperparameters.FIRST_NUMBER + len(shared.optimized.numbers) + list(shared.settings.numbers).index("loss_scale")
     convert = torch.ops.prims.convert_element_type.default
     with graph.graph.inserting_after(unscaled), joint.fake_mode:
         placed = graph.graph.call_function(aten.select.int, (numbers, 0, place))
@@ -161,7 +162,7 @@ def split_step(joint: Joint, name: str, weights: Weights, shared: Shared) -> tup
     gradients = {p: joint.gradients[("parameter", MODULE + p)] for p in trained}
     parameters = {n: node for n, node in _parameters(joint, joint.graph).items() if n in gradients}
     values = [node.meta["val"] for node in gradients.values()], [parameters[p].meta["val"] for p in trained]
-    update = optimizer_trace.trace(shared.optimized, *values, joint.fake_mode, shared.settings)
+    update = optimizer_graph.trace(shared.optimized, *values, joint.fake_mode, shared.settings)
     pieces = Pieces()
     graph = GraphModule(joint.graph, partition.copied(joint.graph.graph))
     nodes = _by_name(graph)
@@ -240,7 +241,7 @@ def _hold_back(graph: GraphModule, joint: Joint, gradients: Sequence[Node]) -> N
     if not buffers:
         return
     with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
-        never = number_vector.known_with(graph.graph, gradients)
+        never = hyperparameters.known_with(graph.graph, gradients)
         for node in buffers:
             target, value = node.args
             if never is not None:

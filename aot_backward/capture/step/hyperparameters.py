@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .. import torch_api
-from .joint_graph import decompositions
+from ... import torch_api
+from ..joint_graph import decompositions
 
 FIRST_NUMBER = 2
 """The vector begins with two flags: whether gradients are added to what has been accumulated, or replace it; and whether the optimizer has no

@@ -26,10 +26,10 @@ from torch.overrides import TorchFunctionMode
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Interval, NumberSpec
 
-from .. import torch_api
-from .joint_graph import tracing
-from .number_vector import FIRST_NUMBER, LOW, with_tensors
-from .optimizers import Optimized, Settings, form, twin
+from ... import torch_api
+from ..joint_graph import tracing
+from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
+from .optimizer_spec import Optimized, Settings, form, twin
 
 _CAPTURABLE = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 """Their other form decides by the value of a tensor which formula holds."""
