@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from .onnx.convert import convert
     from .onnx.export import export_onnx
     from .rebuild import rebuild
-    from .record import record
-    from .replaying import replay
+    from .recording.record import record
+    from .recording.replay import replay
     from .signing import sign
 
 _HOME = dict.fromkeys(("export", "export_grad", "export_module", "export_step"), "aot_backward.export")
@@ -64,7 +64,12 @@ _HOME |= dict.fromkeys(
     "aot_backward_runtime",
 )
 _HOME |= {"convert": "aot_backward.onnx.convert", "export_onnx": "aot_backward.onnx.export"}
-_HOME |= {"rebuild": "aot_backward.rebuild", "record": "aot_backward.record", "replay": "aot_backward.replaying", "sign": "aot_backward.signing"}
+_HOME |= {
+    "rebuild": "aot_backward.rebuild",
+    "record": "aot_backward.record",
+    "replay": "aot_backward.recording.replay",
+    "sign": "aot_backward.signing",
+}
 
 __all__ = [
     "AotBackwardError",

@@ -67,14 +67,20 @@ ALLOWED = {
         "aot_backward_exporters",
     ),
     "aot_backward.graphcheck": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.verify"),
-    "aot_backward.record": (*LIBRARY, "aot_backward.capture", "aot_backward.compiled", "aot_backward.misses", "aot_backward.package"),
-    "aot_backward.replaying": (*LIBRARY, "aot_backward.record"),
-    "aot_backward.compiled": (
+    "aot_backward.record": (
+        *LIBRARY,
+        "aot_backward.capture",
+        "aot_backward.recording.compile",
+        "aot_backward.recording.miss_file",
+        "aot_backward.package",
+    ),
+    "aot_backward.recording.replay": (*LIBRARY, "aot_backward.record"),
+    "aot_backward.recording.compile": (
         *(*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.operators", "aot_backward.package"),
         "aot_backward_exporters",
     ),
-    "aot_backward.misses": (
-        *(*LIBRARY, "aot_backward.capture", "aot_backward.compiled", "aot_backward.record"),
+    "aot_backward.recording.miss_file": (
+        *(*LIBRARY, "aot_backward.capture", "aot_backward.recording.compile", "aot_backward.record"),
         *("aot_backward.package", "aot_backward.tensor_file", "aot_backward_exporters"),
     ),
     # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
@@ -84,8 +90,8 @@ ALLOWED = {
         *(
             "aot_backward.record",
             "aot_backward.rebuild",
-            "aot_backward.replaying",
-            "aot_backward.misses",
+            "aot_backward.recording.replay",
+            "aot_backward.recording.miss_file",
             "aot_backward.signing",
             "aot_backward.onnx",
         ),

@@ -20,7 +20,7 @@ from .progress import shown
 @debug_option
 def compile_command(misses: Path, output: Path, entry: str, target: str) -> None:
     """Compile what a replay kept with --save-misses, and add it to BW.pt2."""
-    from ..misses import compile_misses
+    from ..recording.miss_file import compile_misses
 
     with shown() as progress:
         skipped = compile_misses(misses, output, entry=entry, target=target, progress=progress)

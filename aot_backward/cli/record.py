@@ -29,7 +29,7 @@ def record(context: click.Context, output: Path, entry: str, target: str, as_jso
     """
     from aot_backward_runtime.passes.session import MAX_STRUCTURES
 
-    from ..record import record as recording
+    from ..recording.record import record as recording
 
     with shown() as progress:
         session = recording(output, entry=entry, target=target, progress=progress, max_structures=max_structures or MAX_STRUCTURES)

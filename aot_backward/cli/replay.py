@@ -47,7 +47,7 @@ def replay(
     """
     from aot_backward_runtime.passes.session import MAX_STRUCTURES
 
-    from ..replaying import replay as replaying
+    from ..recording.replay import replay as replaying
 
     session = replaying(
         package, entry=entry, strict=strict, save_misses=save_misses, signature=signature, key=key, max_structures=max_structures or MAX_STRUCTURES

@@ -1,6 +1,6 @@
 """The tape: what the autograd engine would run for one backward pass, written down in its order.
 
-A tape is a list of operations over slots. ``recorder.py`` writes it, :mod:`.interpreter` runs it, ``aot_backward.capture.recorded`` traces
+A tape is a list of operations over slots. ``recorder.py`` writes it, :mod:`.interpreter` runs it, ``aot_backward.recording.pass_graphs`` traces
 it. Its canonical JSON form has every size, scalar and tensor as a slot, so that two passes with one :meth:`Tape.fingerprint` differ in
 nothing but those. A tape that was read back can be compared and looked at, not run: the functional backwards in it are C++ callables
 that the engine hands out when it first meets a node type.

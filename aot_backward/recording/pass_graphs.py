@@ -22,11 +22,11 @@ from aot_backward_runtime.passes.interpreter import Run
 from aot_backward_runtime.passes.tape import CALLS_OUT, Op, Slot, Tape, slots
 
 from .. import torch_api
+from ..capture.joint_graph import decompositions, tracing
+from ..capture.partition import lift_constants, root_of
+from ..capture.shapes.symbolic_shapes import Sizes, expression_of
 from ..graph import Graph
-from .joint_graph import decompositions, tracing
-from .observed import Shapes
-from .partition import lift_constants, root_of
-from .shapes.symbolic_shapes import Sizes, expression_of
+from .infer_shapes import Shapes
 
 
 class NotTraced(Exception):

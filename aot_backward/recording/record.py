@@ -23,9 +23,9 @@ from aot_backward_runtime.passes.interpreter import Run
 from aot_backward_runtime.passes.session import MAX_STRUCTURES, Replaying
 from aot_backward_runtime.passes.tape import Tape, slots
 
-from .capture.ambient import current_ambient
-from .capture.observation import Looks, Observation
-from .package import check_destination
+from ..capture.ambient import current_ambient
+from ..package import check_destination
+from .observation import Looks, Observation
 
 Progress = Callable[[str, int, int], None]
 ENTRY = "backward"
@@ -166,7 +166,7 @@ class Recording(Collecting):
         kind = error[0]
         done = kind is None or (isinstance(kind, type) and issubclass(kind, SystemExit))  # a script that ends itself has ended well
         if done and self.path is not None and self.watched_some:
-            from .compiled import add_passes
+            from .compile import add_passes
 
             self.skipped += add_passes(self.path, self.entry, self.worth_compiling(), target=self.target, progress=self.progress)
 
@@ -182,7 +182,7 @@ class Saving(Collecting):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if self.watched_some:
-            from .misses import save_misses
+            from .miss_file import save_misses
 
             self.skipped += save_misses(self.to, self.worth_compiling())
 

@@ -30,13 +30,13 @@ from aot_backward_runtime.package.archive import Archive, open_package
 from aot_backward_runtime.passes.compiled_pass import PassContract
 from aot_backward_runtime.passes.tape import Slot, Tape
 
-from . import operators
-from .capture import observed, recorded
-from .capture.observation import Observation
-from .capture.observed import Shapes
-from .graph import VERSION, Artifact, Graph
-from .package import library_spec, write_package
-from .selfcheck import RELATIVE, plain_ratio
+from .. import operators
+from ..graph import VERSION, Artifact, Graph
+from ..package import library_spec, write_package
+from ..selfcheck import RELATIVE, plain_ratio
+from . import infer_shapes, pass_graphs
+from .infer_shapes import Shapes
+from .observation import Observation
 
 Progress = Callable[[str, int, int], None]
 _MOST = 8  # variants of one structure
@@ -53,8 +53,8 @@ class Program:
     tape: Tape
     shapes: Shapes
     observation: Observation
-    pieces: list[recorded.Piece]
-    traced: list[recorded.Traced]
+    pieces: list[pass_graphs.Piece]
+    traced: list[pass_graphs.Traced]
     examples: list[Any]
     graphs: list[Graph] = field(default_factory=list)
     portables: dict[str, bytes] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def add_passes(path: Path, entry: str, met: Mapping[str, Any], *, target: str = 
     with _alone(path):
         base = _Base.read(path, entry, target)
         skipped: Counter[str] = Counter()
-        mode = observed.fake_mode()
+        mode = infer_shapes.fake_mode()
         programs = traced_passes(met, base.variants, mode, skipped, say)
         return skipped + _add(base, programs, met, mode, target, say)
 
@@ -135,7 +135,7 @@ def _add(base: _Base, programs: list[Program], met: Mapping[str, Any], mode: Any
 
 def _traced(fingerprint: str, seen: Any, known: Sequence[PassSpec], mode: Any, skipped: Counter[str]) -> list[Program]:
     out = []
-    ranked = sorted(observed.groups(list(seen.observations), known), key=lambda g: -sum(seen.observations.get(o, 0) for o in g))
+    ranked = sorted(infer_shapes.groups(list(seen.observations), known), key=lambda g: -sum(seen.observations.get(o, 0) for o in g))
     for number, group in enumerate(ranked):
         name = f"{_PREFIX}.{fingerprint[:12]}.{len(known) + number}"
         if len(known) + number >= _MOST:
@@ -144,8 +144,8 @@ def _traced(fingerprint: str, seen: Any, known: Sequence[PassSpec], mode: Any, s
         try:
             out.append(_trace_group(fingerprint, name, seen, group, mode))
         except Exception as error:  # the engine's formulas run on fake tensors in there, and any of them may lack one
-            node = error.node if isinstance(error, recorded.NotTraced) else None
-            cause = error.__cause__ or error if isinstance(error, recorded.NotTraced) else error
+            node = error.node if isinstance(error, pass_graphs.NotTraced) else None
+            cause = error.__cause__ or error if isinstance(error, pass_graphs.NotTraced) else error
             first = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
             words = first if isinstance(cause, ExportError) else f"could not be traced: {type(cause).__name__}: {first}"
             skipped[f"{name}: {words}{_at(seen, node)}"] += 1
@@ -164,28 +164,28 @@ def _trace_group(fingerprint: str, name: str, seen: Any, group: Sequence[Observa
     unlike = next(((i, t.unlike) for i, t in enumerate(observation.inputs) if t.unlike), None)
     if unlike is not None:
         raise ExportError(
-            f"{recorded.origin(tape, unlike[0])} is {unlike[1]}; a compiled pass takes plain, dense tensors. Such passes go on being "
+            f"{pass_graphs.origin(tape, unlike[0])} is {unlike[1]}; a compiled pass takes plain, dense tensors. Such passes go on being "
             "interpreted, with eager's gradients; to have them compiled, let the forward compute on plain, dense tensors there"
         )
-    shapes = observed.symbolic(group, mode, name.replace(".", "_"))
+    shapes = infer_shapes.symbolic(group, mode, name.replace(".", "_"))
     examples = [e for o, e in seen.examples.get(observation.kind(), [])]
-    single = recorded.sparse_operations(tape, examples)
-    opaque = set(recorded.OPAQUE)
+    single = pass_graphs.sparse_operations(tape, examples)
+    opaque = set(pass_graphs.OPAQUE)
     with_customs = bool(tape.plain_customs)
     while True:
-        pieces = recorded.cut(tape, observation.hook_groups, with_customs, opaque, single)
+        pieces = pass_graphs.cut(tape, observation.hook_groups, with_customs, opaque, single)
         values: dict[int, Any] = {}
-        traced: list[recorded.Traced] = []
+        traced: list[pass_graphs.Traced] = []
         try:
             for piece in pieces:
                 if piece.compiled:
-                    traced.append(recorded.trace(tape, piece, shapes, values, observation.scalars, observation.ambient, seen.contexts, mode))
+                    traced.append(pass_graphs.trace(tape, piece, shapes, values, observation.scalars, observation.ambient, seen.contexts, mode))
                 else:
-                    recorded.assume(tape.ops[piece.ops[0]], examples, values, shapes, mode)
+                    pass_graphs.assume(tape.ops[piece.ops[0]], examples, values, shapes, mode)
         except Exception as error:
             if with_customs:  # a custom backward that fake tensors cannot go through is called, as it is
                 with_customs = False
-            elif isinstance(error, recorded.NotTraced) and error.name and len(opaque) < _UNTRACED:  # and so is a node of PyTorch's
+            elif isinstance(error, pass_graphs.NotTraced) and error.name and len(opaque) < _UNTRACED:  # and so is a node of PyTorch's
                 opaque.add(error.name)
             else:
                 raise
@@ -201,7 +201,7 @@ def _compiled(programs: list[Program], work: Path, mode: Any, target: str, say: 
             sizes = program.shapes.spelled(mode.shape_env)
             traced = iter(program.traced)
             for number, piece in enumerate(program.pieces):
-                graph, segments = recorded.finish(f"{program.name}.{number}", piece, next(traced) if piece.compiled else None, sizes, program.tape)
+                graph, segments = pass_graphs.finish(f"{program.name}.{number}", piece, next(traced) if piece.compiled else None, sizes, program.tape)
                 program.segments += segments
                 if graph is not None:
                     program.graphs.append(graph)
@@ -232,15 +232,15 @@ def spelled(program: Program, shape_env: Any) -> PassSpec:
     observation, tape = program.observation, program.tape
     for n, graph in enumerate(program.graphs):
         traced = next(t for t in program.traced if t.name == graph.name)
-        inputs, outputs = recorded.specs(traced, sizes)
+        inputs, outputs = pass_graphs.specs(traced, sizes)
         program.graphs[n] = graph = dataclasses.replace(graph, inputs=inputs, outputs=outputs)
         with contextlib.suppress(ExportError):  # the package works; it cannot be rebuilt
             program.portables[graph.name] = graph_json.graph_to_bytes(graph, sizes.worded, sizes.hints())
-        given = recorded.operands(traced, sizes)
+        given = pass_graphs.operands(traced, sizes)
         program.segments = [dataclasses.replace(s, operands=given) if s.library == graph.name else s for s in program.segments]
     return PassSpec(
         inputs=tuple(
-            sizes.spec(recorded.origin(tape, i), fake, looks.requires_grad)
+            sizes.spec(pass_graphs.origin(tape, i), fake, looks.requires_grad)
             for i, (fake, looks) in enumerate(zip(program.shapes.inputs, observation.inputs, strict=True))
         ),
         sizes=tuple(sizes.size(s) for s in program.shapes.sizes),
@@ -326,7 +326,7 @@ def _serves(spec: PassSpec, example: Any, values: Mapping[str, int]) -> bool:
 
 def _lies_as(result: torch.Tensor, spec: PassSpec, leaf: int, values: Mapping[str, int]) -> bool:
     wanted = tuple(evaluate(s, values) for s in spec.inputs[leaf].stride)
-    dense = recorded.gradient_strides(tuple(result.shape), wanted)
+    dense = pass_graphs.gradient_strides(tuple(result.shape), wanted)
     return all(n <= 1 or a == b for n, a, b in zip(result.shape, result.stride(), dense, strict=True))
 
 

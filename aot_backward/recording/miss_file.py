@@ -25,14 +25,14 @@ from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
 from aot_backward_runtime.format.manifest_json import plain, read_as
 from aot_backward_runtime.passes.tape import tape_from_json
 
-from . import torch_api
-from .capture import observed, recorded
-from .capture.observation import Looks, Observation
-from .capture.observed import Shapes
-from .compiled import Program, add_programs, spelled, traced_passes
-from .package import _replacing
+from .. import torch_api
+from ..package import _replacing
+from ..tensor_file import read_tensors, write_tensors
+from . import infer_shapes, pass_graphs
+from .compile import Program, add_programs, spelled, traced_passes
+from .infer_shapes import Shapes
+from .observation import Looks, Observation
 from .record import ENTRY, Example, Met
-from .tensor_file import read_tensors, write_tensors
 
 VERSION = 1
 """Of the file. 1: 2026-11-21, the first."""
@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]
 def save_misses(path: str | os.PathLike[str], met: Mapping[str, Met]) -> Counter[str]:
     """Traces what ``met`` holds and writes it; a file that is there already is replaced. What could not be traced comes back, counted."""
     skipped: Counter[str] = Counter()
-    mode = observed.fake_mode()
+    mode = infer_shapes.fake_mode()
     programs = []
     numbers: dict[str, torch.Tensor] = {}
     for program in traced_passes(met, lambda _: (), mode, skipped, lambda *_: None):
@@ -68,7 +68,7 @@ def compile_misses(
     """Compiles the passes of the file at ``path`` and adds them to ``package``, each compared with the numbers in the file.
 
     What could not be compiled rightly is left out: the reasons come back, counted. Raises :class:`PackageError` where the file is none
-    of ours, and what :func:`aot_backward.compiled.add_passes` raises.
+    of ours, and what :func:`aot_backward.recording.compile.add_passes` raises.
     """
     path = Path(path)
     try:
@@ -85,7 +85,7 @@ def compile_misses(
         raise PackageError(f"{path} is of version {form.get('version')}; this reader knows {VERSION}")
     if form["torch"] != torch.__version__:
         raise ExportError(f"{path} was traced by torch {form['torch']}; this is {torch.__version__}: record there, or replay here")
-    mode = observed.fake_mode()
+    mode = infer_shapes.fake_mode()
     programs, met = [], {}
     for number, known in enumerate(form["passes"]):
         program, seen = _program_from_json(known, number, mode, numbers)
@@ -161,11 +161,11 @@ def _program_from_json(form: dict[str, Any], number: int, mode: Any, numbers: Ma
             places = [(kind, where, fake(look)) for (kind, where), look in zip(piece["placeholders"], piece["looks"], strict=True)]
             module = graph_from_json(piece["graph"], [p[2] for p in places], mode)
             results = list(next(iter(module.graph.find_nodes(op="output"))).args[0])
-            whole = recorded.Piece(tuple(piece["ops"]), True)
+            whole = pass_graphs.Piece(tuple(piece["ops"]), True)
             traced.append(
-                recorded.Traced(whole, module, places, results, piece["gives"], piece["undefined"], set(piece["own"]), absent=piece["absent"])
+                pass_graphs.Traced(whole, module, places, results, piece["gives"], piece["undefined"], set(piece["own"]), absent=piece["absent"])
             )
-        pieces = [recorded.Piece(tuple(ops), compiled) for ops, compiled in form["cut"]]
+        pieces = [pass_graphs.Piece(tuple(ops), compiled) for ops, compiled in form["cut"]]
         examples = [_example(form, n, e, numbers) for n, e in enumerate(form["examples"])]
     except Exception as error:  # the file may say anything, and much of it is run on fake tensors to see
         raise PackageError(f"this is no file of missed passes: {type(error).__name__}: {error}") from error

@@ -19,8 +19,8 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
 
 from .. import torch_api
+from ..capture.shapes.symbolic_shapes import Sizes, expression_of
 from .observation import Looks, Observation
-from .shapes.symbolic_shapes import Sizes, expression_of
 
 
 @dataclass
