@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .entries import Grad, Module, Step, Variant
     from .onnx.convert import convert
     from .onnx.export import export_onnx
-    from .rebuild import rebuild
+    from .packaging.rebuild import rebuild
     from .recording.record import record
     from .recording.replay import replay
     from .signing import sign

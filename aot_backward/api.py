@@ -15,12 +15,12 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 
 from . import operators
-from .builder import Build, Progress
 from .capture import joint_graph as joints
 from .capture import preserve
 from .capture.cuda_semantics import as_on_gpu
 from .entries import Entries, Grad, Module, Step, Variant
-from .package import check_destination, write_package
+from .packaging.builder import Build, Progress
+from .packaging.package_writer import check_destination, write_package
 
 
 def export(
@@ -68,7 +68,7 @@ def export(
 def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, progress: Progress | None) -> Path:
     """Compiled for the CPU and compared with eager there, which casts under autocast as it would on a GPU; then the same graphs for the GPUs, which
     compares nothing where there is none."""
-    from .rebuild import check_target, rebuild
+    from .packaging.rebuild import check_target, rebuild
 
     check_target(target)  # before minutes of compiling
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:

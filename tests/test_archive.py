@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.export.pt2_archive._package import PT2ArchiveReader
 
-from aot_backward.package import write_package
+from aot_backward.packaging.package_writer import write_package
 from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.zip_directory import read_directory
 from aot_backward_runtime.native.weights import load_examples, load_weights

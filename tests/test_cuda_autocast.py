@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aot_backward as ab
 from aot_backward.capture import cuda_semantics, joint_graph, partition
-from aot_backward.rebuild import _refuse_other_autocast
+from aot_backward.packaging.rebuild import _refuse_other_autocast
 from aot_backward_exporters import aoti
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.package.archive import open_package

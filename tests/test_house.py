@@ -29,8 +29,8 @@ ALLOWED = {
     "aot_backward.torch_api": (),
     "aot_backward.capture.preserve": ("aot_backward_runtime",),
     "aot_backward.operators": LIBRARY,
-    "aot_backward.package": (*LIBRARY, "aot_backward.operators"),
-    "aot_backward.tensor_file": (*LIBRARY, "aot_backward.package"),
+    "aot_backward.packaging.package_writer": (*LIBRARY, "aot_backward.operators"),
+    "aot_backward.tensor_file": (*LIBRARY, "aot_backward.packaging.package_writer"),
     "aot_backward.capture": LIBRARY,
     "aot_backward.selfcheck": LIBRARY,
     "aot_backward.verify": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.stepcheck"),
@@ -39,31 +39,45 @@ ALLOWED = {
     "aot_backward.signing": LIBRARY,
     "aot_backward.diagnosis": (*LIBRARY, "aot_backward_exporters"),
     "aot_backward.entries": LIBRARY,
-    "aot_backward.variants": (*LIBRARY, "aot_backward.entries", "aot_backward.capture"),
+    "aot_backward.packaging.variant_spec": (*LIBRARY, "aot_backward.entries", "aot_backward.capture"),
     "aot_backward.stepcheck": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture"),
-    "aot_backward.stepping": (
-        *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepcheck", "aot_backward.selfcheck", "aot_backward.capture"),
-        "aot_backward.builder",  # for types alone: build imports stepping
+    "aot_backward.packaging.step_entry": (
+        *(
+            *LIBRARY,
+            "aot_backward.entries",
+            "aot_backward.packaging.variant_spec",
+            "aot_backward.stepcheck",
+            "aot_backward.selfcheck",
+            "aot_backward.capture",
+        ),
+        "aot_backward.packaging.builder",  # for types alone: build imports stepping
     ),
-    "aot_backward.builder": (
-        *(*LIBRARY, "aot_backward.entries", "aot_backward.variants", "aot_backward.stepping", "aot_backward.selfcheck"),
-        *("aot_backward.capture", "aot_backward.package", "aot_backward_exporters"),
+    "aot_backward.packaging.builder": (
+        *(*LIBRARY, "aot_backward.entries", "aot_backward.packaging.variant_spec", "aot_backward.packaging.step_entry", "aot_backward.selfcheck"),
+        *("aot_backward.capture", "aot_backward.packaging.package_writer", "aot_backward_exporters"),
     ),
     "aot_backward.onnx": (
-        *(*LIBRARY, "aot_backward.builder", "aot_backward.capture", "aot_backward.entries", "aot_backward.export", "aot_backward.graphcheck"),
+        *(
+            *LIBRARY,
+            "aot_backward.packaging.builder",
+            "aot_backward.capture",
+            "aot_backward.entries",
+            "aot_backward.export",
+            "aot_backward.graphcheck",
+        ),
         *("aot_backward_exporters", "aot_backward.verify"),
     ),
     "aot_backward.export": (
         *LIBRARY,
-        "aot_backward.builder",
+        "aot_backward.packaging.builder",
         "aot_backward.rebuild",
         "aot_backward.entries",
         "aot_backward.operators",
         "aot_backward.capture",
-        "aot_backward.package",
+        "aot_backward.packaging.package_writer",
     ),
     "aot_backward.rebuild": (
-        *(*LIBRARY, "aot_backward.capture", "aot_backward.graphcheck", "aot_backward.package", "aot_backward.selfcheck"),
+        *(*LIBRARY, "aot_backward.capture", "aot_backward.graphcheck", "aot_backward.packaging.package_writer", "aot_backward.selfcheck"),
         "aot_backward_exporters",
     ),
     "aot_backward.graphcheck": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.verify"),
@@ -72,16 +86,16 @@ ALLOWED = {
         "aot_backward.capture",
         "aot_backward.recording.compile",
         "aot_backward.recording.miss_file",
-        "aot_backward.package",
+        "aot_backward.packaging.package_writer",
     ),
     "aot_backward.recording.replay": (*LIBRARY, "aot_backward.record"),
     "aot_backward.recording.compile": (
-        *(*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.operators", "aot_backward.package"),
+        *(*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.operators", "aot_backward.packaging.package_writer"),
         "aot_backward_exporters",
     ),
     "aot_backward.recording.miss_file": (
         *(*LIBRARY, "aot_backward.capture", "aot_backward.recording.compile", "aot_backward.record"),
-        *("aot_backward.package", "aot_backward.tensor_file", "aot_backward_exporters"),
+        *("aot_backward.packaging.package_writer", "aot_backward.tensor_file", "aot_backward_exporters"),
     ),
     # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
     "aot_backward.report": ("aot_backward_runtime", "aot_backward.graph", "aot_backward_exporters.graph_json"),

@@ -242,7 +242,7 @@ def test_row_28_torch_pairs_that_were_tested(package: Path, monkeypatch: pytest.
 KILL = """
 import os, signal, sys, torch
 from pathlib import Path
-from aot_backward.package import write_package
+from aot_backward.packaging.package_writer import write_package
 from aot_backward_runtime.package.archive import open_package
 from tests.packages import tiny_artifact, tiny_manifest, tiny_weights, write_tiny
 target, calls = Path(sys.argv[1]), {"write", "flush", "fsync", "replace", "open", "close", "seek", "truncate", "unlink", "__exit__"}

@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from aot_backward.package import write_package
+from aot_backward.packaging.package_writer import write_package
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.safetensors_header import DTYPES, read_header
 from aot_backward_runtime.native import weights as weights_module

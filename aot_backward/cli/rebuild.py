@@ -36,8 +36,8 @@ def rebuild(package: Path, output: Path, target: str, signature: Policy | None, 
     """
     from aot_backward_runtime.package.archive import open_package
 
-    from ..rebuild import NARROWED
-    from ..rebuild import rebuild as rebuild_package
+    from ..packaging.rebuild import NARROWED
+    from ..packaging.rebuild import rebuild as rebuild_package
 
     with shown() as progress:
         rebuild_package(package, output, target=target, progress=progress, signature=signature, key=key)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from aot_backward_runtime.errors import ExportError
 
 from ..api import check_entries, everything_kept
-from ..builder import Build
 from ..entries import Entries, Module
 from ..graph import Artifact, Graph
+from ..packaging.builder import Build
 from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
 
 if TYPE_CHECKING:

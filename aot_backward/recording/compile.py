@@ -32,7 +32,7 @@ from aot_backward_runtime.passes.tape import Slot, Tape
 
 from .. import operators
 from ..graph import VERSION, Artifact, Graph
-from ..package import library_spec, write_package
+from ..packaging.package_writer import library_spec, write_package
 from ..selfcheck import RELATIVE, plain_ratio
 from . import infer_shapes, pass_graphs
 from .infer_shapes import Shapes

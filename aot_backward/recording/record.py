@@ -24,7 +24,7 @@ from aot_backward_runtime.passes.session import MAX_STRUCTURES, Replaying
 from aot_backward_runtime.passes.tape import Tape, slots
 
 from ..capture.ambient import current_ambient
-from ..package import check_destination
+from ..packaging.package_writer import check_destination
 from .observation import Looks, Observation
 
 Progress = Callable[[str, int, int], None]

@@ -35,8 +35,8 @@ from aot_backward_runtime.native.tensor_bytes import dtype_name, tensor_chunks
 from aot_backward_runtime.native.weights import layout_problem
 from aot_backward_runtime.package.archive import GRAPH_NAME, LIBRARY_FOLDER
 
-from .graph import Artifact, Graph
-from .operators import operators_of
+from ..graph import Artifact, Graph
+from ..operators import operators_of
 
 TOP = "package"
 _CHUNK = 1 << 20

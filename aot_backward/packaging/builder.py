@@ -19,17 +19,17 @@ from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.pytree import describe
 from aot_backward_runtime.package.targets import seen_as
 
-from . import selfcheck, torch_api
-from .capture import higher_order, partition, preserve
-from .capture import joint_graph as joints
-from .capture.shapes import dynamic_shapes
-from .capture.shapes.symbolic_shapes import Sizes
-from .capture.user_code import source_location
-from .entries import Entry, Grad, Module, Step
-from .graph import VERSION, Artifact, Graph
-from .package import library_spec, stem_of
-from .stepping import add_step
-from .variants import differentiated, prepared, required, requiring, variant_spec
+from .. import selfcheck, torch_api
+from ..capture import higher_order, partition, preserve
+from ..capture import joint_graph as joints
+from ..capture.shapes import dynamic_shapes
+from ..capture.shapes.symbolic_shapes import Sizes
+from ..capture.user_code import source_location
+from ..entries import Entry, Grad, Module, Step
+from ..graph import VERSION, Artifact, Graph
+from .package_writer import library_spec, stem_of
+from .step_entry import add_step
+from .variant_spec import differentiated, prepared, required, requiring, variant_spec
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are done, and how many there are."""

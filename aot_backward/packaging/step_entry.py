@@ -10,15 +10,15 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
 
-from . import selfcheck, stepcheck
-from .capture import joint_graph as joints
-from .capture import partition, preserve
-from .capture.shapes import dynamic_shapes
-from .capture.step import optimizer_spec
-from .capture.step import step_graph as steps
-from .capture.user_code import source_location
-from .entries import Step
-from .variants import prepared, requiring, variant_spec
+from .. import selfcheck, stepcheck
+from ..capture import joint_graph as joints
+from ..capture import partition, preserve
+from ..capture.shapes import dynamic_shapes
+from ..capture.step import optimizer_spec
+from ..capture.step import step_graph as steps
+from ..capture.user_code import source_location
+from ..entries import Step
+from .variant_spec import prepared, requiring, variant_spec
 
 if TYPE_CHECKING:
     from .builder import Build, Check

@@ -28,11 +28,11 @@ from aot_backward_runtime.package.archive import Archive, open_package
 from aot_backward_runtime.package.signature_policy import Key, Policy, admission
 from aot_backward_runtime.package.targets import seen_as, targets_of
 
-from . import graphcheck, selfcheck, torch_api
-from .capture.shapes.restore_shapes import Stated, stated
-from .capture.shapes.symbolic_shapes import Sizes, expression_of
-from .graph import VERSION, Artifact, Graph
-from .package import check_destination, library_spec, stem_of, write_package
+from .. import graphcheck, selfcheck, torch_api
+from ..capture.shapes.restore_shapes import Stated, stated
+from ..capture.shapes.symbolic_shapes import Sizes, expression_of
+from ..graph import VERSION, Artifact, Graph
+from .package_writer import check_destination, library_spec, stem_of, write_package
 
 Progress = Callable[[str, int, int], None]
 NARROWED = "narrowed by rebuilding"

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 
-from .capture import joint_graph as joints
-from .capture import partition, preserve, pytrees
-from .entries import Variant
+from ..capture import joint_graph as joints
+from ..capture import partition, preserve, pytrees
+from ..entries import Variant
 
 
 def prepared(variant: Variant, signature: Callable[..., Any], device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
