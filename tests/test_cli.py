@@ -137,7 +137,7 @@ def test_interrupting_gives_130(package: Path, monkeypatch: pytest.MonkeyPatch) 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("aot_backward.verify.verify_package", interrupted)
+    monkeypatch.setattr("aot_backward.checks.verify.verify_package", interrupted)
     done = called("verify", package)
     assert done.exit_code == 130 and done.stderr.strip() == "error: interrupted"
 
@@ -146,7 +146,7 @@ def test_an_unexpected_error_is_one_line_too(package: Path, monkeypatch: pytest.
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr("aot_backward.verify.verify_package", broken)
+    monkeypatch.setattr("aot_backward.checks.verify.verify_package", broken)
     fails(called("verify", package), 1, "unexpected RuntimeError: first; --debug shows where")
 
 

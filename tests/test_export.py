@@ -15,8 +15,8 @@ from torch import nn
 from torch.export import Dim
 
 import aot_backward as ab
-from aot_backward import selfcheck
 from aot_backward.capture import partition
+from aot_backward.checks import eager_check
 from aot_backward_runtime import ExportError, InputError, load
 from aot_backward_runtime.package.archive import open_package
 
@@ -150,7 +150,7 @@ def test_the_measure() -> None:
     e = {n: (v + 1e-8 * torch.randn_like(v)).float() for n, v in t.items()}
 
     def worst(a: dict[str, torch.Tensor]) -> dict[str, float]:
-        return {d.name: d.ratio for d in selfcheck.compare(a, e, t, dict.fromkeys(t, 0.0))}  # type: ignore[arg-type]
+        return {d.name: d.ratio for d in eager_check.compare(a, e, t, dict.fromkeys(t, 0.0))}  # type: ignore[arg-type]
 
     assert all(r <= 1 for r in worst({n: v.clone() for n, v in e.items()}).values())
     assert worst({**e, "gradient of w": e["gradient of w"] * 1.0001})["gradient of w"] > 1

@@ -32,28 +32,34 @@ ALLOWED = {
     "aot_backward.packaging.package_writer": (*LIBRARY, "aot_backward.operators"),
     "aot_backward.tensor_file": (*LIBRARY, "aot_backward.packaging.package_writer"),
     "aot_backward.capture": LIBRARY,
-    "aot_backward.selfcheck": LIBRARY,
-    "aot_backward.verify": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.stepcheck"),
+    "aot_backward.checks.eager_check": LIBRARY,
+    "aot_backward.checks.verify": (*LIBRARY, "aot_backward.checks.eager_check", "aot_backward.checks.step_check"),
     "aot_backward.once": LIBRARY,
     "aot_backward.training": (*LIBRARY, "aot_backward.tensor_file"),
     "aot_backward.signing": LIBRARY,
     "aot_backward.diagnosis": (*LIBRARY, "aot_backward_exporters"),
     "aot_backward.entries": LIBRARY,
     "aot_backward.packaging.variant_spec": (*LIBRARY, "aot_backward.entries", "aot_backward.capture"),
-    "aot_backward.stepcheck": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture"),
+    "aot_backward.checks.step_check": (*LIBRARY, "aot_backward.checks.eager_check", "aot_backward.capture"),
     "aot_backward.packaging.step_entry": (
         *(
             *LIBRARY,
             "aot_backward.entries",
             "aot_backward.packaging.variant_spec",
-            "aot_backward.stepcheck",
-            "aot_backward.selfcheck",
+            "aot_backward.checks.step_check",
+            "aot_backward.checks.eager_check",
             "aot_backward.capture",
         ),
         "aot_backward.packaging.builder",  # for types alone: build imports stepping
     ),
     "aot_backward.packaging.builder": (
-        *(*LIBRARY, "aot_backward.entries", "aot_backward.packaging.variant_spec", "aot_backward.packaging.step_entry", "aot_backward.selfcheck"),
+        *(
+            *LIBRARY,
+            "aot_backward.entries",
+            "aot_backward.packaging.variant_spec",
+            "aot_backward.packaging.step_entry",
+            "aot_backward.checks.eager_check",
+        ),
         *("aot_backward.capture", "aot_backward.packaging.package_writer", "aot_backward_exporters"),
     ),
     "aot_backward.onnx": (
@@ -63,9 +69,9 @@ ALLOWED = {
             "aot_backward.capture",
             "aot_backward.entries",
             "aot_backward.export",
-            "aot_backward.graphcheck",
+            "aot_backward.checks.graph_check",
         ),
-        *("aot_backward_exporters", "aot_backward.verify"),
+        *("aot_backward_exporters", "aot_backward.checks.verify"),
     ),
     "aot_backward.export": (
         *LIBRARY,
@@ -77,10 +83,16 @@ ALLOWED = {
         "aot_backward.packaging.package_writer",
     ),
     "aot_backward.rebuild": (
-        *(*LIBRARY, "aot_backward.capture", "aot_backward.graphcheck", "aot_backward.packaging.package_writer", "aot_backward.selfcheck"),
+        *(
+            *LIBRARY,
+            "aot_backward.capture",
+            "aot_backward.checks.graph_check",
+            "aot_backward.packaging.package_writer",
+            "aot_backward.checks.eager_check",
+        ),
         "aot_backward_exporters",
     ),
-    "aot_backward.graphcheck": (*LIBRARY, "aot_backward.selfcheck", "aot_backward.verify"),
+    "aot_backward.checks.graph_check": (*LIBRARY, "aot_backward.checks.eager_check", "aot_backward.checks.verify"),
     "aot_backward.record": (
         *LIBRARY,
         "aot_backward.capture",
@@ -90,7 +102,7 @@ ALLOWED = {
     ),
     "aot_backward.recording.replay": (*LIBRARY, "aot_backward.record"),
     "aot_backward.recording.compile": (
-        *(*LIBRARY, "aot_backward.selfcheck", "aot_backward.capture", "aot_backward.operators", "aot_backward.packaging.package_writer"),
+        *(*LIBRARY, "aot_backward.checks.eager_check", "aot_backward.capture", "aot_backward.operators", "aot_backward.packaging.package_writer"),
         "aot_backward_exporters",
     ),
     "aot_backward.recording.miss_file": (
@@ -100,7 +112,7 @@ ALLOWED = {
     # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
     "aot_backward.report": ("aot_backward_runtime", "aot_backward.graph", "aot_backward_exporters.graph_json"),
     "aot_backward.cli": (
-        *("aot_backward_runtime", "aot_backward.graph", "aot_backward.export", "aot_backward.verify"),
+        *("aot_backward_runtime", "aot_backward.graph", "aot_backward.export", "aot_backward.checks.verify"),
         *(
             "aot_backward.record",
             "aot_backward.rebuild",

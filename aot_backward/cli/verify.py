@@ -15,7 +15,7 @@ from .signatures import key_option
 from .tables import count, say, say_json, size
 
 if TYPE_CHECKING:
-    from ..verify import Report
+    from ..checks.verify import Report
 
 
 @click.command(epilog=EXIT_CODES)
@@ -36,7 +36,7 @@ def verify(context: click.Context, package: Path, run: bool, key: Path | None, a
     """
     from aot_backward_runtime.errors import AotBackwardError
 
-    from ..verify import verify_package
+    from ..checks.verify import verify_package
 
     try:
         with shown() as progress:

@@ -14,10 +14,11 @@ from aot_backward_runtime.native.weights import filled, load_examples, load_weig
 from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.package.archive import Archive, open_package
 
-from .. import graphcheck, torch_api
+from .. import torch_api
 from ..capture.shapes.restore_shapes import stated
+from ..checks import graph_check
+from ..checks.verify import verify_variant
 from ..graph import Graph
-from ..verify import verify_variant
 from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def convert(
                 raise ExportError(f"{source} stores no example inputs for {name!r}: there is nothing to compare an ONNX graph with")
             say(f"check {name}", number, len(manifest.entries[name].variants))
             if manifest.entries[name].kind != "step":
-                out[name, number] = graphcheck.check_variant(package, name, number, examples, graphs).worst
+                out[name, number] = graph_check.check_variant(package, name, number, examples, graphs).worst
                 continue
             # the operators' own step is no measure: Adam makes a whole step of a gradient that is noise, as a bias's before a BatchNorm
             report = verify_variant(package, name, number, examples)

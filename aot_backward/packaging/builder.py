@@ -19,12 +19,13 @@ from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.pytree import describe
 from aot_backward_runtime.package.targets import seen_as
 
-from .. import selfcheck, torch_api
+from .. import torch_api
 from ..capture import higher_order, partition, preserve
 from ..capture import joint_graph as joints
 from ..capture.shapes import dynamic_shapes
 from ..capture.shapes.symbolic_shapes import Sizes
 from ..capture.user_code import source_location
+from ..checks import eager_check
 from ..entries import Entry, Grad, Module, Step
 from ..graph import VERSION, Artifact, Graph
 from .package_writer import library_spec, stem_of
@@ -123,14 +124,14 @@ class Build:
                 apart = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
                 unreached = () if joint.differentiable or not is_module else required(state, args, kwargs)
                 spec = dataclasses.replace(variant_spec(mode, joint, pieces), double=double, unreached=unreached, set_apart=apart)
-                variants.append(selfcheck.without_refused_emptiness(spec, program, mode, args, kwargs))
-                examples.append(selfcheck.Example(args, kwargs, mode, None if is_module else asked, any(map(_coarse, graphs))))
+                variants.append(eager_check.without_refused_emptiness(spec, program, mode, args, kwargs))
+                examples.append(eager_check.Example(args, kwargs, mode, None if is_module else asked, any(map(_coarse, graphs))))
             self.say(f"capture {name}", i + 1, len(entry.variants))
 
         def check(package: Any, i: int, stored: Any) -> Verdict:
             example = examples[i]
             with source_location.added(program, example.args, example.kwargs):
-                return selfcheck.check(package, name, i, program, example, stored)
+                return eager_check.check(package, name, i, program, example, stored)
 
         persistent = set(program.state_dict(keep_vars=True))
         names = [t[1] if t[0] == "parameter" else variants[0].inputs[t[1]].name for t in asked]
@@ -241,7 +242,7 @@ class Build:
                 for package in packages:
                     self.say(f"check {name}", i * len(packages) + len(verdicts), total)
                     verdicts.append(Verdict(f"not run: {package}") if isinstance(package, str) else self._checks[name](package, i, stored))
-                variants.append(dataclasses.replace(variant, verdict=verdicts[0], verdicts=tuple(verdicts[1:]), seed=selfcheck.SEED))
+                variants.append(dataclasses.replace(variant, verdict=verdicts[0], verdicts=tuple(verdicts[1:]), seed=eager_check.SEED))
             self.say(f"check {name}", total, total)
             entries[name] = dataclasses.replace(spec, variants=tuple(variants))
         return dataclasses.replace(manifest, entries=entries)
@@ -252,7 +253,7 @@ class Build:
             return reason
         target = self.specs[number]
         paths = {name: self.artifacts[stem_of(name, target if number else None)].library for name in manifest.libraries}
-        return selfcheck.loaded(seen_as(manifest, number), paths, self.weights)
+        return eager_check.loaded(seen_as(manifest, number), paths, self.weights)
 
 
 def _asked(wanted: Sequence[tuple[str, str]], joint: joints.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:

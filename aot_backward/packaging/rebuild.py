@@ -28,9 +28,10 @@ from aot_backward_runtime.package.archive import Archive, open_package
 from aot_backward_runtime.package.signature_policy import Key, Policy, admission
 from aot_backward_runtime.package.targets import seen_as, targets_of
 
-from .. import graphcheck, selfcheck, torch_api
+from .. import torch_api
 from ..capture.shapes.restore_shapes import Stated, stated
 from ..capture.shapes.symbolic_shapes import Sizes, expression_of
+from ..checks import eager_check, graph_check
 from ..graph import VERSION, Artifact, Graph
 from .package_writer import check_destination, library_spec, stem_of, write_package
 
@@ -150,7 +151,7 @@ class _Rebuilt:
         for name, entry in manifest.entries.items():
             for i, variant in enumerate(entry.variants):
                 plans = [getattr(variant, role) for role in ROLES]
-                if any(graphcheck.draws(self.graphs[p.call.library]) for p in plans if p is not None and p.call is not None):
+                if any(graph_check.draws(self.graphs[p.call.library]) for p in plans if p is not None and p.call is not None):
                     stored = {key: tensor for key, tensor in stored.items() if not key.startswith(f"{name}/{i}/")}
         return stored
 
@@ -282,12 +283,12 @@ class _Rebuilt:
             for i in range(total):
                 self.say(f"check {name}", i, total)
                 why = reason or ("" if any(k.startswith(f"{name}/{i}/") for k in examples) else "the package stores no example inputs")
-                package = selfcheck.loaded(alone, paths, self.weights) if not why else None
-                yield (name, i), Verdict(f"not run: {why}") if package is None else graphcheck.check_variant(package, name, i, examples, self.graphs)
+                package = eager_check.loaded(alone, paths, self.weights) if not why else None
+                yield (name, i), Verdict(f"not run: {why}") if package is None else graph_check.check_variant(package, name, i, examples, self.graphs)
             self.say(f"check {name}", total, total)
             for structure in entry.structures:
                 for i, variant in enumerate(structure.variants):
-                    verdict = Verdict(f"not run: {reason}") if reason else graphcheck.check_pass(alone, variant, paths, self.weights, self.graphs)
+                    verdict = Verdict(f"not run: {reason}") if reason else graph_check.check_pass(alone, variant, paths, self.weights, self.graphs)
                     yield (name, structure.fingerprint, i), verdict
 
 

@@ -10,13 +10,13 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
 
-from .. import selfcheck, stepcheck
 from ..capture import joint_graph as joints
 from ..capture import partition, preserve
 from ..capture.shapes import dynamic_shapes
 from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
 from ..capture.user_code import source_location
+from ..checks import eager_check, step_check
 from ..entries import Step
 from .variant_spec import prepared, requiring, variant_spec
 
@@ -75,8 +75,8 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
                     pieces.graphs.append(graph)
                     shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, update=plan))
             build.compile(pieces.graphs, joint)
-            variants.append(selfcheck.without_refused_emptiness(variant_spec(mode, joint, pieces), program, mode, args, kwargs))
-            examples.append(stepcheck.Example(args, kwargs, mode))
+            variants.append(eager_check.without_refused_emptiness(variant_spec(mode, joint, pieces), program, mode, args, kwargs))
+            examples.append(step_check.Example(args, kwargs, mode))
         build.say(f"capture {name}", i + 1, len(entry.variants))
     assert shared is not None
     for n, tensor in shared.tensors.items():
@@ -91,5 +91,5 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
         training=entry.module.training,
         step=shared.spec,
     )
-    case = stepcheck.Case(program, entry.optimizer, settings, names, shared.optimized.trained, bool(shared.gradients), update.coarse)
-    return spec, lambda package, i, stored: stepcheck.check(package, name, i, case, examples[i], stored)
+    case = step_check.Case(program, entry.optimizer, settings, names, shared.optimized.trained, bool(shared.gradients), update.coarse)
+    return spec, lambda package, i, stored: step_check.check(package, name, i, case, examples[i], stored)

@@ -31,9 +31,9 @@ from aot_backward_runtime.passes.compiled_pass import PassContract
 from aot_backward_runtime.passes.tape import Slot, Tape
 
 from .. import operators
+from ..checks.eager_check import RELATIVE, plain_ratio
 from ..graph import VERSION, Artifact, Graph
 from ..packaging.package_writer import library_spec, write_package
-from ..selfcheck import RELATIVE, plain_ratio
 from . import infer_shapes, pass_graphs
 from .infer_shapes import Shapes
 from .observation import Observation

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from aot_backward.selfcheck import undone
+from aot_backward.checks.eager_check import undone
 
 DATABASES = {
     "op_db": "torch.testing._internal.common_methods_invocations",

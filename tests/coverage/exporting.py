@@ -22,8 +22,8 @@ from torch import nn
 from torch._library.custom_ops import OPDEFS
 
 import aot_backward as ab
+from aot_backward.checks.eager_check import Named, compare, doubled, in_float64, rounded_values
 from aot_backward.packaging.builder import Build
-from aot_backward.selfcheck import Named, compare, doubled, in_float64, rounded_values
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import ExportError
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aot_backward.verify import verify_package
+from aot_backward.checks.verify import verify_package
 
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
 """‖a − e‖ over the larger of ‖e‖ and a tenth of the largest norm; of 16 bits it is eager's own distance from float64 that counts."""

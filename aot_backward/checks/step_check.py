@@ -27,11 +27,11 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Verdict
 from aot_backward_runtime.loader import Package
 
-from . import selfcheck
-from .capture import joint_graph as joints
-from .capture import preserve
-from .capture.step import step_graph as steps
-from .capture.step.optimizer_spec import Settings
+from ..capture import joint_graph as joints
+from ..capture import preserve
+from ..capture.step import step_graph as steps
+from ..capture.step.optimizer_spec import Settings
+from . import eager_check
 
 STEPS = 3
 _PROBES = 4
@@ -84,8 +84,8 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
     Raises :class:`ExportError` naming the tensor that is wrong, and by how much. What ``verify`` needs goes to ``stored``."""
     spec = package.manifest.entries[entry].variants[number]
     worst, at_worst, sizes = "", 0.0, list[str]()
-    like = selfcheck.Example(example.args, example.kwargs, example.mode, ())
-    for values, args, kwargs in selfcheck.sizes_of(spec, like):
+    like = eager_check.Example(example.args, example.kwargs, example.mode, ())
+    for values, args, kwargs in eager_check.sizes_of(spec, like):
         refused = False
         at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
         for waiting in (False, True) if case.waiting else (False,):
@@ -98,7 +98,7 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
                     raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
                 refused = True
                 break  # eager refuses this size: nothing to compare with
-            drew = selfcheck.drew(next(case.program.parameters()).device.type)
+            drew = eager_check.drew(next(case.program.parameters()).device.type)
             with _gradients_kept(case):
                 truth, moved = _truth(case, example, args, kwargs, waiting, eager, drew)
             actual = run(package, entry, example.mode, args, kwargs, waiting)
@@ -119,7 +119,7 @@ def run(package: Package, entry: str, mode: str, args: Any, kwargs: Any, waiting
     """:data:`STEPS` steps of the loaded entry from its present state, which is put back."""
     step = package.step(entry).train(mode == "train")
     kept, held = step.state_dict(), [(t, t.detach().clone()) for t in step._held]
-    torch.manual_seed(selfcheck.SEED)
+    torch.manual_seed(eager_check.SEED)
     before = _flat(step.parameters, step.buffers, _full_state(step))
     losses = {}
     for i in range(STEPS):
@@ -152,16 +152,16 @@ def _first(value: Any) -> torch.Tensor:
 def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, noise: Noise | None = None) -> Outcome:
     """The same steps by the person's own objects, which are put back."""
     module, optimizer, settings = case.program.module, case.optimizer, case.settings
-    torch.manual_seed(selfcheck.SEED)
+    torch.manual_seed(eager_check.SEED)
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
     everything = [*case.program.parameters(), *case.program.buffers()]
     loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in joints.state_of(case.program.loss_fn).items()}
     tensors = {f"t{i}": t for i, t in enumerate(everything)}
-    with preserve.in_mode(module, example.mode), preserve.slots_kept(case.program), selfcheck.undone(tensors), _state_kept(optimizer):
+    with preserve.in_mode(module, example.mode), preserve.slots_kept(case.program), eager_check.undone(tensors), _state_kept(optimizer):
         try:
             before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss)
             losses, gradients = {}, []
-            generator = torch.Generator().manual_seed(selfcheck.SEED)
+            generator = torch.Generator().manual_seed(eager_check.SEED)
             scale = settings.loss_scale or 1.0
             for i in range(STEPS):
                 optimizer.zero_grad(set_to_none=True)
@@ -246,18 +246,18 @@ def _truth(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, 
     with contextlib.ExitStack() as stack:
         if wider:
             try:
-                args, kwargs = selfcheck.doubled(args, kwargs)
+                args, kwargs = eager_check.doubled(args, kwargs)
                 with torch.autocast(device, enabled=False):
-                    with selfcheck.in_float64(case.program):
+                    with eager_check.in_float64(case.program):
                         truth = _eager(case, example, args, kwargs, waiting)
-                    with selfcheck.in_float64(case.program, rounded=True):
-                        near = _eager(case, example, selfcheck.rounded_values(args), selfcheck.rounded_values(kwargs), waiting)
+                    with eager_check.in_float64(case.program, rounded=True):
+                        near = _eager(case, example, eager_check.rounded_values(args), eager_check.rounded_values(kwargs), waiting)
             except Exception:  # whatever stands against float64, eager is the next best
                 truth = eager
         if truth is not eager and _same_computation(eager, truth):
             moved = {n: 8 * float((near.change(n) - truth.change(n)).norm()) for n in truth.after}
             stack.enter_context(torch.autocast(device, enabled=False))
-            stack.enter_context(selfcheck.in_float64(case.program))
+            stack.enter_context(eager_check.in_float64(case.program))
         else:
             truth, args, kwargs = eager, *given
         noisy = _eager(case, example, args, kwargs, waiting, _noise(eager, truth))
@@ -284,7 +284,7 @@ def _noise(eager: Outcome, truth: Outcome) -> Noise:
         allowed = {}
         for n, g in ours.items():
             if truth is eager:
-                allowed[n] = selfcheck.RELATIVE[g.dtype] / 4 * max(norms[n], 1e-3 * largest)
+                allowed[n] = eager_check.RELATIVE[g.dtype] / 4 * max(norms[n], 1e-3 * largest)
             else:  # what is zero but for rounding, as of a bias before BatchNorm, has the rounding of the others
                 scale = max(norms[n], 0.1 * largest)
                 allowed[n] = 4 * float((g.double() - right[n].double()).norm()) + 32 * torch.finfo(g.dtype).eps * scale
@@ -325,11 +325,11 @@ def compared(actual: Outcome, eager: Outcome, truth: Outcome, moved: dict[str, f
             da, de, dt = (torch.where(keep, x, 0) for x in (da, de, dt))
         eps = torch.finfo(e.dtype).eps
         if truth is eager:
-            allowed = selfcheck.RELATIVE[e.dtype] * float(dt.norm()) + 4 * eps * float(e.double().norm()) + moved[name]
+            allowed = eager_check.RELATIVE[e.dtype] * float(dt.norm()) + 4 * eps * float(e.double().norm()) + moved[name]
         else:
             allowed = 4 * float((de - dt).norm()) + 16 * eps * float(dt.norm()) + 2 * eps * float(e.double().norm()) + moved[name]
         if coarse:
-            allowed += selfcheck.RELATIVE[torch.bfloat16] * float(dt.norm())
+            allowed += eager_check.RELATIVE[torch.bfloat16] * float(dt.norm())
         error = float((da - dt).norm())
         out.append((f"the change of {name}", error / allowed if allowed else (0.0 if error == 0 else 2.0), error, allowed))
     return out
@@ -351,7 +351,7 @@ def _store(stored: dict[str, torch.Tensor], prefix: str, args: Any, kwargs: Any,
 def probes(change: torch.Tensor) -> torch.Tensor:
     """Projections of ``change`` on a few random directions: each is off by at most as much as the whole."""
     flat = change.reshape(-1).double()
-    generator = torch.Generator().manual_seed(selfcheck.SEED)
+    generator = torch.Generator().manual_seed(eager_check.SEED)
     directions = torch.randn(_PROBES, flat.numel(), generator=generator, dtype=torch.float64)
     return torch.nn.functional.normalize(directions, dim=1) @ flat.cpu()
 

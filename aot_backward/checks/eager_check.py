@@ -30,8 +30,8 @@ from aot_backward_runtime.format.manifest import Manifest, SymbolSpec, VariantSp
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.native.guards import Contract
 
-from . import torch_api
-from .capture import preserve
+from .. import torch_api
+from ..capture import preserve
 
 SEED = 20
 RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}

@@ -22,9 +22,9 @@ from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.signature_policy import Key, admission, signature_beside
 from aot_backward_runtime.package.targets import targets_of
 
-from . import selfcheck
-from .capture import preserve
-from .selfcheck import Named
+from ..capture import preserve
+from . import eager_check
+from .eager_check import Named
 
 Progress = Callable[[str, int, int], None]
 
@@ -127,7 +127,7 @@ def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
     return RecordedReport(name, len(entry.structures), len(verdicts), sum(v != "verified" for v in verdicts))
 
 
-def example_of(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> selfcheck.Example:
+def example_of(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> eager_check.Example:
     """The stored arguments of a variant."""
     names = [f"{entry}/{number}/input/{i}" for i in range(len(spec.inputs))]
     if missing := [n for n in names if n not in examples]:
@@ -135,7 +135,7 @@ def example_of(spec: VariantSpec, entry: str, number: int, examples: Mapping[str
     stored = [_as(s.dtype, examples[n]) for s, n in zip(spec.inputs, names, strict=True)]
     inputs = [t.to(s.device).requires_grad_(s.requires_grad) for s, t in zip(spec.inputs, stored, strict=True)]
     args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
-    return selfcheck.Example(args, kwargs, spec.mode, None)
+    return eager_check.Example(args, kwargs, spec.mode, None)
 
 
 def verify_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> VariantReport:
@@ -149,15 +149,15 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
         if package.entries[entry] == "step":
             actual = _steps(package, entry, spec.mode, args, kwargs, kept)
         else:
-            actual = selfcheck.artifact(package, entry, spec, spec.mode, args, kwargs, cotangents)
+            actual = eager_check.artifact(package, entry, spec, spec.mode, args, kwargs, cotangents)
     return _compared(entry, number, actual, kept)
 
 
 def _steps(package: Package, entry: str, mode: str, args: Any, kwargs: Any, kept: Mapping[str, torch.Tensor]) -> Named:
     """What a few steps make of the loss and of the state, as far as eager's is stored; the step's own state is put back."""
-    from . import stepcheck  # brings in sympy, which looking at other entries does not need
+    from . import step_check  # brings in sympy, which looking at other entries does not need
 
-    found = stepcheck.named(stepcheck.run(package, entry, mode, args, kwargs, waiting=False))
+    found = step_check.named(step_check.run(package, entry, mode, args, kwargs, waiting=False))
     return {name: tensor for name, tensor in found.items() if f"expected/{name}" in kept}
 
 

@@ -25,8 +25,8 @@ from aot_backward_runtime.native import plan
 from aot_backward_runtime.native.cuda_library import library_on
 from aot_backward_runtime.native.plan import Library
 
-from . import selfcheck
-from .graph import Graph
+from ..graph import Graph
+from . import eager_check
 from .verify import example_of, verify_variant
 
 
@@ -66,10 +66,10 @@ def check_variant(package: Package, entry: str, number: int, examples: Mapping[s
             )
         findings.note(report.worst, report.ratio)
         if package.entries[entry] != "step":
-            for values, args, kwargs in selfcheck.sizes_of(spec, example_of(spec, entry, number, examples)):
+            for values, args, kwargs in eager_check.sizes_of(spec, example_of(spec, entry, number, examples)):
                 at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
                 try:
-                    selfcheck.artifact(package, entry, spec, spec.mode, args, kwargs, selfcheck.cotangents_at(spec, values))
+                    eager_check.artifact(package, entry, spec, spec.mode, args, kwargs, eager_check.cotangents_at(spec, values))
                 except (_Refused, InputError):
                     continue  # as eager does at this size: an index out of range; or an example of size 0, which cannot be enlarged, and the like
                 sizes.append(at)
@@ -200,7 +200,7 @@ def _compared(
     if not findings.trains:
         pairs += [(f"what is written to {key}", constants[key].cpu(), weights[key]) for key in constants]
     largest = max((float(torch.linalg.vector_norm(_finite(e).double())) for _, _, e in pairs[: len(actual)] if e.is_floating_point()), default=0.0)
-    coarsest = 2 * max((selfcheck.RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)  # both are rounded, each in its own order
+    coarsest = 2 * max((eager_check.RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)  # both are rounded, each in its own order
     for label, a, e in pairs:
         ratio = _ratio(a, e, largest, coarsest)
         if not ratio <= 1:
@@ -265,4 +265,4 @@ def _ratio(a: torch.Tensor, e: torch.Tensor, largest: float, coarsest: float) ->
     if not (e.is_floating_point() or e.is_complex()):
         differing = int((a != e).sum())  # a mask, or where the largest is: what lies at the limit falls to either side by rounding
         return differing / (max(coarsest, 1e-6) * e.numel()) if differing else 0.0
-    return selfcheck.plain_ratio(a, e, largest, coarsest)
+    return eager_check.plain_ratio(a, e, largest, coarsest)
