@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     )
 
     from .api import export, export_grad, export_module, export_step
+    from .commands.sign import sign
     from .entries import Grad, Module, Step, Variant
     from .onnx.convert import convert
     from .onnx.export import export_onnx
     from .packaging.rebuild import rebuild
     from .recording.record import record
     from .recording.replay import replay
-    from .signing import sign
 
 _HOME = dict.fromkeys(("export", "export_grad", "export_module", "export_step"), "aot_backward.export")
 _HOME |= dict.fromkeys(("Grad", "Module", "Step", "Variant"), "aot_backward.entries")
@@ -68,7 +68,7 @@ _HOME |= {
     "rebuild": "aot_backward.rebuild",
     "record": "aot_backward.record",
     "replay": "aot_backward.recording.replay",
-    "sign": "aot_backward.signing",
+    "sign": "aot_backward.commands.sign",
 }
 
 __all__ = [

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import aot_backward as ab
-from aot_backward import training
-from aot_backward.training import Watcher, train
+from aot_backward.commands import train_entry
+from aot_backward.commands.train_entry import Watcher, train
 from aot_backward_runtime import InputError, PackageError, StateError, load
 
 from . import cli_program, exports
@@ -185,7 +185,7 @@ def test_the_steps_are_those_of_an_eager_loop(static: Path, tmp_path: Path) -> N
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     expected = []
     for epoch in range(3):
-        for rows in training._Batches(8, [8] * 5, 40, 0, 1).of(5, epoch):
+        for rows in train_entry._Batches(8, [8] * 5, 40, 0, 1).of(5, epoch):
             loss = nn.functional.cross_entropy(module(tensors["input"][rows]), tensors["target"][rows])
             optimizer.zero_grad()
             loss.backward()
@@ -199,7 +199,7 @@ def test_every_sample_comes_once_in_an_epoch_and_orders_differ() -> None:
     orders = set()
     for seed in (0, 1, 2**40, 2**40 + 1):
         for epoch in (0, 1):
-            parts = [training._Batches(3, [3, 3, 2], 16, rank, 2).of(seed, epoch) for rank in (0, 1)]
+            parts = [train_entry._Batches(3, [3, 3, 2], 16, rank, 2).of(seed, epoch) for rank in (0, 1)]
             assert [[len(rows) for rows in part] for part in parts] == [[3, 3, 2]] * 2
             both = torch.cat([rows for batch in zip(*parts, strict=True) for rows in batch])
             assert both.sort().values.tolist() == list(range(16))
@@ -212,7 +212,7 @@ def test_every_sample_comes_once_in_an_epoch_and_orders_differ() -> None:
 def test_ended_anywhere_and_resumed_it_is_the_same_training(number: int, steps: int, package: Path, data: Path, tmp_path: Path) -> None:
     """An epoch has 13 steps. Dropout and BatchNorm are in it: the random state and the buffers go on too."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    reports: list[training.EpochReport] = []
+    reports: list[train_entry.EpochReport] = []
     train(package, data, epochs=3, save=whole, batch_size=16, seed=7, watcher=Watcher(epoch=reports.append))
     made = 0
 
@@ -226,7 +226,7 @@ def test_ended_anywhere_and_resumed_it_is_the_same_training(number: int, steps: 
     outcome = train(package, data, epochs=3, save=parts, batch_size=16, seed=7, watcher=Watcher(step=interrupting))
     assert (outcome.signal, outcome.epochs * 13 + outcome.steps) == (number, steps) and made == steps
     assert signal.getsignal(number) is before
-    rest: list[training.EpochReport] = []
+    rest: list[train_entry.EpochReport] = []
     torch.manual_seed(99)
     outcome = train(package, data, epochs=3, save=parts, batch_size=16, seed=7, resume=True, watcher=Watcher(epoch=rest.append))
     assert (outcome.signal, outcome.epochs) == (0, 3)
@@ -338,7 +338,7 @@ def test_what_another_training_saved_is_refused(package: Path, data: Path, tmp_p
 def test_what_is_left_of_an_epoch_is_a_smaller_batch(
     count: int, size: int, steps: int, trained: int, words: str, package: Path, tmp_path: Path
 ) -> None:
-    notes, reports = list[str](), list[training.EpochReport]()
+    notes, reports = list[str](), list[train_entry.EpochReport]()
     given = samples(tmp_path / "data.safetensors", count)
     train(package, given, epochs=2, save=tmp_path / "s", batch_size=size, watcher=Watcher(epoch=reports.append, note=notes.append))
     assert [(r.steps, r.samples) for r in reports] == [(steps, trained)] * 2

@@ -16,7 +16,7 @@ from .tables import say, say_json
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
     """Show what this machine has of what an export needs, what would fail and why, and what to do about it."""
-    from ..diagnosis import examine
+    from ..commands.doctor import examine
 
     findings = examine()
     works = not any(f.status == "failed" for f in findings)

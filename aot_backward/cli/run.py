@@ -48,8 +48,8 @@ def run(
     """
     from aot_backward_runtime import load
 
-    from ..once import call_entry
-    from ..tensor_file import read_tensors, write_tensors
+    from ..commands.run_entry import call_entry
+    from ..commands.tensor_file import read_tensors, write_tensors
 
     results = call_entry(load(package, device=device, signature=signature, key=key), entry, mode, read_tensors(inputs))
     write_tensors(outputs, results)

@@ -26,6 +26,6 @@ def sign(package: Path, key: Path, output: Path | None, password_env: str | None
         password = os.environ.get(password_env)
         if password is None:
             raise click.UsageError(f"--password-env: the variable {password_env} is not set", click.get_current_context())
-    from ..signing import sign as sign_package
+    from ..commands.sign import sign as sign_package
 
     click.echo(f"wrote {sign_package(package, key=key, output=output, password=password)}")

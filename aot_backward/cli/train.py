@@ -21,7 +21,7 @@ from .signatures import signature_options
 if TYPE_CHECKING:
     from aot_backward_runtime.package.signature_policy import Policy
 
-    from ..training import EpochReport
+    from ..commands.train_entry import EpochReport
 
 _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
 
@@ -70,7 +70,7 @@ def train(
     the seed and the epoch alone, so that a training that was interrupted (Ctrl-C, SIGTERM) goes on with --resume as if it never had been, to
     the last bit. Under torchrun each process takes B samples of every step, and gradients are averaged.
     """
-    from ..training import Watcher, train
+    from ..commands.train_entry import Watcher, train
 
     def told(report: EpochReport) -> None:
         if as_json:

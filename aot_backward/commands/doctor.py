@@ -21,7 +21,7 @@ from aot_backward_exporters.native_build import compiler, compiler_version
 from aot_backward_runtime import compatibility
 from aot_backward_runtime.errors import AotBackwardError
 
-from . import torch_api
+from .. import torch_api
 
 _LEAST_ROOM = 1 << 30  # bytes; two precompiled headers of up to 150 MB, and room to compile in
 _PROBE = "#include <omp.h>\n#include <vector>\nextern int f() { return omp_get_max_threads(); }\n"
