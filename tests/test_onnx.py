@@ -363,9 +363,9 @@ def test_a_wrong_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_onnxruntime_the_reference_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from aot_backward.onnx import running
+    from aot_backward.onnx import onnxruntime_backend
 
-    monkeypatch.setattr(running, "engine", lambda: "onnx.reference")
+    monkeypatch.setattr(onnxruntime_backend, "engine", lambda: "onnx.reference")
     (file,) = ab.export_onnx(tmp_path / "x.onnx", {"g": ab.Grad(lambda x: x.tanh().sum(), [ab.Variant((torch.randn(3),))])})
     assert file.compared.startswith(f"onnx.reference {onnx.__version__}")
 

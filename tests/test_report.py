@@ -26,12 +26,12 @@ import aot_backward as ab
 from aot_backward.cli import main
 from aot_backward.graph import Line
 from aot_backward.report import report
-from aot_backward.report.drawing import Drawing, Looks, Node, drawings
+from aot_backward.report.graph_model import Drawing, Looks, Node, drawings
+from aot_backward.report.graph_views import views
 from aot_backward.report.markup import data, element, raw
 from aot_backward.report.memory import use
 from aot_backward.report.storage import bytes_of
-from aot_backward.report.views import views
-from aot_backward.report.words import Words, size_in_words
+from aot_backward.report.wording import Words, size_in_words
 from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
 from aot_backward_runtime.package.archive import open_package
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aot_backward_runtime.loader import Package
     from aot_backward_runtime.native.plan import Library
 
-    from .names import Part
+    from .value_names import Part
 
 Progress = Callable[[str, int, int], None]
 
@@ -82,7 +82,7 @@ class Conversion:
         """``entry``, ``variant``: only those; by default all."""
         from aot_backward_exporters.onnx_model import translate
 
-        from . import names
+        from . import value_names
 
         if entry is not None and entry not in manifest.entries:
             raise ExportError(f"there is no entry {entry!r}; there are: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}")
@@ -94,7 +94,7 @@ class Conversion:
             if variant is not None and not 0 <= variant < len(spec.variants):
                 raise ExportError(f"entry {name!r} has no variant {variant}; it has {len(spec.variants)}, counted from 0")
             for number in range(len(spec.variants)) if variant is None else (variant,):
-                parts += names.parts(name, spec, number)
+                parts += value_names.parts(name, spec, number)
         several = len({p.entry for p in parts}) > 1
         self.paths = {}
         for part in parts:
@@ -118,7 +118,7 @@ class Conversion:
         import onnx
         import onnx.shape_inference
 
-        from .running import Described, OnnxLibrary, OnnxPackage, engine, runner
+        from .onnxruntime_backend import Described, OnnxLibrary, OnnxPackage, engine, runner
 
         for name, translated in self.translated.items():
             try:
@@ -141,10 +141,10 @@ class Conversion:
     def write(self, external: bool | None, compared: Mapping[tuple[str, int], str]) -> list[OnnxFile]:
         from aot_backward_exporters.onnx_model import OPSET
 
-        from . import writing
+        from . import writer
 
         self.say("write", 0, 1)
-        data = writing.write({self.paths[n]: t for n, t in self.translated.items()}, self.path.with_name(f"{self.path.name}.data"), external)
+        data = writer.write({self.paths[n]: t for n, t in self.translated.items()}, self.path.with_name(f"{self.path.name}.data"), external)
         self.say("write", 1, 1)
         return [
             OnnxFile(self.paths[n], p.entry, p.variant, p.role, len(self.translated[n].model.graph.node), OPSET, data, compared[p.entry, p.variant])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .markup import Child, Html, element
-from .words import size_in_words
+from .wording import size_in_words
 
 SHOWN = 12  # of a long list, before the rest is folded away
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from .graph_views import Column, View
 from .markup import Html, element
-from .views import Column, View
-from .words import size_in_words
+from .wording import size_in_words
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 250, 72, 16, 30, 34
 

@@ -9,7 +9,7 @@ from aot_backward_runtime.format.manifest import OperatorSpec
 from aot_backward_runtime.package.archive import Archive
 
 from .blocks import SHOWN, code, facts, folded, line, section, table
-from .drawing import Drawing
+from .graph_model import Drawing
 from .markup import Child, Html, element
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .drawing import Drawing, Node
+from .graph_model import Drawing, Node
 
 VIEWS = frozenset(
     {

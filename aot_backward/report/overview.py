@@ -11,10 +11,10 @@ from aot_backward_runtime.package.signature_policy import signature_beside
 from aot_backward_runtime.package.targets import targets_of
 
 from .blocks import bytes_shown, facts, section, table
-from .drawing import Drawing
+from .graph_model import Drawing
+from .graph_views import variant_title
 from .markup import Child, Html, element
-from .views import variant_title
-from .words import counted, size_in_words
+from .wording import counted, size_in_words
 
 
 def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:

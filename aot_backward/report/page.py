@@ -11,14 +11,14 @@ from aot_backward_runtime.package.archive import Archive
 
 from .blocks import section
 from .chart import chart
-from .drawing import Drawing, Looks, drawings
+from .entries import entries
+from .graph_model import Drawing, Looks, drawings
+from .graph_views import Column, View, spelled, views
 from .kernels import kernels
 from .markup import Html, clean, data, element, raw
 from .memory import shares
-from .offers import entries
 from .overview import package
 from .storage import bytes_section
-from .views import Column, View, spelled, views
 
 _DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8",

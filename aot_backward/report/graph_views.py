@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aot_backward_runtime.format.manifest import EntrySpec, Manifest, PassSpec, Plan, SymbolSpec, TensorSpec, VariantSpec
 
-from .drawing import Drawing
+from .graph_model import Drawing
 from .markup import clean
 from .memory import Use, use
 

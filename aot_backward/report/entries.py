@@ -13,9 +13,9 @@ from aot_backward_runtime.package.targets import targets_of
 from aot_backward_runtime.training.param_groups import options_of
 
 from .blocks import SHOWN, code, facts, folded, line, section
+from .graph_views import order_in_words, owner, variant_title
 from .markup import Child, Html, element
-from .views import order_in_words, owner, variant_title
-from .words import Words, ambient_in_words, counted, verdict_in_words
+from .wording import Words, ambient_in_words, counted, verdict_in_words
 
 
 def entries(archive: Archive) -> Html:
