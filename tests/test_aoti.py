@@ -28,8 +28,9 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 import aot_backward_exporters
 from aot_backward.graph import Artifact, Graph
-from aot_backward_exporters import aoti, compile_cache, native_build, native_source, targets
-from aot_backward_exporters.graph_key import canonical_graph
+from aot_backward_exporters.inductor import compile, targets
+from aot_backward_exporters.inductor.cache_key import canonical_graph
+from aot_backward_exporters.toolchain import compile_cache, cpp_source, gcc
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.elf import read_elf
 from aot_backward_runtime.format.manifest import Target
@@ -163,8 +164,8 @@ def compiled(new_cache: Callable[[], Path], tmp_path_factory: pytest.TempPathFac
             patch.setattr("tempfile.tempdir", str(work))
             patch.chdir(work)
             graph, mode = captured_layer(fill, source=source)
-            key = aoti._key(canonical_graph(graph, mode.shape_env), "cpu")
-            artifact = aoti.compile_graphs([graph], folder=tmp_path_factory.mktemp("out"), fake_mode=mode)[graph.name]
+            key = compile._key(canonical_graph(graph, mode.shape_env), "cpu")
+            artifact = compile.compile_graphs([graph], folder=tmp_path_factory.mktemp("out"), fake_mode=mode)[graph.name]
             assert list(work.iterdir()) == []
             assert {p.suffix for p in inductor.rglob("*") if p.is_file()} <= {".lock"}  # no probes of the processor
             out.append(Compiled(graph, artifact, key, root))
@@ -238,9 +239,9 @@ def test_a_hit_runs_no_compiler(compiled: list[Compiled], monkeypatch: pytest.Mo
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(compiled[0].cache))
     monkeypatch.setattr("subprocess.Popen", never)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", never)
-    monkeypatch.setitem(vars(aoti.torch_api), "compile_fx_inner", never)
+    monkeypatch.setitem(vars(compile.torch_api), "compile_fx_inner", never)
     graph, mode = captured_layer(torch.ones, source="c", name="other")
-    again = aoti.compile_graphs([graph], folder=tmp_path, fake_mode=mode)["other"]
+    again = compile.compile_graphs([graph], folder=tmp_path, fake_mode=mode)["other"]
     assert again.library.read_bytes() == compiled[0].artifact.library.read_bytes()
     assert again.constants == compiled[0].artifact.constants
 
@@ -289,7 +290,7 @@ ROWS = torch.ones(5, 8)
 def _key(captured: Captured, change: Callable[[Any], None] = lambda shape_env: None) -> str:
     graph, mode = captured
     change(mode.shape_env)
-    return aoti._key(canonical_graph(graph, mode.shape_env), "cpu")
+    return compile._key(canonical_graph(graph, mode.shape_env), "cpu")
 
 
 def _narrow(shape_env: Any) -> None:
@@ -326,10 +327,10 @@ def test_every_difference_changes_the_key(change: str) -> None:
     [
         (torch, "__version__", "2.13.1"),
         (torch.version, "git_version", "0" * 40),
-        (native_build, "compiler_version", lambda command: "g++ 99"),
-        (aoti, "digest_of_sources", lambda folder: "another"),
-        (aoti, "_OPTIONS", aoti._OPTIONS | {"cpp.threads": 4}),
-        (aoti, "target_spec", lambda target: Target("cpu", march="x86-64-v4")),
+        (gcc, "compiler_version", lambda command: "g++ 99"),
+        (compile, "digest_of_sources", lambda folder: "another"),
+        (compile, "_OPTIONS", compile._OPTIONS | {"cpp.threads": 4}),
+        (compile, "target_spec", lambda target: Target("cpu", march="x86-64-v4")),
         (inductor_config, "epilogue_fusion", False),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -370,13 +371,13 @@ def test_every_source_of_the_exporters_changes_the_key(tmp_path: Path, monkeypat
 def test_the_target_changes_the_key() -> None:
     graph, mode = capture(_scaled(2.0), [ROWS], PAIR)
     form = canonical_graph(graph, mode.shape_env)
-    assert len({aoti._key(form, target) for target in ("cpu:sse4", "cpu:avx2", "cpu:avx512")}) == 3
+    assert len({compile._key(form, target) for target in ("cpu:sse4", "cpu:avx2", "cpu:avx512")}) == 3
 
 
 def test_rounding_as_eager_does_changes_the_key() -> None:
     graph, mode = capture(_scaled(2.0), [ROWS], PAIR)
     form = canonical_graph(graph, mode.shape_env)
-    assert aoti._key(form, "cpu", round_as_eager=True) != aoti._key(form, "cpu")
+    assert compile._key(form, "cpu", round_as_eager=True) != compile._key(form, "cpu")
 
 
 def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Path) -> None:
@@ -387,7 +388,7 @@ def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Pat
         before = len(mode.shape_env.guards)
         folder = tmp_path / source
         folder.mkdir()
-        artifact = aoti.compile_graphs([graph], folder=folder, fake_mode=mode)[graph.name]
+        artifact = compile.compile_graphs([graph], folder=folder, fake_mode=mode)[graph.name]
         new = [guard.expr for guard in mode.shape_env.guards[before:]]
         assert [guard.free_symbols <= mode.shape_env.var_to_range.keys() for guard in new] == [True]
         seen.append((artifact.library.name, str(new[0].replace(lambda e: e.is_Symbol, lambda e: type(e)("s")))))
@@ -400,11 +401,11 @@ def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Pat
 
 def test_a_convolution_takes_any_batch(tmp_path: Path) -> None:
     values = {"kernel": torch.ones(4, 3, 3, 3), "bias": torch.ones(4)}
-    with aoti._open_sizes():
+    with compile._open_sizes():
         graph, mode = capture(lambda w, x: [torch.nn.functional.conv2d(x, w["kernel"], w["bias"])], [torch.ones(4, 3, 8, 8)], values)
     plain = targets.processor("cpu")
-    with native_build.recorded(tmp_path, plain.march):
-        lowered = aoti._lower(graph, canonical_graph(graph, mode.shape_env), tmp_path / "inductor", mode, 0, plain)
+    with gcc.recorded(tmp_path, plain.march):
+        lowered = compile._lower(graph, canonical_graph(graph, mode.shape_env), tmp_path / "inductor", mode, 0, plain)
     assert lowered.guards == []
 
 
@@ -421,7 +422,7 @@ def operators() -> Iterator[None]:
 def test_custom_operators_come_with_their_json(operators: None, cache: Path, tmp_path: Path) -> None:
     values = {"a": torch.randn(8)}
     graph, mode = capture(lambda w, x: torch.ops.aoti_test.stretch(x * w["a"], 2.5, [0]), [ROWS], values)
-    artifact = aoti.compile_graphs([graph], folder=tmp_path, fake_mode=mode)[graph.name]
+    artifact = compile.compile_graphs([graph], folder=tmp_path, fake_mode=mode)[graph.name]
     assert artifact.operators == ("aoti_test::stretch",)
     assert artifact.extern == artifact.library.with_suffix(".json")
     assert json.loads(artifact.extern.read_text())["nodes"][0]["node"]["target"] == "aoti_test::stretch"
@@ -435,7 +436,7 @@ def refused(captured: Captured, folder: Path) -> str:
     out = folder / "out"
     out.mkdir()
     with pytest.raises(ExportError) as caught:
-        aoti.compile_graphs([graph], folder=out, fake_mode=mode)
+        compile.compile_graphs([graph], folder=out, fake_mode=mode)
     assert list(out.iterdir()) == []
     return str(caught.value)
 
@@ -446,7 +447,7 @@ def test_a_constant_that_is_no_weight_is_refused(cache: Path, tmp_path: Path) ->
 
 
 def test_a_folded_weight_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(aoti._OPTIONS, "always_keep_tensor_constants", False)
+    monkeypatch.setitem(compile._OPTIONS, "always_keep_tensor_constants", False)
     message = refused(capture(_scaled(2.0), [ROWS], PAIR), tmp_path)
     assert "net.0.forward: the compiled code does not read a" in message
 
@@ -491,6 +492,6 @@ def test_a_missing_compiler_is_an_export_error(cache: Path, tmp_path: Path) -> N
 
 def test_the_slow_part_of_every_wrapper_is_found(tmp_path: Path) -> None:
     """On the torch that the tests run with, std::regex stays out of every wrapper but the shared one: 3 s a graph."""
-    native_source.write_patched_headers(tmp_path)
+    cpp_source.write_patched_headers(tmp_path)
     (header,) = tmp_path.rglob("model_base.h")
     assert "std::regex" not in header.read_text()

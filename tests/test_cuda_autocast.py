@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import aot_backward as ab
 from aot_backward.capture import cuda_semantics, joint_graph, partition
 from aot_backward.packaging.rebuild import _refuse_other_autocast
-from aot_backward_exporters import aoti
+from aot_backward_exporters.inductor import compile
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.package.archive import open_package
 
@@ -255,6 +255,6 @@ def test_rebuilding_under_autocast_casts_nothing(monkeypatch: pytest.MonkeyPatch
         assert not torch.is_autocast_enabled("cpu")
         raise Reached  # the graphs were read, and are what the package says
 
-    monkeypatch.setattr(aoti, "compile_graphs", compile_graphs)
+    monkeypatch.setattr(compile, "compile_graphs", compile_graphs)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(Reached):
         ab.rebuild(Path(__file__).parent / "golden" / "1.4-targets.pt2", tmp_path / "net.pt2", target="cpu")

@@ -307,7 +307,7 @@ def embedded(rows: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def test_the_check_of_recorded_passes_sees_code_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from aot_backward_exporters import aoti
+    from aot_backward_exporters.inductor import compile
 
     path = tmp_path / "passes.pt2"
     with ab.record(path):
@@ -315,7 +315,7 @@ def test_the_check_of_recorded_passes_sees_code_that_is_wrong(tmp_path: Path, mo
     ab.rebuild(path, path)
     verdict = next(iter(open_package(path).manifest.entries.values())).structures[0].variants[0].verdict
     assert verdict.status == "verified" and len(verdict.sizes) == 2
-    compile_graphs = aoti.compile_graphs
+    compile_graphs = compile.compile_graphs
 
     def wrong(graphs: Any, **kwargs: Any) -> Any:
         changed = []
@@ -330,7 +330,7 @@ def test_the_check_of_recorded_passes_sees_code_that_is_wrong(tmp_path: Path, mo
             changed.append(dataclasses.replace(graph, module=module))
         return compile_graphs(changed, **kwargs)
 
-    monkeypatch.setattr(aoti, "compile_graphs", wrong)
+    monkeypatch.setattr(compile, "compile_graphs", wrong)
     with pytest.raises(ab.ExportError, match=r"gives another .* than PyTorch's own operators do for the same graph"):
         ab.rebuild(path, tmp_path / "wrong.pt2")
     assert not (tmp_path / "wrong.pt2").exists()

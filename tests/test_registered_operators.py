@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import aot_backward as ab
 from aot_backward.cli import main
 from aot_backward.report import report
-from aot_backward_exporters.native_build import compiler
+from aot_backward_exporters.toolchain.gcc import compiler
 from aot_backward_runtime import IncompatibleError, InputError, MissError, PackageError, load, replay
 from aot_backward_runtime.package.archive import open_package
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from aot_backward_exporters import targets
-from aot_backward_exporters.compile_cache import cache_root
-from aot_backward_exporters.native_build import compiler, compiler_version
+from aot_backward_exporters.inductor import targets
+from aot_backward_exporters.toolchain.compile_cache import cache_root
+from aot_backward_exporters.toolchain.gcc import compiler, compiler_version
 from aot_backward_runtime import compatibility
 from aot_backward_runtime.errors import AotBackwardError
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from aot_backward_exporters import aoti, graph_json, targets
+from aot_backward_exporters import graph_json
+from aot_backward_exporters.inductor import compile, targets
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, StateSpec, Verdict, WeightSpec
@@ -163,7 +164,7 @@ class Build:
         folder.mkdir()
         for number, (name, spec) in enumerate(zip(self.targets, self.specs, strict=True)):
             (folder / str(number)).mkdir()
-            made = aoti.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.say)
+            made = compile.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.say)
             self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
         for graph in graphs:
             self.graphs[graph.name] = graph

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import aoti, cuda_cross, graph_json, targets
+from aot_backward_exporters import cuda_cross, graph_json
+from aot_backward_exporters.inductor import compile, targets
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, SymbolSpec, Target, TensorSpec, VariantSpec, Verdict
@@ -198,7 +199,7 @@ class _Rebuilt:
         for number, (name, spec) in enumerate(zip(self.names, self.specs, strict=True)):
             folder = self.folder / f"{len(self.artifacts)}.{number}"
             folder.mkdir()
-            made = aoti.compile_graphs(graphs, folder=folder, fake_mode=world.mode, target=name, progress=self.say) if graphs else {}
+            made = compile.compile_graphs(graphs, folder=folder, fake_mode=world.mode, target=name, progress=self.say) if graphs else {}
             self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
         self.graphs |= {graph.name: graph for graph in graphs}
         if any(expression_of(size) != settled[symbol] for symbol, size in world.carried.items()):

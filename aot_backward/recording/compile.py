@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import aoti, graph_json, targets
+from aot_backward_exporters import graph_json
+from aot_backward_exporters.inductor import compile, targets
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec
@@ -216,7 +217,7 @@ def _compiled(programs: list[Program], work: Path, mode: Any, target: str, say: 
         if not graphs:
             return {}
         try:
-            return aoti.compile_graphs(graphs, folder=folder, fake_mode=mode, target=targets.parsed(target)[0], progress=say)
+            return compile.compile_graphs(graphs, folder=folder, fake_mode=mode, target=targets.parsed(target)[0], progress=say)
         except ExportError as error:
             guilty = [p for p in programs if any(str(error).startswith(f"{g.name}:") for g in p.graphs)]
             if not guilty:

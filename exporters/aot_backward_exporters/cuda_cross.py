@@ -181,7 +181,7 @@ def _driver_stub(folder: Path) -> None:
     names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", header)) | set(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", header)))
     source = folder / "stub.c"
     source.write_text("".join(f"void {name}(void){{}}\n" for name in names))
-    from .native_build import compiler
+    from .toolchain.gcc import compiler
 
     argv = [*compiler(), "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(folder / "libcuda.so")]
     subprocess.run(argv, check=True, capture_output=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters.native_build import compiler
+from aot_backward_exporters.toolchain.gcc import compiler
 
 from .. import oracle
 from .binaries import symbols

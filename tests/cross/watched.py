@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from aot_backward.graph import Graph
-from aot_backward_exporters import aoti
+from aot_backward_exporters.inductor import compile
 
 from .jobs import Source
 
@@ -30,7 +30,7 @@ def watching() -> Iterator[dict[tuple[str, str], Compiled]]:
 
     seen: dict[tuple[str, str], Compiled] = {}
     kernels: dict[str, Source] = {}
-    compile_graphs, lower, save = aoti.compile_graphs, aoti._lower, CachingAutotuner.save_gpu_kernel
+    compile_graphs, lower, save = compile.compile_graphs, compile._lower, CachingAutotuner.save_gpu_kernel
 
     def watched_graphs(graphs: Any, *, target: str = "cpu", **rest: Any) -> Any:
         given = {graph.name: graph for graph in graphs}
@@ -41,7 +41,7 @@ def watching() -> Iterator[dict[tuple[str, str], Compiled]]:
             seen[target, graph.name] = Compiled(given[graph.name], lowered.wrapper, dict(kernels))
             return lowered
 
-        with mock.patch.object(aoti, "_lower", watched_lower):
+        with mock.patch.object(compile, "_lower", watched_lower):
             return compile_graphs(graphs, target=target, **rest)
 
     def watched_save(self: Any, stream: Any, launcher: Any) -> Any:
@@ -58,5 +58,5 @@ def watching() -> Iterator[dict[tuple[str, str], Compiled]]:
         )
         return save(self, stream, launcher)
 
-    with mock.patch.object(aoti, "compile_graphs", watched_graphs), mock.patch.object(CachingAutotuner, "save_gpu_kernel", watched_save):
+    with mock.patch.object(compile, "compile_graphs", watched_graphs), mock.patch.object(CachingAutotuner, "save_gpu_kernel", watched_save):
         yield seen

@@ -22,10 +22,10 @@ import torch
 from aot_backward import torch_api
 from aot_backward_runtime.errors import ExportError
 
-from . import native_source
+from . import cpp_source
 from .compile_cache import cache_root, digest, store_folder
 
-_LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('native_exports.map')}")
+_LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
 _LINES_SHOWN = 15  # of what a failing compiler says
 
 
@@ -124,7 +124,7 @@ class Builder:
         compiles = commands[:-1]  # the last is the link
         for command in compiles:
             for file, text in command.sources.items():
-                prepare = {"wrapper.cpp": native_source.model_source, "kernel.cpp": native_source.kernel_source}.get(file)
+                prepare = {"wrapper.cpp": cpp_source.model_source, "kernel.cpp": cpp_source.kernel_source}.get(file)
                 (folder / file).write_text(prepare(text) if prepare else text)
                 self._start_parts(file, command)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
@@ -156,18 +156,18 @@ class Builder:
 def _shared_part(part: str, command: Command) -> Path:
     """The folder of a precompiled header or of the C interface's object, built if no process has built it with these flags yet."""
     text = {
-        "wrapper.h": native_source.wrapper_header,
-        "kernel.h": lambda: native_source.KERNEL_HEADER,
-        "interface": native_source.interface_source,
+        "wrapper.h": cpp_source.wrapper_header,
+        "kernel.h": lambda: cpp_source.KERNEL_HEADER,
+        "interface": cpp_source.interface_source,
     }[part]()
-    version = [torch.__version__, str(torch.version.git_version), str(native_source.TORCH_INCLUDE), compiler_version(command.compiler)]
-    key = digest([part, text, Path(native_source.__file__).read_text(), version, *command.flags])
+    version = [torch.__version__, str(torch.version.git_version), str(cpp_source.TORCH_INCLUDE), compiler_version(command.compiler)]
+    key = digest([part, text, Path(cpp_source.__file__).read_text(), version, *command.flags])
 
     def build(folder: Path) -> None:
         source, output = (["-c", "interface.cpp"], "interface.o") if part == "interface" else (["-x", "c++-header", part], f"{part}.gch")
         (folder / source[-1]).write_text(text)
         if part == "wrapper.h":
-            native_source.write_patched_headers(folder / "include")
+            cpp_source.write_patched_headers(folder / "include")
         argv = [*command.compiler, "-Iinclude", *command.flags, "-w", *source, "-o", output]
         _run(f"what all libraries share ({part})", argv, folder)
 

@@ -38,10 +38,12 @@ from aot_backward.graph import Artifact, Graph, Options
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 
-from . import backends, cuda_cross, native_build
-from .compile_cache import Entry, digest, digest_of_sources, fetch, store
-from .graph_key import Canonical, canonical_graph
-from .native_paths import erase_paths
+from .. import cuda_cross
+from ..toolchain import gcc
+from ..toolchain.compile_cache import Entry, digest, digest_of_sources, fetch, store
+from ..toolchain.strip_paths import erase_paths
+from . import convolution_backends
+from .cache_key import Canonical, canonical_graph
 from .targets import Processor, processor, target_spec
 
 _OPTIONS: Options = {
@@ -153,11 +155,11 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pro
     """Lowers one graph after another while g++ compiles those already lowered."""
     lowered, commands, started = {}, {}, {}
     known = len(fake_mode.shape_env.guards)
-    with native_build.Builder() as builder:
+    with gcc.Builder() as builder:
         for done, (key, (graph, form)) in enumerate(graphs.items()):
             report("lower", done, len(graphs))
             (work / key).mkdir()
-            with native_build.recorded(work / key, built_for.march) as commands[key]:
+            with gcc.recorded(work / key, built_for.march) as commands[key]:
                 lowered[key] = _lower(graph, form, work / key / "inductor", fake_mode, known, built_for)
             started[key] = builder.compile(graph.name, commands[key], work / key)
         report("compile", 0, len(graphs))
@@ -176,7 +178,7 @@ def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pr
     """Inductor builds each library: objects with the kernels' machine code come from other tools than g++."""
     entries = {}
     known = len(fake_mode.shape_env.guards)
-    with native_build.adjusted(built_for.march):
+    with gcc.adjusted(built_for.march):
         for done, (key, (graph, form)) in enumerate(graphs.items()):
             report("compile", done, len(graphs))
             lowered = _lower(graph, form, work / key, fake_mode, known, built_for)
@@ -264,7 +266,7 @@ def _open_sizes() -> Iterator[None]:
     kernel.need_use_acc_helper = need_use_acc_helper
     decomposition.guard_or_false = torch_api.statically_known_true
     try:
-        with backends.undecided():
+        with convolution_backends.undecided():
             yield
     finally:
         kernel.need_use_acc_helper = original
@@ -365,7 +367,7 @@ def _key(form: Canonical, target: str, round_as_eager: bool = False, donated: Se
             "settings": {name: repr(value) for name, value in settings.items()},
             "target": dataclasses.asdict(target_spec(target)),
             "torch": [torch.__version__, str(torch.version.git_version)],
-            "compiler": native_build.compiler_version(native_build.compiler()),
+            "compiler": gcc.compiler_version(gcc.compiler()),
             "exporter": digest_of_sources(Path(aot_backward_exporters.__file__).parent),
         }
     )
