@@ -14,13 +14,13 @@ from torch.fx import GraphModule, Interpreter
 
 from aot_backward.capture import joint_graph, partition
 from aot_backward.capture.shapes.symbolic_shapes import dynamic_shapes
-from aot_backward_exporters import cuda_attention
-from aot_backward_exporters.cuda_cross import DEVICES, retargeted
+from aot_backward_exporters.cuda import attention
+from aot_backward_exporters.cuda.cross_compile import DEVICES, retargeted
 
 aten = torch.ops.aten
 FLASH, FLASH_BACKWARD = aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default
 EFFICIENT, EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_efficient_attention_backward.default
-CPU, CPU_BACKWARD = cuda_attention.FORWARD, cuda_attention.BACKWARD
+CPU, CPU_BACKWARD = attention.FORWARD, attention.BACKWARD
 
 
 def flash(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, debug: bool = False, *, scale: float) -> Any:
@@ -210,4 +210,4 @@ def test_forward_and_backward_in_one_graph() -> None:
 )  # fmt: skip
 def test_limits_of_flash_attention(arch: str, depth: int, kernel: str) -> None:
     one = torch.empty(1, 1, 4, depth, dtype=HALF, device="meta")
-    assert cuda_attention.kernel_for(one, one, one, None, False, (DEVICES[arch].major, DEVICES[arch].minor)) == kernel
+    assert attention.kernel_for(one, one, one, None, False, (DEVICES[arch].major, DEVICES[arch].minor)) == kernel

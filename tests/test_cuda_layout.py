@@ -11,7 +11,7 @@ from torch.export import Dim
 
 from aot_backward.capture import joint_graph, partition
 from aot_backward.capture.shapes.symbolic_shapes import dynamic_shapes
-from aot_backward_exporters.cuda_cross import DEVICES, retargeted
+from aot_backward_exporters.cuda.cross_compile import DEVICES, retargeted
 from aot_backward_runtime.errors import ExportError
 
 GPU = torch.device("cuda:0")

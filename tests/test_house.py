@@ -134,7 +134,7 @@ OUTSIDE = {
     # what may be imported that is neither the standard library's nor torch
     "aot_backward_runtime": set(),
     "aot_backward_exporters": {"sympy", "numpy", "ml_dtypes", "onnx", "onnx_ir", "onnxscript"},
-    "aot_backward_exporters.cuda_cross": {"triton"},  # where it is asked for
+    "aot_backward_exporters.cuda.cross_compile": {"triton"},  # where it is asked for
     "aot_backward": {"click", "rich", "safetensors", "sympy", "onnx", "onnxruntime"},
     "aot_backward_runtime.package.model_signing": {"cryptography", "model_signing"},  # behind the extra "sign"
 }

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import cuda_cross, graph_json
+from aot_backward_exporters import graph_json
+from aot_backward_exporters.cuda import cross_compile
 from aot_backward_exporters.inductor import compile, targets
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError, PackageError
@@ -93,7 +94,7 @@ def check_target(target: str) -> None:
         if name == "cuda":
             raise ExportError(f"target cuda is for modules that are on this machine's GPU; here name its architecture, such as {targets.KNOWN[-2]}")
         if name.startswith("cuda:"):
-            cuda_cross.check(name)
+            cross_compile.check(name)
 
 
 def _refuse_other_autocast(manifest: Manifest, device: str, target: str) -> None:

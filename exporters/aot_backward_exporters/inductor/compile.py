@@ -38,7 +38,7 @@ from aot_backward.graph import Artifact, Graph, Options
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 
-from .. import cuda_cross
+from ..cuda import cross_compile
 from ..toolchain import gcc
 from ..toolchain.compile_cache import Entry, digest, digest_of_sources, fetch, store
 from ..toolchain.strip_paths import erase_paths
@@ -94,12 +94,12 @@ def compile_graphs(
     """
     report = progress or (lambda stage, done, total: None)
     if target.startswith("cuda:"):
-        device = cuda_cross.check(target)
-        with cuda_cross.crossing(device):
-            retargeted = [cuda_cross.retargeted(graph, fake_mode, device) for graph in graphs]
+        device = cross_compile.check(target)
+        with cross_compile.crossing(device):
+            retargeted = [cross_compile.retargeted(graph, fake_mode, device) for graph in graphs]
             return _compiled(retargeted, folder, fake_mode, target, report)
     if target == "cuda":
-        with cuda_cross.toolkit():
+        with cross_compile.toolkit():
             return _compiled(graphs, folder, fake_mode, target, report)
     return _compiled(graphs, folder, fake_mode, target, report)
 

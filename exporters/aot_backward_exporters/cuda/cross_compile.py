@@ -31,8 +31,8 @@ from aot_backward import torch_api
 from aot_backward.graph import Graph
 from aot_backward_runtime.errors import ExportError
 
-from . import cuda_attention
-from .splice import laid_out, spliced
+from . import attention
+from .fx_splice import laid_out, spliced
 
 PROVED = {"2.11": "3.6"}
 """torch minor -> triton minor."""
@@ -181,7 +181,7 @@ def _driver_stub(folder: Path) -> None:
     names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", header)) | set(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", header)))
     source = folder / "stub.c"
     source.write_text("".join(f"void {name}(void){{}}\n" for name in names))
-    from .toolchain.gcc import compiler
+    from ..toolchain.gcc import compiler
 
     argv = [*compiler(), "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(folder / "libcuda.so")]
     subprocess.run(argv, check=True, capture_output=True)
@@ -347,8 +347,8 @@ def retargeted(graph: Graph, fake_mode: Any, device: Device, onto: torch.device 
                 key, tensor = graph.constants[str(node.target)]
                 node.meta["val"] = moved(tensor)
                 constants[str(node.target)] = (key, node.meta["val"])
-            elif node.target in (cuda_attention.FORWARD, cuda_attention.BACKWARD):
-                cuda_attention.replace(node, values, (device.major, device.minor))
+            elif node.target in (attention.FORWARD, attention.BACKWARD):
+                attention.replace(node, values, (device.major, device.minor))
                 replaced.append(node)
                 continue
             elif node.op == "call_function":

@@ -22,7 +22,7 @@ from torch.fx import Node
 from aot_backward import torch_api
 from aot_backward_runtime.errors import ExportError
 
-from .splice import laid_out, spliced
+from .fx_splice import laid_out, spliced
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
