@@ -20,7 +20,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward.cli import main
-from aot_backward_exporters import onnx_convolution
+from aot_backward_exporters.onnx.decompositions import convolution
 
 from . import oracle
 from .conftest import PROGRAM
@@ -354,8 +354,8 @@ def test_packages_that_cannot_be_converted(package: Path, tmp_path: Path) -> Non
 
 def test_a_wrong_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What every test above rests on: a translation that is wrong fails the export, and names the gradient."""
-    original = onnx_convolution._of_weight
-    monkeypatch.setattr(onnx_convolution, "_of_weight", lambda *args: original(*args) * 1.001)
+    original = convolution._of_weight
+    monkeypatch.setattr(convolution, "_of_weight", lambda *args: original(*args) * 1.001)
     image = nn.Conv2d(1, 2, 3)
     with pytest.raises(ab.ExportError, match="gradient of weight is wrong: off by"):
         ab.export_onnx(tmp_path / "x.onnx", {"m": ab.Module(image, [ab.Variant((torch.randn(2, 1, 6, 6),))])})

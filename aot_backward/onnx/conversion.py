@@ -80,7 +80,7 @@ class Conversion:
         say: Progress,
     ):
         """``entry``, ``variant``: only those; by default all."""
-        from aot_backward_exporters.onnx_model import translate
+        from aot_backward_exporters.onnx.model import translate
 
         from . import value_names
 
@@ -139,7 +139,7 @@ class Conversion:
         return {which: f"{chosen} {version}, nearest to what is allowed: {name}" for which, name in worst.items()}
 
     def write(self, external: bool | None, compared: Mapping[tuple[str, int], str]) -> list[OnnxFile]:
-        from aot_backward_exporters.onnx_model import OPSET
+        from aot_backward_exporters.onnx.model import OPSET
 
         from . import writer
 

@@ -13,7 +13,7 @@ import onnx
 import onnx.reference
 import torch
 
-from aot_backward_exporters.onnx_model import Names, Translated, bits_of, element_type, numpy_of, tensor_of
+from aot_backward_exporters.onnx.model import Names, Translated, bits_of, element_type, numpy_of, tensor_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, TensorSpec

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from aot_backward_exporters.onnx_model import Names, Number, labelled
+from aot_backward_exporters.onnx.model import Names, Number, labelled
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, Plan, StepSpec, Tree, VariantSpec
 

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import onnx
 import torch
 
-from aot_backward_exporters.onnx_model import Translated, element_type, numpy_of
+from aot_backward_exporters.onnx.model import Translated, element_type, numpy_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.atomic_file import replacing
 

@@ -28,8 +28,8 @@ from aot_backward.graph import LINE, VERSION, Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Size, TensorSpec
 
-from . import onnx_translations
-from .onnx_lowering import Lowered, located, lower
+from . import translations
+from .lowering import Lowered, located, lower
 
 OPSET = 18
 IR_VERSION = 8
@@ -171,7 +171,7 @@ def tensor_of(array: Any) -> torch.Tensor:
 
 @functools.cache
 def _registry() -> Any:
-    return onnx_translations.registry()
+    return translations.registry()
 
 
 def _nodes(graph: Graph, lowered: Lowered, registry: Any) -> Any:

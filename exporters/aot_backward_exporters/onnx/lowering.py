@@ -22,17 +22,17 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import TensorSpec
 
-from . import onnx_attention, onnx_convolution, onnx_indexing, onnx_pooling, onnx_precise, onnx_simple
-from .onnx_rewriting import rewrite, widen
+from .decompositions import attention, convolution, indexing, pooling, precise, simple
+from .rewrites import rewrite, widen
 
 aten = torch.ops.aten
 _OURS: Mapping[str, Callable[..., Any]] = {
-    **onnx_simple.DECOMPOSITIONS,
-    **onnx_convolution.DECOMPOSITIONS,
-    **onnx_pooling.DECOMPOSITIONS,
-    **onnx_indexing.DECOMPOSITIONS,
-    **onnx_attention.DECOMPOSITIONS,
-    **onnx_precise.DECOMPOSITIONS,
+    **simple.DECOMPOSITIONS,
+    **convolution.DECOMPOSITIONS,
+    **pooling.DECOMPOSITIONS,
+    **indexing.DECOMPOSITIONS,
+    **attention.DECOMPOSITIONS,
+    **precise.DECOMPOSITIONS,
 }
 _NO_TYPE = (torch.complex32, torch.complex64, torch.complex128)
 _CHECKS = {

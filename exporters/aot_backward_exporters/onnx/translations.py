@@ -13,7 +13,7 @@ from onnxscript import opset18
 
 from aot_backward import torch_api
 
-from .onnx_pooling import windows
+from .decompositions.pooling import windows
 
 op: Any = opset18
 
