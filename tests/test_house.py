@@ -110,7 +110,7 @@ ALLOWED = {
         *("aot_backward.packaging.package_writer", "aot_backward.commands.tensor_file", "aot_backward_exporters"),
     ),
     # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
-    "aot_backward.report": ("aot_backward_runtime", "aot_backward.graph", "aot_backward_exporters.graph_json"),
+    "aot_backward.report": ("aot_backward_runtime", "aot_backward.graph", "aot_backward_exporters.portable.graph_json"),
     "aot_backward.cli": (
         *("aot_backward_runtime", "aot_backward.graph", "aot_backward.export", "aot_backward.checks.verify"),
         *(

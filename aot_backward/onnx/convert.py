@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from aot_backward_exporters import graph_json
+from aot_backward_exporters.portable import graph_json
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.manifest import EntrySpec, VariantSpec
 from aot_backward_runtime.native.plan import ROLES

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from aot_backward_exporters import graph_json
 from aot_backward_exporters.inductor import compile, targets
+from aot_backward_exporters.portable import graph_json
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, StateSpec, Verdict, WeightSpec

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import graph_json
 from aot_backward_exporters.cuda import cross_compile
 from aot_backward_exporters.inductor import compile, targets
+from aot_backward_exporters.portable import graph_json
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, SymbolSpec, Target, TensorSpec, VariantSpec, Verdict

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import graph_json
 from aot_backward_exporters.inductor import compile, targets
+from aot_backward_exporters.portable import graph_json
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec

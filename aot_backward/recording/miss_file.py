@@ -18,7 +18,7 @@ from typing import Any
 import sympy
 import torch
 
-from aot_backward_exporters.graph_json import graph_from_json, graph_to_json
+from aot_backward_exporters.portable.graph_json import graph_from_json, graph_to_json
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec

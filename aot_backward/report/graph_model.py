@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from aot_backward.graph import Line
-from aot_backward_exporters.graph_json import form_of
+from aot_backward_exporters.portable.graph_json import form_of
 from aot_backward_runtime.errors import InputError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import Size

@@ -25,7 +25,7 @@ from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import LibrarySpec
 
-from .inductor import convolution_backends
+from ..inductor import convolution_backends
 
 VERSION = 1
 """Of the form. 1: 2026-11-21, the first."""
