@@ -9,8 +9,6 @@ Names are loaded when they are first used (PEP 562): importing this imports neit
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .graph import VERSION as __version__
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from .recording.record import record
     from .recording.replay import replay
 
-_HOME = dict.fromkeys(("export", "export_grad", "export_module", "export_step"), "aot_backward.export")
+_HOME = dict.fromkeys(("export", "export_grad", "export_module", "export_step"), "aot_backward.api")
 _HOME |= dict.fromkeys(("Grad", "Module", "Step", "Variant"), "aot_backward.entries")
 _HOME |= dict.fromkeys(
     (
@@ -65,8 +63,8 @@ _HOME |= dict.fromkeys(
 )
 _HOME |= {"convert": "aot_backward.onnx.convert", "export_onnx": "aot_backward.onnx.export"}
 _HOME |= {
-    "rebuild": "aot_backward.rebuild",
-    "record": "aot_backward.record",
+    "rebuild": "aot_backward.packaging.rebuild",
+    "record": "aot_backward.recording.record",
     "replay": "aot_backward.recording.replay",
     "sign": "aot_backward.commands.sign",
 }
@@ -110,14 +108,3 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
-
-
-class _Facade(ModuleType):
-    """Importing the submodule ``export`` would put it where the function of that name belongs: the import system sets it here. ``record``
-    and ``rebuild`` likewise."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, getattr(value, name) if name in ("export", "record", "rebuild") and isinstance(value, ModuleType) else value)
-
-
-sys.modules[__name__].__class__ = _Facade

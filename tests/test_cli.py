@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load, load_file, save, save_file
 
 from aot_backward.cli import main
-from aot_backward.commands.tensor_file import write_tensors
+from aot_backward.tensor_file import write_tensors
 from aot_backward_runtime.format.elf import read_elf
 
 from .cli_program import distance, net

@@ -18,7 +18,7 @@ import aot_backward, aot_backward_exporters, aot_backward_runtime
 for module in (aot_backward, aot_backward_exporters, aot_backward_runtime):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
 assert aot_backward.__version__ == aot_backward_runtime.__version__
-import aot_backward.export, aot_backward.cli  # everything that these import is there
+import aot_backward.api, aot_backward.cli  # everything that these import is there
 package = aot_backward_runtime.load(sys.argv[2])
 value, gradient = package.grad("distance")(*map(__import__("torch").tensor, ([1.0, 2.0, 2.0], [0.0, 0.0, 0.0])))
 assert value == 3 and gradient.tolist() == [1 / 3, 2 / 3, 2 / 3] or abs(gradient.sum() - 5 / 3) < 1e-6

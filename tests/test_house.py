@@ -1,11 +1,11 @@
-"""Who may import whom (cli -> export -> capture, exporters, package -> program -> runtime), and where private names of torch may stand."""
+"""Which room may import which, that nothing imports in a circle, and where private names of torch may stand."""
 
 from __future__ import annotations
 
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,117 +19,67 @@ FOLDERS = {
     "aot_backward_exporters": ROOT / "exporters" / "aot_backward_exporters",
     "aot_backward_runtime": ROOT / "runtime" / "aot_backward_runtime",
 }
-LIBRARY = "aot_backward_runtime", "aot_backward.graph", "aot_backward.torch_api", "aot_backward.capture.preserve"
+_RUNTIME, _EXPORTERS = "aot_backward_runtime", "aot_backward_exporters"
+_FILES = f"{_RUNTIME}.errors", f"{_RUNTIME}.format", f"{_RUNTIME}.package"
+_CALLS = *_FILES, f"{_RUNTIME}.torch_api", f"{_RUNTIME}.native", f"{_RUNTIME}.operators"
+_LIBRARY = _RUNTIME, "aot_backward.graph", "aot_backward.torch_api"
 ALLOWED = {
-    # the longest prefix that fits a module says what it may import, besides its own
-    "aot_backward_runtime": (),
-    "aot_backward_exporters": LIBRARY,
-    "aot_backward": (),  # the façade: see _HOME, which is not an import
-    "aot_backward.graph": ("aot_backward_runtime",),
+    # room -> what its modules may import besides the room's own; the longest prefix that fits a module holds. A room names none that comes after it
+    f"{_RUNTIME}.errors": (),
+    f"{_RUNTIME}.torch_api": (f"{_RUNTIME}.errors",),
+    f"{_RUNTIME}.format": (f"{_RUNTIME}.errors",),
+    f"{_RUNTIME}.package": (f"{_RUNTIME}.errors", f"{_RUNTIME}.format"),
+    f"{_RUNTIME}.compatibility": _FILES,
+    f"{_RUNTIME}.operators": (*_FILES, f"{_RUNTIME}.torch_api"),
+    f"{_RUNTIME}.native": _CALLS,
+    f"{_RUNTIME}.entries": _CALLS,
+    f"{_RUNTIME}.training": (*_CALLS, f"{_RUNTIME}.entries"),
+    f"{_RUNTIME}.loader": (*_CALLS, f"{_RUNTIME}.compatibility", f"{_RUNTIME}.entries", f"{_RUNTIME}.training"),
+    f"{_RUNTIME}.passes": (*_CALLS, f"{_RUNTIME}.loader"),
+    _RUNTIME: (),  # the façade: see _HOME, which is not an import
+    "aot_backward.graph": (f"{_RUNTIME}.format",),
     "aot_backward.torch_api": (),
-    "aot_backward.capture.preserve": ("aot_backward_runtime",),
-    "aot_backward.operators": LIBRARY,
-    "aot_backward.packaging.package_writer": (*LIBRARY, "aot_backward.operators"),
-    "aot_backward.commands.tensor_file": (*LIBRARY, "aot_backward.packaging.package_writer"),
-    "aot_backward.capture": LIBRARY,
-    "aot_backward.checks.eager_check": LIBRARY,
-    "aot_backward.checks.verify": (*LIBRARY, "aot_backward.checks.eager_check", "aot_backward.checks.step_check"),
-    "aot_backward.commands.run_entry": LIBRARY,
-    "aot_backward.commands.train_entry": (*LIBRARY, "aot_backward.commands.tensor_file"),
-    "aot_backward.commands.sign": LIBRARY,
-    "aot_backward.commands.doctor": (*LIBRARY, "aot_backward_exporters"),
-    "aot_backward.entries": LIBRARY,
-    "aot_backward.packaging.variant_spec": (*LIBRARY, "aot_backward.entries", "aot_backward.capture"),
-    "aot_backward.checks.step_check": (*LIBRARY, "aot_backward.checks.eager_check", "aot_backward.capture"),
-    "aot_backward.packaging.step_entry": (
-        *(
-            *LIBRARY,
-            "aot_backward.entries",
-            "aot_backward.packaging.variant_spec",
-            "aot_backward.checks.step_check",
-            "aot_backward.checks.eager_check",
-            "aot_backward.capture",
-        ),
-        "aot_backward.packaging.builder",  # for types alone: build imports stepping
+    "aot_backward.entries": (),
+    "aot_backward.operators": _LIBRARY,
+    "aot_backward.tensor_file": _LIBRARY,
+    f"{_EXPORTERS}.toolchain": _LIBRARY,
+    f"{_EXPORTERS}.cuda": (*_LIBRARY, f"{_EXPORTERS}.toolchain"),
+    f"{_EXPORTERS}.inductor": (*_LIBRARY, f"{_EXPORTERS}.toolchain", f"{_EXPORTERS}.cuda", _EXPORTERS),
+    f"{_EXPORTERS}.portable": (*_LIBRARY, f"{_EXPORTERS}.inductor"),
+    f"{_EXPORTERS}.onnx": _LIBRARY,
+    _EXPORTERS: (),
+    "aot_backward.capture": _LIBRARY,
+    "aot_backward.checks": (*_LIBRARY, "aot_backward.capture"),
+    "aot_backward.packaging": (
+        *(*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.operators", "aot_backward.tensor_file"),
+        *("aot_backward.capture", "aot_backward.checks"),
     ),
-    "aot_backward.packaging.builder": (
-        *(
-            *LIBRARY,
-            "aot_backward.entries",
-            "aot_backward.packaging.variant_spec",
-            "aot_backward.packaging.step_entry",
-            "aot_backward.checks.eager_check",
-        ),
-        *("aot_backward.capture", "aot_backward.packaging.package_writer", "aot_backward_exporters"),
+    "aot_backward.recording": (
+        *(*_LIBRARY, _EXPORTERS, "aot_backward.operators", "aot_backward.tensor_file", "aot_backward.capture", "aot_backward.checks"),
+        "aot_backward.packaging",
     ),
+    "aot_backward.api": (*_LIBRARY, "aot_backward.entries", "aot_backward.operators", "aot_backward.capture", "aot_backward.packaging"),
     "aot_backward.onnx": (
-        *(
-            *LIBRARY,
-            "aot_backward.packaging.builder",
-            "aot_backward.capture",
-            "aot_backward.entries",
-            "aot_backward.export",
-            "aot_backward.checks.graph_check",
-        ),
-        *("aot_backward_exporters", "aot_backward.checks.verify"),
+        *(*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.capture", "aot_backward.checks", "aot_backward.packaging"),
+        "aot_backward.api",
     ),
-    "aot_backward.export": (
-        *LIBRARY,
-        "aot_backward.packaging.builder",
-        "aot_backward.rebuild",
-        "aot_backward.entries",
-        "aot_backward.operators",
-        "aot_backward.capture",
-        "aot_backward.packaging.package_writer",
-    ),
-    "aot_backward.rebuild": (
-        *(
-            *LIBRARY,
-            "aot_backward.capture",
-            "aot_backward.checks.graph_check",
-            "aot_backward.packaging.package_writer",
-            "aot_backward.checks.eager_check",
-        ),
-        "aot_backward_exporters",
-    ),
-    "aot_backward.checks.graph_check": (*LIBRARY, "aot_backward.checks.eager_check", "aot_backward.checks.verify"),
-    "aot_backward.record": (
-        *LIBRARY,
-        "aot_backward.capture",
-        "aot_backward.recording.compile",
-        "aot_backward.recording.miss_file",
-        "aot_backward.packaging.package_writer",
-    ),
-    "aot_backward.recording.replay": (*LIBRARY, "aot_backward.record"),
-    "aot_backward.recording.compile": (
-        *(*LIBRARY, "aot_backward.checks.eager_check", "aot_backward.capture", "aot_backward.operators", "aot_backward.packaging.package_writer"),
-        "aot_backward_exporters",
-    ),
-    "aot_backward.recording.miss_file": (
-        *(*LIBRARY, "aot_backward.capture", "aot_backward.recording.compile", "aot_backward.record"),
-        *("aot_backward.packaging.package_writer", "aot_backward.commands.tensor_file", "aot_backward_exporters"),
-    ),
+    "aot_backward.commands": (*_LIBRARY, _EXPORTERS, "aot_backward.tensor_file"),
     # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
-    "aot_backward.report": ("aot_backward_runtime", "aot_backward.graph", "aot_backward_exporters.portable.graph_json"),
+    "aot_backward.report": (_RUNTIME, "aot_backward.graph", f"{_EXPORTERS}.portable"),
     "aot_backward.cli": (
-        *("aot_backward_runtime", "aot_backward.graph", "aot_backward.export", "aot_backward.checks.verify"),
         *(
-            "aot_backward.record",
-            "aot_backward.rebuild",
-            "aot_backward.recording.replay",
-            "aot_backward.recording.miss_file",
-            "aot_backward.commands.sign",
-            "aot_backward.onnx",
+            _RUNTIME,
+            "aot_backward.graph",
+            "aot_backward.tensor_file",
+            "aot_backward.api",
+            "aot_backward.checks.verify",
+            "aot_backward.packaging.rebuild",
         ),
-        *(
-            "aot_backward.commands.run_entry",
-            "aot_backward.commands.train_entry",
-            "aot_backward.commands.tensor_file",
-            "aot_backward.commands.doctor",
-            "aot_backward.report",
-        ),
+        *("aot_backward.recording", "aot_backward.onnx", "aot_backward.commands", "aot_backward.report"),
     ),
+    "aot_backward": (),  # the façade
 }
+LARGEST_ROOM = 15  # modules
 OUTSIDE = {
     # what may be imported that is neither the standard library's nor torch
     "aot_backward_runtime": set(),
@@ -192,9 +142,49 @@ def within(name: str, prefixes: tuple[str, ...]) -> bool:
 def wrong_imports(name: str, path: Path, source: str) -> list[str]:
     own = rule(name)
     ours = [i for i in imports(name, path, source) if i.split(".")[0] in FOLDERS]
-    if name == "aot_backward":  # its TYPE_CHECKING block repeats what it offers
+    if name in ("aot_backward", _RUNTIME):  # their TYPE_CHECKING blocks repeat what they offer
         return []
-    return [i for i in ours if i != "aot_backward" and not within(i, (*ALLOWED[own], own if own != "aot_backward" else "-"))]
+    return [i for i in ours if i not in ("aot_backward", _RUNTIME) and not within(i, (*ALLOWED[own], own))]
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Groups of modules each of which is reached from the others."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        todo, seen = [start], set[str]()
+        while todo:
+            for other in graph.get(todo.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        reached[start] = seen
+    groups = {tuple(sorted({a, *(b for b in reached[a] if a in reached.get(b, ()))})) for a in graph if a in reached[a]}
+    return sorted(map(list, groups))
+
+
+def rooms() -> dict[str, list[str]]:
+    out: dict[str, list[str]] = {}
+    for name, path in modules():
+        if path.name != "__init__.py":
+            out.setdefault(name.rpartition(".")[0], []).append(name)
+    return out
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_room_says_what_it_is_for_and_is_not_too_full(room: str) -> None:
+    assert len(rooms()[room]) <= LARGEST_ROOM
+    assert ast.get_docstring(ast.parse((FOLDERS[room.split(".")[0]].joinpath(*room.split(".")[1:]) / "__init__.py").read_text()))
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    facades = {"aot_backward", _RUNTIME}
+    graph = {n: {i for i in imports(n, p, p.read_text()) if i.split(".")[0] in FOLDERS} - facades - {n} for n, p in modules() if n not in facades}
+    assert circles(graph) == []
+    of_rooms: dict[str, set[str]] = {}
+    for name, ours in graph.items():
+        of_rooms.setdefault(rule(name), set()).update({rule(i) for i in ours} - {rule(name)})
+    assert circles(of_rooms) == []
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b"]}) == [["b", "c"]]  # and it can fail
 
 
 @pytest.mark.parametrize(("name", "path"), modules(), ids=[n for n, _ in modules()])
@@ -208,14 +198,14 @@ def test_imports_run_one_way(name: str, path: Path) -> None:
 @pytest.mark.parametrize(("name", "path"), modules(), ids=[n for n, _ in modules()])
 def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> None:
     found = {n for n in private(path.read_text()) if not within(n, tuple(PRIVATE_ALLOWED))}
-    assert name.endswith((".torch_api", ".cuda_cross")) or found == set()  # DESIGN, section 8: the one exception
+    assert name.endswith((".torch_api", ".cuda.cross_compile")) or found == set()
 
 
 def test_these_checks_can_fail() -> None:
-    path = FOLDERS["aot_backward_runtime"] / "plan.py"
-    assert wrong_imports("aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.api import export") == ["aot_backward.export"]
+    path = FOLDERS["aot_backward_runtime"] / "native" / "plan.py"
+    assert wrong_imports("aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.api import export") == ["aot_backward.api"]
     path = FOLDERS["aot_backward"] / "cli" / "run.py"
-    assert wrong_imports("aot_backward.cli.run", path, "from ..capture import joint") == ["aot_backward.capture.joint_graph"]
+    assert wrong_imports("aot_backward.cli.run", path, "from ..capture import joint_graph") == ["aot_backward.capture.joint_graph"]
     assert list(private("import torch._inductor\nx = torch._C._aoti\nfrom torch._dynamo import y")) != []
 
 

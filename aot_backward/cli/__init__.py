@@ -9,13 +9,13 @@ from .compile import compile_command
 from .convert import convert
 from .doctor import doctor
 from .export import export
-from .failures import EXIT_CODES, Commands, debug_option
 from .inspect import inspect
 from .rebuild import rebuild
 from .record import record
 from .replay import replay
 from .run import run
 from .sign import sign
+from .support.failures import EXIT_CODES, Commands, debug_option
 from .train import train
 from .verify import verify
 

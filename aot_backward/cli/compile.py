@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from .failures import EXIT_CODES, debug_option
-from .imports import import_option
-from .progress import shown
+from .support.failures import EXIT_CODES, debug_option
+from .support.imports import import_option
+from .support.progress import shown
 
 
 @click.command(name="compile", epilog=EXIT_CODES)

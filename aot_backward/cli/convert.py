@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .failures import EXIT_CODES, debug_option
-from .imports import import_option
-from .progress import shown
+from .support.failures import EXIT_CODES, debug_option
+from .support.imports import import_option
+from .support.progress import shown
 
 if TYPE_CHECKING:
     from ..onnx.conversion import OnnxFile

@@ -6,8 +6,8 @@ import dataclasses
 
 import click
 
-from .failures import FAILED, debug_option
-from .tables import say, say_json
+from .support.failures import FAILED, debug_option
+from .support.tables import say, say_json
 
 
 @click.command(epilog="Exit codes: 0 exports for cpu can work here; 1 they cannot.")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .convert import external_data_option, say
-from .failures import EXIT_CODES, debug_option
-from .progress import shown
+from .support.failures import EXIT_CODES, debug_option
+from .support.progress import shown
 
 if TYPE_CHECKING:
     from ..api import Entries

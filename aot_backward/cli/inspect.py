@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .failures import EXIT_CODES, debug_option
-from .tables import count, say, say_json, size, table
+from .support.failures import EXIT_CODES, debug_option
+from .support.tables import count, say, say_json, size, table
 
 if TYPE_CHECKING:
     from aot_backward_runtime.format.manifest import (

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .failures import EXIT_CODES, debug_option
-from .imports import import_option
-from .progress import shown
-from .signatures import signature_options
+from .support.failures import EXIT_CODES, debug_option
+from .support.imports import import_option
+from .support.progress import shown
+from .support.signatures import signature_options
 
 if TYPE_CHECKING:
     from aot_backward_runtime.package.signature_policy import Policy

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from .failures import EXIT_CODES, debug_option
-from .imports import import_option
-from .progress import shown
-from .script import Script, run_script, script_options
+from .support.failures import EXIT_CODES, debug_option
+from .support.imports import import_option
+from .support.progress import shown
+from .support.script import Script, run_script, script_options
 
 
 @click.command(epilog=EXIT_CODES)

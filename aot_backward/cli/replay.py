@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .failures import EXIT_CODES, debug_option
-from .imports import import_option
-from .script import Script, run_script, script_options
-from .signatures import signature_options
-from .tables import say
+from .support.failures import EXIT_CODES, debug_option
+from .support.imports import import_option
+from .support.script import Script, run_script, script_options
+from .support.signatures import signature_options
+from .support.tables import say
 
 if TYPE_CHECKING:
     from aot_backward_runtime.package.signature_policy import Policy

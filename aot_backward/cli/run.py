@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .failures import EXIT_CODES, debug_option
-from .imports import import_option
-from .signatures import signature_options
-from .tables import say
+from .support.failures import EXIT_CODES, debug_option
+from .support.imports import import_option
+from .support.signatures import signature_options
+from .support.tables import say
 
 if TYPE_CHECKING:
     from aot_backward_runtime.package.signature_policy import Policy
@@ -49,7 +49,7 @@ def run(
     from aot_backward_runtime import load
 
     from ..commands.run_entry import call_entry
-    from ..commands.tensor_file import read_tensors, write_tensors
+    from ..tensor_file import read_tensors, write_tensors
 
     results = call_entry(load(package, device=device, signature=signature, key=key), entry, mode, read_tensors(inputs))
     write_tensors(outputs, results)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .failures import EXIT_CODES, debug_option
+from .support.failures import EXIT_CODES, debug_option
 
 
 @click.command(epilog=EXIT_CODES)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .failures import EXIT_CODES, INTERRUPTED, debug_option
-from .imports import import_option
-from .signatures import signature_options
+from .support.failures import EXIT_CODES, INTERRUPTED, debug_option
+from .support.imports import import_option
+from .support.signatures import signature_options
 
 if TYPE_CHECKING:
     from aot_backward_runtime.package.signature_policy import Policy

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .failures import EXIT_CODES, FAILED, debug_option
-from .imports import import_option
-from .progress import shown
-from .signatures import key_option
-from .tables import count, say, say_json, size
+from .support.failures import EXIT_CODES, FAILED, debug_option
+from .support.imports import import_option
+from .support.progress import shown
+from .support.signatures import key_option
+from .support.tables import count, say, say_json, size
 
 if TYPE_CHECKING:
     from ..checks.verify import Report

@@ -1,0 +1,1 @@
+"""What the command line does, without the command line."""

@@ -30,7 +30,7 @@ from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.signature_policy import Key, Policy, admission
 from aot_backward_runtime.training.step import LoadedStep
 
-from .tensor_file import read_tensors
+from ..tensor_file import read_tensors
 
 BATCH = 32
 """The size of a batch where the package leaves it open."""

@@ -1,0 +1,1 @@
+"""From entries to a package: each is captured, compiled, checked, written."""

@@ -1,0 +1,1 @@
+"""Recorded backward passes, from a script to a package: observed, made into graphs, compiled, replayed."""

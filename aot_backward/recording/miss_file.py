@@ -26,8 +26,8 @@ from aot_backward_runtime.format.manifest_json import plain, read_as
 from aot_backward_runtime.passes.tape import tape_from_json
 
 from .. import torch_api
-from ..commands.tensor_file import read_tensors, write_tensors
 from ..packaging.package_writer import _replacing
+from ..tensor_file import read_tensors, write_tensors
 from . import infer_shapes, pass_graphs
 from .compile import Program, add_programs, spelled, traced_passes
 from .infer_shapes import Shapes

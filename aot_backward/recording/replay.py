@@ -26,8 +26,8 @@ def replay(
     """:func:`aot_backward_runtime.passes.session.replay`, which can also keep what it met and the package does not hold.
 
     ``save_misses``: a file to which, when the context closes, the graphs of the interpreted passes are written; ``aot-backward compile FILE
-    -o PACKAGE`` (:func:`aot_backward.recording.miss_file.compile_misses`) adds them, on this machine or another. Only then is a tracer imported, after the
-    last pass. Needs memory for two passes of each structure that is missed.
+    -o PACKAGE`` (:func:`aot_backward.recording.miss_file.compile_misses`) adds them, on this machine or another. Only then is a tracer imported,
+    after the last pass. Needs memory for two passes of each structure that is missed.
     """
     if save_misses is None:
         return replay_only(path, entry=entry, strict=strict, imports=imports, signature=signature, key=key, max_structures=max_structures)

@@ -1,0 +1,1 @@
+"""Compiled graphs: shared libraries by AOTInductor, ONNX models, portable JSON."""

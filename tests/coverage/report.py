@@ -146,8 +146,8 @@ _HEAD = """# Which operators are served
 `{command}` on torch {torch}, Python {python}, {date}. Every operator of PyTorch's own test databases that has gradients in float32 on
 a CPU: in up to two of the calls that PyTorch's tests make (the first, and the last of another form), {how},
 and compared with eager: outputs, every gradient and every buffer, where the samples allow it with a second set of numbers too. The measure is
-the export's own (`aot_backward/checks/eager_check.py`). An operator passes where all its cases do. Each case is in the JSON beside this page. The line of
-the caller's code in a reason is that of the tool's own module, which makes the call.
+the export's own (`aot_backward/checks/eager_check.py`). An operator passes where all its cases do. Each case is in the JSON beside this page.
+The line of the caller's code in a reason is that of the tool's own module, which makes the call.
 """
 _COMMAND = {"export": "make coverage", "record": "make coverage WAY=record", "onnx": "make coverage WAY=onnx"}
 _HOW = {

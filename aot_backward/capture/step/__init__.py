@@ -1,0 +1,1 @@
+"""A whole training step as a graph: optimizer, hyperparameters, accumulation."""

@@ -44,7 +44,8 @@ def traced(program: nn.Module) -> Iterator[None]:
     def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         if name := next((n for n, p in program.named_parameters() if p is self), None):
             raise ExportError(
-                f"a hook is registered on the parameter {name!r} {source_location.here()}: each call adds another, and a trace sees none; register it once, "
+                f"a hook is registered on the parameter {name!r} {source_location.here()}: each call adds another, and a trace sees none; "
+                "register it once, "
                 "outside the forward"
             )
         return register(self, returning(hook, f"registered {source_location.here()}"))
@@ -52,7 +53,8 @@ def traced(program: nn.Module) -> Iterator[None]:
     def retain_grad(self: torch.Tensor) -> None:
         if self.requires_grad and not self.is_leaf:
             raise ExportError(
-                f"retain_grad() is called {source_location.here()}, and nobody could read that .grad: a loaded module has no inner tensors. Add an input of "
+                f"retain_grad() is called {source_location.here()}, and nobody could read that .grad: a loaded module has no inner "
+                "tensors. Add an input of "
                 "zeros there (h = h + probe): its gradient is the tensor's"
             )
         retain(self)
@@ -60,7 +62,8 @@ def traced(program: nn.Module) -> Iterator[None]:
     def enter_saved(self: Any) -> None:
         if not self.pack_hook.__module__.startswith("torch."):
             raise ExportError(
-                f"saved_tensors_hooks with {source_location.of(self.pack_hook)} are entered {source_location.here()}: a package chooses itself what it saves for its "
+                f"saved_tensors_hooks with {source_location.of(self.pack_hook)} are entered {source_location.here()}: a package chooses "
+                "itself what it saves for its "
                 "backward, and would not call them; export without them, or enter them around the call of the loaded module"
             )
         enter(self)
@@ -91,7 +94,8 @@ def returning(hook: Callable[..., Any], where: str, instead: str = "export witho
         out = hook(*args)
         if out is None:
             raise ExportError(
-                f"the backward hook {source_location.of(hook)}, {where}, returns no gradient: what it does instead would not be done where the package runs. "
+                f"the backward hook {source_location.of(hook)}, {where}, returns no gradient: what it does instead would not be done where "
+                "the package runs. "
                 f"Return the gradient that is to go on, or {instead}"
             )
         return out
@@ -114,18 +118,21 @@ def of_parameters(program: nn.Module, kind: str) -> dict[str, tuple[Callable[...
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             instead = f", and register it on the loaded module's parameter, {loaded}" if kind == "module" else ""
             raise ExportError(
-                f"the parameter {own!r} has a hook that runs after its gradient was accumulated: {source_location.of(hook)}; a compiled {_MADE[kind]} does not "
+                f"the parameter {own!r} has a hook that runs after its gradient was accumulated: {source_location.of(hook)}; a compiled "
+                f"{_MADE[kind]} does not "
                 f"fill .grad: export without it{instead}"
             )
         for hook in on_accumulation(parameter):
             raise ExportError(
-                f"a hook hangs on the AccumulateGrad node of the parameter {own!r}, where no trace comes by: {source_location.of(hook)}; export without it, "
+                f"a hook hangs on the AccumulateGrad node of the parameter {own!r}, where no trace comes by: {source_location.of(hook)}; "
+                "export without it, "
                 f"and register one on the parameter itself (register_hook): before the export of a Grad or a Step, or on the loaded one, {loaded}"
             )
         found = tuple((parameter._backward_hooks or {}).values())
         if found and kind == "module":
             raise ExportError(
-                f"the parameter {own!r} has a gradient hook: {source_location.of(found[0])}; autograd runs it once, on the sum of all uses of the parameter, "
+                f"the parameter {own!r} has a gradient hook: {source_location.of(found[0])}; autograd runs it once, on the sum of all uses "
+                "of the parameter, "
                 f"which the graph of one call does not know: export without it, and register it on the loaded module's parameter, {loaded}"
             )
         if found:
@@ -158,6 +165,7 @@ def _refuse_global() -> None:
     for kind in ("forward_pre", "forward", "backward_pre", "backward"):
         for hook in getattr(torch_api, f"_global_{kind}_hooks").values():
             raise ExportError(
-                f"the hook {source_location.of(hook)} is registered on every module there is (register_module_{kind}_hook); remove it, or register it on the "
+                f"the hook {source_location.of(hook)} is registered on every module there is (register_module_{kind}_hook); remove it, or "
+                "register it on the "
                 "modules that it is for"
             )

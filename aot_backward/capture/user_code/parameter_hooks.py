@@ -58,7 +58,8 @@ def _traced(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode:
         if not isinstance(made, torch.Tensor) or (made.shape, made.dtype) != (gradient.shape, gradient.dtype):
             what = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__name__}"
             raise ExportError(
-                f"the gradient hook {source_location.of(hook)} on the parameter {name!r} returns {what}; expected {gradient.dtype} {tuple(gradient.shape)}"
+                f"the gradient hook {source_location.of(hook)} on the parameter {name!r} returns {what}; expected {gradient.dtype} "
+                f"{tuple(gradient.shape)}"
             )
         return made.clone()  # no constant, and no parameter, itself
 
@@ -71,7 +72,8 @@ def _traced(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         decides = "it decides by the value of a tensor: use torch.where, or " if "data-dependent" in first or "_local_scalar_dense" in first else ""
         raise ExportError(
-            f"the gradient hook {source_location.of(hook)} on the parameter {name!r} could not be traced: {type(error).__name__}: {first}; {decides}export "
+            f"the gradient hook {source_location.of(hook)} on the parameter {name!r} could not be traced: {type(error).__name__}: {first}; "
+            f"{decides}export "
             "without it, and register it on the loaded parameter"
         ) from error
     return traced
@@ -86,7 +88,8 @@ def _no_writes(hook: Callable[..., Any], name: str) -> Any:
             for argument, value in zip(operator._schema.arguments, args, strict=False):
                 if argument.is_write and type(value) in (torch.Tensor, torch.nn.Parameter):
                     raise ExportError(
-                        f"the gradient hook {source_location.of(hook)} on the parameter {name!r} changes a tensor in place, which would be done once, while "
+                        f"the gradient hook {source_location.of(hook)} on the parameter {name!r} changes a tensor in place, which would be "
+                        "done once, while "
                         "tracing, and never again: return the gradient that is to go on, and change nothing else; or export without it, and register "
                         "it on the loaded parameter"
                     )

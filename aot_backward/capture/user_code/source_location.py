@@ -25,7 +25,7 @@ from .. import preserve
 
 _INSTALLED = tuple(sysconfig.get_path(name) + "/" for name in ("purelib", "platlib"))  # below the standard library's folder
 _STANDARD = sysconfig.get_path("stdlib") + "/"
-_OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(aot_backward_runtime.__file__).parent, Path(__file__).parents[1]))
+_OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(aot_backward_runtime.__file__).parent, Path(__file__).parents[2]))
 
 
 def of(function: Callable[..., Any]) -> str:

@@ -1,0 +1,1 @@
+"""Code for GPUs, where there may be none."""

@@ -1,0 +1,1 @@
+"""Graphs as JSON, which a rebuild reads."""

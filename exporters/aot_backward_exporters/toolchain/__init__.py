@@ -1,0 +1,1 @@
+"""The C++ compiler, and the cache of what it has made."""

@@ -1,0 +1,1 @@
+"""Operators that ONNX does not have, by operators that it has."""
