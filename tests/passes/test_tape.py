@@ -19,7 +19,8 @@ from aot_backward_runtime import AotBackwardError, PackageError
 from aot_backward_runtime.passes.session import Replaying
 from aot_backward_runtime.passes.tape import Op, Slot, Tape, tape_from_json
 
-from ..support.backward_passes import SCENARIOS, leaf
+from ..support.backward_passes import SCENARIOS
+from ..support.backward_passes.scenario import leaf
 
 _REENTRANT = "re-entrant: called by a hook or a custom function of another pass"
 _BATCHED = "batched gradients (is_grads_batched=True), or within a transform of functorch"
