@@ -53,7 +53,7 @@ def _run(tmp_path: Path, name: str, first: str = "") -> subprocess.CompletedProc
         "TORCHINDUCTOR_CACHE_DIR": str(empty / "inductor"),
     }
     return subprocess.run(
-        [sys.executable, "-c", script, str(package), str(inputs), str(expected)], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", script, str(package), str(inputs), str(expected)], capture_output=True, text=True, env=environment, timeout=900
     )
 
 
@@ -81,6 +81,6 @@ def test_the_test_above_can_fail(tmp_path: Path) -> None:
 
 def test_importing_the_library_is_light() -> None:
     script = "import sys, torch; base = set(sys.modules); import aot_backward; print(sorted(m for m in set(sys.modules) - base if 'aot' not in m))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
     loaded = done.stdout
     assert done.returncode == 0 and "_dynamo" not in loaded and "_inductor" not in loaded and "sympy" not in loaded, done.stderr + loaded

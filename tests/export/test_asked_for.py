@@ -272,5 +272,5 @@ loaded, eager = both(Path(sys.argv[1]), "autoencoder")
 for _ in range(3):
     torch.testing.assert_close(adaptive(loaded), adaptive(eager), rtol=1e-4, atol=1e-6)
 """
-    done = subprocess.run([sys.executable, "-c", script, str(package)], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", script, str(package)], capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr

@@ -236,7 +236,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     while left := {name: line for name, line in lines.items() if name not in out}:
         text = "\n".join(line for _, line in left.values())
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", CALL], input=text, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120
+            [sys.executable, "-W", "ignore", "-c", CALL], input=text, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=900
         )
         said = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
         before = len(out)

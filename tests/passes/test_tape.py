@@ -246,7 +246,7 @@ def test_malformed(spoil: Callable[[str], str]) -> None:
 
 def _run(script: str, *arguments: str, given: str = "") -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", _OF_PYTORCHS_OWN, "-c", script, *arguments], input=given, capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "error", "-W", _OF_PYTORCHS_OWN, "-c", script, *arguments], input=given, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -18,7 +18,7 @@ def fuzz(folder: Path, *arguments: object, before: str = "") -> subprocess.Compl
     """The command in a process, in which ``before`` is run first."""
     code = f"import sys\n{before}\nfrom tests.tools.fuzz.__main__ import main\nmain()"
     argv = [sys.executable, "-c", code, "--packages", folder, "--bases", BASES, "--jobs", 1, *arguments]
-    return subprocess.run(list(map(str, argv)), capture_output=True, text=True, cwd=ROOT, timeout=300)
+    return subprocess.run(list(map(str, argv)), capture_output=True, text=True, cwd=ROOT, timeout=900)
 
 
 def test_spoilt_packages_are_refused_or_right_and_a_run_goes_on(tmp_path: Path) -> None:

@@ -211,6 +211,6 @@ def python(code: str, *arguments: object, **environment: str | None) -> subproce
     """Runs ``code`` in another process, with warnings as errors; a signal is a failure. A variable of None is unset."""
     merged = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
     command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, env=merged, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, env=merged, capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2])
     assert done.returncode >= 0, f"died of signal {-done.returncode}:\n{done.stderr}"
     return done

@@ -75,7 +75,7 @@ def torchrun(scenario: str, processes: int, folder: Path, *options: str) -> tupl
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, *own]
     # By default torch 2.13 keeps one store for all restarts, in which restarted processes find the addresses of the dead ones.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900, env=env)
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 

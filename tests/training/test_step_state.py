@@ -157,7 +157,7 @@ def test_stopped_and_resumed_in_a_new_process_bit_for_bit(tmp_path: Path) -> Non
     (empty := tmp_path / "empty").mkdir()
     environment = {"PATH": str(empty), "HOME": str(empty), "AOT_BACKWARD_CACHE": str(empty / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(package("Adam")), *(str(tmp_path / n) for n in ("state", "batches", "out"))]
-    done = subprocess.run(command, capture_output=True, text=True, env={**environment}, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env={**environment}, timeout=900)
     assert done.returncode == 0 and done.stdout == "thin\n", done.stderr
     theirs = torch.load(tmp_path / "out", weights_only=True)
     assert [float(v) for v in losses] == [float(v) for v in theirs[0]]
