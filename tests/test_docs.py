@@ -1,5 +1,5 @@
-"""README.md and the guides in docs/ are true: their commands and programs are run, in order, in one folder each. The tests that
-docs/reliability.md names are there."""
+"""README.md and the guides in docs/ are true: their commands and programs are run, in order, in one folder each. The tests and files that
+docs/reliability.md and CONTRIBUTING.md name are there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_makes_that_the_readme_names_are_there() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -106,3 +106,18 @@ def test_the_check_of_the_fault_table_can_fail() -> None:
     assert wrong.startswith("test_links_lead_somewhere is not in ../tests/conftest.py, but in: tests/") and wrong.endswith("test_docs.py")
     names = ["test_row_32_two_exporters_one_target", "test_row_33_two_exporters_one_target"]
     assert rows_without_their_tests(text, names) == names[1:]
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files and folders of the repository that a page names in backticks and that are not there; NAMES in capitals stand for something else."""
+    named = {p for p in re.findall(r"`([\w.-]+(?:/[\w.-]*)*)`", text) if re.search(r"/|\.(?:py|md|toml|txt|json|pt2)$", p)}
+    return sorted(p for p in named if not re.search(r"\b[A-Z]+\.(?!md)", p) and not (ROOT / p).exists())
+
+
+def test_the_paths_that_contributing_names_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert missing_paths(text) == []
+    makes = set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", text, re.MULTILINE))
+    assert makes <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = "`tests/golden/` `tests/golden/none.pt2` `aot_backward/none.py` `FILE.py` `a / b`"
+    assert missing_paths(named) == ["aot_backward/none.py", "tests/golden/none.pt2"]
