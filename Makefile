@@ -11,13 +11,15 @@ JOBS ?= $(shell nproc)
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
 	@mkdir -p build
-	@echo; echo "== Export: a convolutional network and its gradients become one file"
+	@echo; echo "== Export: a convolutional network, its gradients and its whole training step become one file"
 	@$(BIN)/aot-backward export examples/digits/export.py:entries -o build/digits.pt2
-	@$(BIN)/aot-backward inspect build/digits.pt2
-	@echo; echo "== Verify: digests, then outputs and gradients against eager's"
-	@$(BIN)/aot-backward verify build/digits.pt2
-	@echo; echo "== Train on handwritten digits: no tracing, no compiler, only that file"
+	@echo; echo "== Train on handwritten digits from that file, beside eager: nothing is traced, nothing is compiled"
 	@$(BIN)/python examples/digits/load.py build/digits.pt2
+	@echo; echo "== Verify: digests, then outputs, gradients and updated parameters against eager's"
+	@$(BIN)/aot-backward verify build/digits.pt2
+	@echo; echo "== Look at it: guards, memory, forward and backward side by side, as one page for a browser"
+	@$(BIN)/aot-backward inspect build/digits.pt2 --html build/digits.html
+	@echo "open file://$(CURDIR)/build/digits.html"
 
 # Whole files go to one worker, so that what a file compiles is compiled once.
 test: $(STAMP)

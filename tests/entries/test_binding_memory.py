@@ -1,4 +1,4 @@
-"""Weights that are bound, bound again and dropped leave nothing behind (FAULTS.md, rows 37 and 40)."""
+"""Weights that are bound, bound again and dropped leave nothing behind (docs/reliability.md, rows 37 and 40)."""
 
 from __future__ import annotations
 

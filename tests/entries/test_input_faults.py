@@ -1,4 +1,5 @@
-"""Inputs that raw AOTInductor takes in silence (FAULTS 1 to 19): each is right, or an error that names the thing before native code runs."""
+"""Inputs that raw AOTInductor takes in silence (docs/reliability.md, rows 1 to 19, which are called cases here): each is right, or an error that
+names the thing before native code runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Memory that is not what its address says: inputs that lie in what a call writes (FAULTS 42), storages too small at an address that was good
-before (43). Results that share memory do so in eager (44)."""
+"""Memory that is not what its address says: inputs that lie in what a call writes, storages too small at an address that was good before, results
+that share memory (docs/reliability.md, rows 42 to 44)."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Aliases(nn.Module):
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_results_that_share_memory_in_eager_share_it(gradients: bool) -> None:
-    """Case 44: values written to one show in the others, and autograd's version counter with them."""
+    """Values written to one show in the others, and autograd's version counter with them."""
 
     def make(path: Path) -> None:
         torch.manual_seed(5)

@@ -1,5 +1,5 @@
-"""Tensors that are not plain memory (FAULTS 11, 12, 13, 41), at every door, before and after a good call: a typed error that names them, or
-eager's numbers. In one subprocess, so that a signal is a failure."""
+"""Tensors that are not plain memory (docs/reliability.md, rows 11, 12, 13 and 41), given to every kind of entry, before and after a good call: a
+typed error that names them, or eager's numbers. In one subprocess, so that a signal is a failure."""
 
 from __future__ import annotations
 

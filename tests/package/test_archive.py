@@ -1,4 +1,4 @@
-"""What the reader of packages accepts, and what it refuses (FAULTS.md, rows 20 to 26), each refusal by its message."""
+"""What the reader of packages accepts, and what it refuses (docs/reliability.md, rows 20 to 26), each refusal by its message."""
 
 from __future__ import annotations
 

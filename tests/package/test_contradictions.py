@@ -1,5 +1,6 @@
-"""Manifests that are well-formed and lie, their digests written anew: found by what else the manifest says, or by the library itself (FAULTS.md,
-rows 49 and 51). Native code checks nothing, so each lie is told in a process that may end; the packages are golden ones, which need no compiler."""
+"""Manifests that are well-formed and lie, their digests written anew: found by what else the manifest says, or by the library itself
+(docs/reliability.md, rows 49 and 51). Native code checks nothing, so each lie is told in a process that may end; the packages are golden ones,
+which need no compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ELF headers of libraries: against readelf's reading of real ones, and of damaged ones (FAULTS.md, row 27)."""
+"""ELF headers of libraries: against readelf's reading of real ones, and of damaged ones (docs/reliability.md, row 27)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Faults around packages: native code, the machine it was built for, the file system, processes (FAULTS.md, rows 21, 27, 28, 30 to 33,
-36 and 37). What could take the process down runs in another, where a signal is a failure."""
+"""Faults around packages: native code, the machine it was built for, the file system, processes (docs/reliability.md, rows 21, 27, 28,
+30 to 33, 36, 37 and 48). What could take the process down runs in another, where a signal is a failure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Signatures (FAULTS.md, row 39): what a policy asks for is had, or the package is refused before anything in it is used; and what is used is
-what was signed."""
+"""Signatures (docs/reliability.md, row 39): what a policy asks for is had, or the package is refused before anything in it is used; and what is
+used is what was signed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a package: what comes back is what was stored, nothing is copied, and damage is named (FAULTS.md, row 29)."""
+"""The tensors of a package: what comes back is what was stored, nothing is copied, and damage is named (docs/reliability.md, row 29)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The memory of a step's gradients. Where it runs out inside a kernel the error says so, nothing has been changed, and the next call is right
-(FAULTS, case 38); else the process keeps it from call to call."""
+(docs/reliability.md, row 38); else the process keeps it from call to call."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from . import programs
 from .report import Result, Target
 
 TITLE = "export of a module entry: seconds with a cold and a warm compile cache; size of a package and its libraries"
-PER_LIBRARY, PER_NODE = 0.35e6, 0.7e6 / 1000  # bytes that issue 2 allows
+PER_LIBRARY, PER_NODE = 0.35e6, 0.7e6 / 1000  # bytes that are allowed
 
 
 def measure(quick: bool, threads: list[int]) -> Result:
