@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import griffe
 
+_JOINED = "``\\ "  # in reStructuredText a backslash joins what follows to the literal: ``nn.Module``\\ s
 _ROLE = re.compile(r":(?:py:)?(?:attr|class|data|exc|func|meth|mod):`([^`]+)`")
 
 
 class PublicNames(griffe.Extension):
-    """Finds the object of each public name, also where a module has that name too (griffe takes the module); puts the classes that public
-    functions and methods return beside them (`Package.module` returns a `LoadedModule`, which is not exported); and replaces Sphinx's roles in
+    """Finds the object of each public name, also where a module has that name too (griffe takes the module); puts the classes that these
+    give beside them (`Package.module` returns a `LoadedModule`, which is not exported); and replaces Sphinx's roles in
     docstrings (:class:`Package`), which Markdown does not know, by the name as code, linked where a page documents it."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
         for obj in list(_objects(pkg)):
             if obj.docstring is not None:
-                obj.docstring.value = _ROLE.sub(lambda match, obj=obj: _link(match[1], obj, pkg), obj.docstring.value)
+                text = obj.docstring.value.replace(_JOINED, "``")
+                obj.docstring.value = _ROLE.sub(lambda match, obj=obj: _link(match[1], obj, pkg), text)
         public = {name: _found(pkg.members[name]) for name in map(str, pkg.exports or ())}
-        own = [obj for obj in public.values() if obj.canonical_path.startswith(f"{pkg.path}.")]
-        returned = {name: loader.modules_collection[path] for obj in own for name, path in _returned(obj) if path.startswith(f"{pkg.path}.")}
-        for name, obj in (returned | public).items():
+        for name, obj in (_reached(pkg, public.values(), loader) | public).items():
             pkg.members[name] = griffe.Alias(name, obj, parent=pkg)
 
 
@@ -43,11 +43,31 @@ def _found(member: griffe.Object | griffe.Alias) -> griffe.Object:
     return _found(found.members[found.name]) if found.is_module else found
 
 
-def _returned(public: griffe.Object) -> Iterator[tuple[str, str]]:
-    functions = [m for m in public.members.values() if m.is_function and not m.name.startswith("_")] if public.is_class else [public]
-    for function in functions:
-        if function.is_function and isinstance(function.returns, griffe.ExprName):
-            yield function.returns.name, function.returns.canonical_path
+def _reached(pkg: griffe.Module, public: Iterable[griffe.Object], loader: griffe.GriffeLoader) -> dict[str, griffe.Object]:
+    """The classes of ``pkg`` that a call of a public function, a method or an attribute gives, and those that these give in turn."""
+    found: dict[str, griffe.Object] = {}
+    todo = [obj for obj in public if obj.canonical_path.startswith(f"{pkg.path}.")]
+    while todo:
+        obj = todo.pop()
+        for member in [m for m in obj.members.values() if not m.name.startswith("_")] if obj.is_class else [obj]:
+            for name in _names(member):
+                if name.name not in found and name.canonical_path.startswith(f"{pkg.path}."):
+                    cls = loader.modules_collection[name.canonical_path]
+                    if cls.is_class:
+                        found[name.name] = cls
+                        todo.append(cls)
+    return found
+
+
+def _names(member: griffe.Object | griffe.Alias) -> Iterator[griffe.ExprName]:
+    """Those in what a function returns, or an attribute is annotated with (`report: Report`) or made by (`report = Report()`)."""
+    given = member.returns if member.is_function else member.annotation if member.is_attribute else None
+    if member.is_attribute and given is None and isinstance(member.value, griffe.ExprCall):
+        given = member.value.function
+    if isinstance(given, griffe.ExprName):
+        yield given
+    elif isinstance(given, griffe.ExprBinOp | griffe.ExprSubscript):  # `X | None`, `dict[str, X]`
+        yield from (name for name in given.iterate(flat=True) if isinstance(name, griffe.ExprName) and isinstance(name.parent, griffe.Object))
 
 
 def _link(target: str, obj: griffe.Object, pkg: griffe.Module) -> str:

@@ -23,7 +23,13 @@ THEMES = {
     "light": {"ink": "#3b3f4a", "grid": "#d9dce3"},
     "dark": {"ink": "#c9ccd6", "grid": "#41454f"},
 }
-_MODULE, _GRAD, _EAGER, _TORCH, _OTHER = "#3f8fe0", "#5a5fd8", "#9aa0ad", "#e08a2e", "#3aa57a"  # one colour a way, on every plot; legible on both pages
+_MODULE, _GRAD, _EAGER, _TORCH, _OTHER = (
+    "#3f8fe0",
+    "#5a5fd8",
+    "#9aa0ad",
+    "#e08a2e",
+    "#3aa57a",
+)  # one colour a way, on every plot; legible on both pages
 _VERDICTS = {"pass": "#3aa57a", "right": "#3aa57a", "refused": "#e0b23e", "no gradient": "#9aa0ad", "wrong": "#d64545", "crashed": "#8c2f6b"}
 
 
@@ -84,8 +90,10 @@ def newest(docs: Path, subject: str) -> tuple[Path, dict[str, Any]]:
     return found[-1]
 
 
-def median(row: dict[str, Any], way: str) -> float:
-    return row["times"][way]["median_s"]
+def seconds(row: dict[str, Any], way: str) -> float:
+    """The median, of which a row of `replay` has nothing else."""
+    found = row["times"][way]
+    return found["median_s"] if isinstance(found, dict) else found
 
 
 def _plain(axis: Any) -> None:
@@ -119,7 +127,7 @@ def _steps(figure: Figure, docs: Path) -> None:
     every = figure.subplots(1, len(sizes), sharey=True)
     for axes, size in zip(every, sizes, strict=True):
         chosen = [r for r in rows if r["rows"] == size]
-        values = {label: [1e3 * median(r, way) for r in chosen] for label, way in ways.items()}
+        values = {label: [1e3 * seconds(r, way) for r in chosen] for label, way in ways.items()}
         _dots(axes, [r["model"] for r in chosen], values, colours)
         axes.set_title(f"{size} rows")
         axes.set_xlabel("milliseconds a call")
@@ -139,10 +147,10 @@ def _start(figure: Figure, docs: Path) -> None:
     rows = [r for r in subject["data"] if r["threads"] == 1]
     every = figure.subplots(1, len(rows), sharey=True, sharex=True)
     for axes, row in zip(every, rows, strict=True):
-        values = [median(row, way) for way in ways]
+        values = [seconds(row, way) for way in ways]
         bars = axes.barh(range(len(ways)), values, color=list(ways.values()), height=0.6)
         axes.bar_label(bars, [f"{v:.1f}" for v in values], padding=3, color=plt.rcParams["text.color"])
-        axes.axvline(median(row, "import"), color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
+        axes.axvline(seconds(row, "import"), color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(ways)), [labels[way] for way in ways])
         axes.set_ylim(len(ways) - 0.5, -0.5)
         axes.set_title(f"{row['model']}, a package of {row['package_bytes'] / 1e6:.1f} MB")
@@ -171,10 +179,11 @@ def _overhead(figure: Figure, docs: Path) -> None:
 def _replay(figure: Figure, docs: Path) -> None:
     _, subject = newest(docs, "replay")
     titles = {"hit": "a pass seen before", "first": "the first pass of its structure"}
+    ways = {"eager": ("eager", _EAGER), "torch": ("compiled autograd, empty body", _TORCH), "ours": ("replay", _MODULE)}
     every = figure.subplots(1, 2, sharey=True)
     for axes, (what, title) in zip(every, titles.items(), strict=True):
         rows = [r for r in subject["data"] if r["what"] == what]
-        for way, (label, colour) in {"eager": ("eager", _EAGER), "torch": ("compiled autograd, empty body", _TORCH), "ours": ("replay", _MODULE)}.items():
+        for way, (label, colour) in ways.items():
             points = [(r["number"], 1e6 * r["times"][way]) for r in rows if r["times"].get(way) is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
@@ -191,7 +200,7 @@ def _training(figure: Figure, docs: Path) -> None:
     ways = {"step entry": ("step", _MODULE), "onnxruntime on the converted graph": ("onnx", _OTHER)}
     axes = figure.subplots()
     names = [f"{r['model']}, {r['rows']} row{'s' * (r['rows'] != 1)}" for r in rows]
-    values = {label: [median(r, "fused") / median(r, way) for r in rows] for label, (way, _) in ways.items()}
+    values = {label: [seconds(r, "fused") / seconds(r, way) for r in rows] for label, (way, _) in ways.items()}
     _dots(axes, names, values, {label: colour for label, (_, colour) in ways.items()})
     axes.axvline(1, color=_EAGER, linewidth=1.2, linestyle="--")
     axes.set_xticks([0.2, 0.5, 1, 2, 5])
@@ -210,7 +219,12 @@ def _memory(figure: Figure, docs: Path) -> None:
     values = [(rows[name]["own_bytes"] - base) / 1e6 for name in names]
     bars = axes.barh(range(len(names)), values, height=0.6, color=[colours.get(name, _TORCH) for name in names])
     axes.bar_label(bars, [f"{v:.0f}" for v in values], padding=3, color=plt.rcParams["text.color"])
-    labels = {"module": "module entry", "grad": "grad entry", "compile, warm": "torch.compile, caches warm", "compile, cold": "torch.compile, caches cold"}
+    labels = {
+        "module": "module entry",
+        "grad": "grad entry",
+        "compile, warm": "torch.compile, caches warm",
+        "compile, cold": "torch.compile, caches cold",
+    }
     axes.set_yticks(range(len(names)), [labels.get(name, name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(False, axis="y")

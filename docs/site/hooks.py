@@ -58,6 +58,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     source = page.file.src_uri
+    if "<!-- table: operators -->" in markdown:
+        page.meta["hide"] = ["toc"]  # which would be empty; front matter would show where the page lies
     path = source.removeprefix("repository/") if source.startswith("repository/") else f"docs/{source}"
     markdown = _FENCE_WITH_FILE.sub(r'\1 title="\2"', markdown)
     parts = _CODE.split(markdown)
