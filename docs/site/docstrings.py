@@ -17,17 +17,18 @@ _ROLE = re.compile(r":(?:py:)?(?:attr|class|data|exc|func|meth|mod):`([^`]+)`")
 
 
 class PublicNames(griffe.Extension):
-    """Finds the object of each public name, also where a module has that name too (griffe takes the module); puts the classes that these
-    give beside them (`Package.module` returns a `LoadedModule`, which is not exported); and replaces Sphinx's roles in
-    docstrings (:class:`Package`), which Markdown does not know, by the name as code, linked where a page documents it."""
+    """Three changes to what griffe loads. A public name is its object, also where a module has the same name (griffe takes the module). The
+    classes that public functions and methods return get a path beside the public names (`Package.module` returns a `LoadedModule`, which is
+    not exported). Sphinx roles in docstrings (:class:`Package`), which Markdown does not know, become links where a page documents the object,
+    else code."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
         for obj in list(_objects(pkg)):
             if obj.docstring is not None:
                 text = obj.docstring.value.replace(_JOINED, "``")
                 obj.docstring.value = _ROLE.sub(lambda match, obj=obj: _link(match[1], obj, pkg), text)
-        public = {name: _found(pkg.members[name]) for name in map(str, pkg.exports or ())}
-        for name, obj in (_reached(pkg, public.values(), loader) | public).items():
+        public = {name: _resolve(pkg.members[name]) for name in map(str, pkg.exports or ())}
+        for name, obj in (_reachable_classes(pkg, public.values(), loader) | public).items():
             pkg.members[name] = griffe.Alias(name, obj, parent=pkg)
 
 
@@ -38,12 +39,12 @@ def _objects(parent: griffe.Object) -> Iterator[griffe.Object]:
             yield from _objects(member)
 
 
-def _found(member: griffe.Object | griffe.Alias) -> griffe.Object:
-    found = member.final_target if isinstance(member, griffe.Alias) else member
-    return _found(found.members[found.name]) if found.is_module else found
+def _resolve(member: griffe.Object | griffe.Alias) -> griffe.Object:
+    target = member.final_target if isinstance(member, griffe.Alias) else member
+    return _resolve(target.members[target.name]) if target.is_module else target
 
 
-def _reached(pkg: griffe.Module, public: Iterable[griffe.Object], loader: griffe.GriffeLoader) -> dict[str, griffe.Object]:
+def _reachable_classes(pkg: griffe.Module, public: Iterable[griffe.Object], loader: griffe.GriffeLoader) -> dict[str, griffe.Object]:
     """The classes of ``pkg`` that a call of a public function, a method or an attribute gives, and those that these give in turn."""
     found: dict[str, griffe.Object] = {}
     todo = [obj for obj in public if obj.canonical_path.startswith(f"{pkg.path}.")]

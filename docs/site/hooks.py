@@ -1,9 +1,9 @@
-"""What mkdocs does not do by itself for these pages, which are first of all Markdown that reads well where it lies (mkdocs' hooks).
+"""Hooks of mkdocs: docs/ is Markdown that GitHub renders, and this adds what only the site has.
 
-- `<!-- figure: NAME -->` and `<!-- table: NAME -->` stand for a plot and a table of committed figures, drawn while the site is built.
-- A link to a file of the repository that is no page (`../tests/test_grad.py`) leads to a page that shows it.
+- `<!-- figure: NAME -->` and `<!-- table: NAME -->` are replaced by a plot and a table, made from the committed JSON files.
+- A link to a file outside docs/ (`../tests/test_grad.py`) leads to a page that shows the file.
 - In the navigation, `FOLDER/*.md` stands for the pages of that folder, the newest first.
-- A built page that would load anything from elsewhere is an error.
+- A built page that would load anything from another host is a warning, which strict mode makes an error.
 """
 
 from __future__ import annotations
@@ -32,54 +32,51 @@ _LOADED = re.compile(r"""<(?:script|img|iframe)\b[^>]*\bsrc=["'](?:https?:)?//|<
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.nav = _expanded(config.nav, Path(config.docs_dir))
+    config.nav = _expand_nav(config.nav, Path(config.docs_dir))
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for name, drawn in figures.draw(ROOT / "docs").items():
-        files.append(File.generated(config, f"figures/{name}.svg", content=drawn))
-    wanted = ["CHANGELOG.md"]
-    sources = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
-    while wanted or sources:
-        for path, text in sources.items():
-            wanted += [target for target in _targets(text, path) if not target.startswith("docs/") and (ROOT / target).is_file()]
-        sources = {}
-        for path in wanted:
-            if files.get_file_from_path(_uri(path)) is None:
-                text = (ROOT / path).read_text()
-                shown = text if path.endswith(".md") else _listing(path, text)
-                files.append(File.generated(config, _uri(path), content=shown, inclusion=InclusionLevel.NOT_IN_NAV))
-                if path.endswith(".md"):
-                    sources[path] = text
-        wanted = []
+    for name, svg in figures.draw(ROOT / "docs").items():
+        files.append(File.generated(config, f"figures/{name}.svg", content=svg))
+    links = {target for file in files.documentation_pages() for target in _targets(file.content_string, f"docs/{file.src_uri}")}
+    todo = {"CHANGELOG.md", *links}
+    while todo:
+        path = todo.pop()
+        if path.startswith(("docs/", "../")) or not (ROOT / path).is_file() or files.get_file_from_path(_uri(path)):
+            continue
+        text = (ROOT / path).read_text()
+        if path.endswith(".md"):
+            todo |= set(_targets(text, path))
+        content = text if path.endswith(".md") else _listing(path, text)
+        files.append(File.generated(config, _uri(path), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     source = page.file.src_uri
     if "<!-- table: operators -->" in markdown:
-        page.meta["hide"] = ["toc"]  # which would be empty; front matter would show where the page lies
+        page.meta["hide"] = ["toc"]  # it would be empty; as front matter this would show on GitHub
     path = source.removeprefix("repository/") if source.startswith("repository/") else f"docs/{source}"
     markdown = _FENCE_WITH_FILE.sub(r'\1 title="\2"', markdown)
     parts = _CODE.split(markdown)
     for i in range(0, len(parts), 2):  # what is not code
         parts[i] = _LITERAL.sub(r"\\\g<0>", _LINK.sub(lambda match: _link(match[1], path, source), parts[i]))
     markdown = "".join(parts)
-    return _MARK.sub(lambda match: _generated(match[1], match[2], source), markdown)
+    return _MARK.sub(lambda match: _content(match[1], match[2], source), markdown)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
     for page in Path(config.site_dir).rglob("*.html"):
         if loaded := _LOADED.search(page.read_text()):
-            log.warning(f"{page.relative_to(config.site_dir)} would load something from elsewhere: {loaded[0]}")
+            log.warning(f"{page.relative_to(config.site_dir)} would load something from another host: {loaded[0]}")
 
 
-def _expanded(nav: Any, docs: Path) -> Any:
+def _expand_nav(nav: Any, docs: Path) -> Any:
     if isinstance(nav, dict):
-        return {title: _expanded(item, docs) for title, item in nav.items()}
+        return {title: _expand_nav(item, docs) for title, item in nav.items()}
     if isinstance(nav, list):
-        return [_expanded(item, docs) for item in nav]
+        return [_expand_nav(item, docs) for item in nav]
     if "*" not in nav:
         return nav
     return [page.relative_to(docs).as_posix() for page in sorted(docs.glob(nav), reverse=True) if page.name != "README.md"]
@@ -116,7 +113,7 @@ def _listing(path: str, text: str) -> str:
     return f"---\nsearch:\n  exclude: true\n---\n# `{path}`\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"
 
 
-def _generated(kind: str, name: str, source: str) -> str:
+def _content(kind: str, name: str, source: str) -> str:
     here = posixpath.dirname(source) or "."
     if kind == "table":
         return tables.make(name, ROOT / "docs", lambda path: posixpath.relpath(path, here))

@@ -1,4 +1,4 @@
-// Tables of 15 rows or more: a field that leaves the rows with all its words, and headings that sort. Verdicts get their colours.
+// Tables of 15 rows or more: a field that keeps the rows containing all its words, and headings that sort. Verdicts get a colour.
 for (const table of document.querySelectorAll("article table")) {
   const rows = Array.from(table.tBodies[0]?.rows ?? [])
   for (const row of rows)
