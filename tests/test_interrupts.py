@@ -23,8 +23,8 @@ from aot_backward_runtime import load
 from . import cli_program, exports, test_loss_scale
 from .step_cases import assert_equal, batch, everything, labelled, package, weighted_package
 
-RUNTIME = str(Path(aot_backward_runtime.__file__).parent)
-KEEPS_STATE = {f"{RUNTIME}/{n}.py" for n in ("step", "training_state", "parameter_groups", "loss_scale", "grad", "module", "plan", "tensor_values")}
+RUNTIME = Path(aot_backward_runtime.__file__).parent
+KEEPS_STATE = {str(path) for room in ("entries", "native", "training") for path in (RUNTIME / room).glob("*.py")}
 
 
 def interrupted(call: Callable[[], Any], at: int) -> bool:
