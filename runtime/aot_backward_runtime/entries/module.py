@@ -16,7 +16,7 @@ from ..format.manifest import StateSpec
 from ..native import tensor_values
 from ..native.plan import Binding, Lease, Runnable, Variant
 from ..native.pytree import unflatten
-from .dispatch import Admitted, Entry
+from .dispatch import Entry, MatchedCall
 
 _NO_DOUBLE = (
     "a derivative was asked for of a compiled backward that holds none of that order: export the module with order=2 for the second, or the "
@@ -41,8 +41,6 @@ class LoadedModule(nn.Module):
             _place(self, spec, made, tensors)
         self._aot_entry = entry
         self._aot_slots = _Slots([_slot(self, name) for name in entry.state.names])
-        self._aot_index = {name: i for i, name in enumerate(entry.state.names)}
-        entry.index_plans(self._aot_index)
         modes = {v.spec.mode: frozenset(v.spec.set_apart) for v in entry.variants}
         self._aot_apart = {mode: modes.get(mode, frozenset()) for mode in ("train", "eval")}
         self.train(entry.spec.training)
@@ -57,23 +55,23 @@ class LoadedModule(nn.Module):
         if entry.specialised and torch.is_grad_enabled():
             pairs = zip(entry.state.names, current, entry.state.owned, strict=True)
             asked = frozenset([f"parameter:{name}" for name, tensor, owned in pairs if owned and tensor is not None and tensor.requires_grad])
-        admitted = entry.admit("train" if self.training else "eval", args, kwargs, asked)
-        variant = admitted.variant
+        matched = entry.match("train" if self.training else "eval", args, kwargs, asked)
+        variant = matched.variant
         binding = entry.state.refresh(current)
         runnable = variant.plans.get("inference") or variant.plans["forward"]
         if runnable.writes:
-            runnable.refuse_its_own(runnable.written(binding, current), admitted.given, variant.spec.inputs)
+            runnable.refuse_its_own(runnable.written(binding, current), matched.given, variant.spec.inputs)
         if torch.is_grad_enabled():
-            targets, sources = _wanted(entry, variant, current, admitted)
+            targets, sources = _wanted(entry, variant, current, matched)
             if targets:
-                run = _Run(admitted, variant.plans["forward"], binding, current, targets)
-                return self._aot_assemble(run.runnable, admitted, current, _Native.apply(run, *sources))
+                run = _Run(matched, variant.plans["forward"], binding, current, targets)
+                return self._aot_assemble(run.runnable, matched, current, _Native.apply(run, *sources))
         with torch.no_grad():
             _note_writes(runnable, current)
-            values = runnable.call(binding, admitted.flat, admitted.sizes)
+            values = runnable.call(binding, matched.flat, matched.sizes)
         if variant.spec.shared:
-            variant.share(runnable, values, admitted.sizes)
-        return self._aot_assemble(runnable, admitted, current, [values[i] for i in runnable.results])
+            variant.share(runnable, values, matched.sizes)
+        return self._aot_assemble(runnable, matched, current, [values[i] for i in runnable.results])
 
     def train(self, mode: bool = True) -> LoadedModule:
         apart = self._aot_apart["train" if mode else "eval"]
@@ -118,12 +116,12 @@ class LoadedModule(nn.Module):
         except KeyError as error:
             raise WeightsError(f"the parameter or buffer {error.args[0]!r} was deleted from the loaded module; load the package again") from error
 
-    def _aot_assemble(self, runnable: Runnable, admitted: Admitted, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
+    def _aot_assemble(self, runnable: Runnable, matched: MatchedCall, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
         made = iter(results)
         flat = []
         for kind, where in runnable.outputs:
-            flat.append(next(made) if kind == "result" else admitted.given[where] if kind == "input" else current[self._aot_index[where]])
-        return unflatten(admitted.variant.spec.out_tree, flat, admitted.sizes, self._aot_entry.types)
+            flat.append(next(made) if kind == "result" else matched.given[where] if kind == "input" else current[self._aot_entry.index[where]])
+        return unflatten(matched.variant.spec.out_tree, flat, matched.sizes, self._aot_entry.types)
 
     def __reduce__(self) -> Any:
         raise TypeError("a loaded module cannot be pickled: pickle its state_dict(), and load the package again")
@@ -203,12 +201,12 @@ class _Run:
     """One forward call, kept for its backward."""
 
     __slots__ = (
-        *("__weakref__", "admitted", "backward", "binding", "consumed", "current", "lease", "random", "runnable", "shared", "sources", "targets"),
+        *("__weakref__", "matched", "backward", "binding", "consumed", "current", "lease", "random", "runnable", "shared", "sources", "targets"),
     )
 
-    def __init__(self, admitted: Admitted, runnable: Runnable, binding: Binding, current: Sequence[torch.Tensor], targets: Sequence[str]):
-        self.admitted, self.runnable, self.binding, self.current, self.targets = admitted, runnable, binding, current, targets
-        self.backward = admitted.variant.plans["backward"]
+    def __init__(self, matched: MatchedCall, runnable: Runnable, binding: Binding, current: Sequence[torch.Tensor], targets: Sequence[str]):
+        self.matched, self.runnable, self.binding, self.current, self.targets = matched, runnable, binding, current, targets
+        self.backward = matched.variant.plans["backward"]
         self.sources: Sequence[torch.Tensor] = ()
         self.shared = False  # whether hooks have got hold of the saved tensors
         self.consumed = False  # whether a backward may have overwritten them
@@ -221,21 +219,21 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        runnable, flat, current, double = run.runnable, run.admitted.flat, run.current, run.admitted.variant.double
+        runnable, flat, current, double = run.runnable, run.matched.flat, run.current, run.matched.variant.double
         ctx.set_materialize_grads(False)
         if double is not None and double.spec.random:
             run.random = _random_state(double)
         _note_writes(runnable, current)
         hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies, and keep what they got
         if runnable.library is not None and runnable.library.lends:
-            results, run.lease = runnable.lend(run.binding, flat, run.admitted.sizes, run, hooked)
+            results, run.lease = runnable.lend(run.binding, flat, run.matched.sizes, run, hooked)
             shown = results if run.lease is None else run.lease.shown(runnable.results)
         else:
-            shown = results = runnable.call(run.binding, flat, run.admitted.sizes)
-        differentiable = run.admitted.variant.reaching(run.targets)
-        if run.admitted.variant.spec.shared:
+            shown = results = runnable.call(run.binding, flat, run.matched.sizes)
+        differentiable = run.matched.variant.reaching(run.targets)
+        if run.matched.variant.spec.shared:
             detached = [n for n in range(len(runnable.outputs)) if n not in differentiable]
-            run.admitted.variant.share(runnable, shown, run.admitted.sizes, detached)
+            run.matched.variant.share(runnable, shown, run.matched.sizes, detached)
 
         def pick(kind: str, where: Any) -> torch.Tensor:
             return results[where] if kind == "result" else flat[where] if kind == "input" else current[where]
@@ -269,19 +267,19 @@ class _Native(torch.autograd.Function):
         for i, address, shape in ctx.memory:
             if saved[i].data_ptr() != address or saved[i].shape != shape:
                 raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
-        variant, sizes = run.admitted.variant, run.admitted.sizes
+        variant, sizes = run.matched.variant, run.matched.sizes
         given = [incoming[i] for i in variant.incoming]
         if variant.double is not None and torch.is_grad_enabled():
             return (None, *_once_more(run, saved[len(saved) - ctx.sources :], given, ctx.needs_input_grad[1:]))
         with torch.no_grad():
-            cotangents = variant.admit_cotangents(given, sizes)
+            cotangents = variant.fit_cotangents(given, sizes)
             if run.backward.consumes:
                 if run.shared or torch_api.keeps_graph():
                     saved = run.backward.spared(saved)
                 else:
                     run.consumed = True
             if run.lease is None:
-                results = run.backward.call(run.binding, run.admitted.flat, sizes, saved, cotangents)
+                results = run.backward.call(run.binding, run.matched.flat, sizes, saved, cotangents)
             else:
                 results = _after(run, run.lease, saved, cotangents)
             made = run.backward.gradients if None not in given else run.backward.reached(given)
@@ -296,9 +294,9 @@ class _Native(torch.autograd.Function):
 def _after(run: _Run, lease: Lease, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The backward of a forward that has lent what it saved. Inputs are taken where the forward read them: they still hold what they held, as
     autograd has checked."""
-    inputs = [lease.input(i, t) for i, t in enumerate(run.admitted.flat)]
+    inputs = [lease.input(i, t) for i, t in enumerate(run.matched.flat)]
     kept = [lease.input(w, t) if kind == "input" else t for (kind, w), t in zip(run.runnable.saved, saved, strict=False)]
-    results = run.backward.call(run.binding, inputs, run.admitted.sizes, kept, cotangents, lease)
+    results = run.backward.call(run.binding, inputs, run.matched.sizes, kept, cotangents, lease)
     if not torch_api.keeps_graph():
         lease.end()
     return results
@@ -306,10 +304,10 @@ def _after(run: _Run, lease: Lease, saved: Sequence[torch.Tensor], cotangents: S
 
 def _once_more(run: _Run, sources: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
     """The gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: of the forward, as autograd knows them."""
-    variant = run.admitted.variant
+    variant = run.matched.variant
     double = variant.double
     assert double is not None
-    inputs: list[torch.Tensor] = list(run.admitted.flat)
+    inputs: list[torch.Tensor] = list(run.matched.flat)
     parameters = []
     for target, source in zip(run.targets, sources, strict=True):
         kind, _, where = target.partition(":")
@@ -317,11 +315,11 @@ def _once_more(run: _Run, sources: Sequence[torch.Tensor], given: Sequence[torch
             inputs[int(where)] = source
         else:
             parameters.append((target, source))
-    tensors = [*inputs, *variant.materialized(given, run.admitted.sizes)]
-    fitting, sizes, _ = double.contract.admit(tensors)
+    tensors = [*inputs, *variant.materialized(given, run.matched.sizes)]
+    fitting, sizes, _ = double.contract.fit(tensors)
     needing = [(f"input:{i}", t) for i, t in enumerate(tensors) if t.requires_grad] + parameters
     runnable = double.plans["forward"]
-    again = _Run(Admitted(double, tensors, fitting, sizes), runnable, run.binding, run.current, [t for t, _ in needing])
+    again = _Run(MatchedCall(double, tensors, fitting, sizes), runnable, run.binding, run.current, [t for t, _ in needing])
     with _drawing_from(run.random, double):
         made = _Native.apply(again, *(source for _, source in needing))
     gradients = dict(zip(double.spec.gives, made, strict=True))
@@ -358,7 +356,7 @@ class _Refusing(torch.autograd.Function):
         raise GradientError(_NO_DOUBLE)
 
 
-def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], admitted: Admitted) -> tuple[list[str], list[torch.Tensor]]:
+def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], matched: MatchedCall) -> tuple[list[str], list[torch.Tensor]]:
     """What gradients are asked for in this call, as the manifest names them, and the tensors; an error where the package has none for one."""
     known, covered = variant.gradient_targets, variant.covered
     targets, sources = [], []
@@ -373,7 +371,7 @@ def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], adm
             if target in known:
                 targets.append(target)
                 sources.append(tensor)
-    for i, tensor in enumerate(admitted.given):
+    for i, tensor in enumerate(matched.given):
         if tensor.requires_grad:
             target = f"input:{i}"
             if target not in covered:

@@ -56,7 +56,7 @@ class Contract:
                 raise InputError(f"the compiled code holds only where {self.words(guard)}; got {at}: export a variant for these sizes")
         return values
 
-    def admit(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int] | None = None) -> tuple[list[torch.Tensor], dict[str, int], bool]:
+    def fit(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int] | None = None) -> tuple[list[torch.Tensor], dict[str, int], bool]:
         """The tensors as native code may have them, the symbols' values, and whether all of them went in as they were.
 
         ``values``: the symbols' values where they are known already (of incoming gradients).

@@ -364,14 +364,14 @@ class Variant:
             for t, spec, dtype in zip(given, self.cotangents.specs, self.cotangents.dtypes, strict=True)
         ]
 
-    def admit_cotangents(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+    def fit_cotangents(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
         """The incoming gradients as native code may have them: copied where they lie otherwise (``y.sum().backward()`` gives stride 0),
         zeros where there is none."""
         tensors = self.materialized(given, sizes)
         for fast, known in self._fast:
             if known is sizes and fast.holds(tensors):
                 return tensors
-        fitting, _, untouched = self.cotangents.admit(tensors, sizes)
+        fitting, _, untouched = self.cotangents.fit(tensors, sizes)
         if untouched and tensors:
             self._fast.insert(0, (Fast(tensors), sizes))
             del self._fast[4:]

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import torch_api
 from ..entries.bound_parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable
-from ..entries.dispatch import Admitted, Entry
+from ..entries.call_cache import CachedCall
+from ..entries.dispatch import Entry, MatchedCall
 from ..errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
-from ..native.guards import Fast
 from ..native.memory import Ranges
 from ..native.plan import Binding, Runnable, reason_of
-from ..native.pytree import unflatten
 from . import allocator, checkpoint_contents, eager_state, rng_state
 from .gradient_hooks import add_through_hooks, refuse_hooks_that_never_run
 from .loss_scale import LossScale
@@ -72,15 +70,13 @@ class LoadedStep(torch.optim.Optimizer):
         others = {s.name: made[s.weight] for s in entry.spec.state}
         self._state = TrainingState(spec, parameters, buffers, persistent, others, self._hand_out, self._moved)
         self._has_norm, self._may_skip = spec.norm, spec.finite
-        self._places = {s.name: i for i, s in enumerate(entry.spec.state)}
         refuse_hooks_that_never_run(parameters, self._state.gradients)
-        entry.index_plans(self._places)
         self._update = Runnable(spec.update, entry.libraries) if spec.update is not None else None
         self._writes: Sequence[torch.Tensor] = [*parameters.values(), *buffers.values()]
         self._replicas: Replicas | None = None
         self._mode = "train" if entry.spec.training else "eval"
-        self._last: _Ready | None = None  # the last kind of call; None while gradients wait, or are averaged
-        self._known: list[_Ready] = []  # the last kinds of call, also of those whose gradients wait
+        self._last: _StepCall | None = None  # the last kind of call; None while gradients wait, or are averaged
+        self._known: list[_StepCall] = []  # the last kinds of call, also of those whose gradients wait
         self._binding: Binding | None = None
         self._run_update: Callable[..., list[torch.Tensor]] | None = None
         self._spoilt = ""
@@ -118,7 +114,7 @@ class LoadedStep(torch.optim.Optimizer):
                 self._settle(ran[0], call)
             self._broken_off(error, ran, last.runnable)
             raise
-        return ran[0][0] if last.plain else last.finish(ran[0], args)
+        return ran[0][0] if last.plain else last.value(ran[0], args)
 
     def _settle(self, results: Sequence[torch.Tensor], call: object) -> None:
         """What an update leaves behind, besides the state. Said again of the same ``call``, after an interrupt, it changes nothing more."""
@@ -158,10 +154,10 @@ class LoadedStep(torch.optim.Optimizer):
             results = self._run(ready, lambda: (ready.native, operands), update)
             if not adding:
                 self._last = ready
-            return ready.finish(results, args)
+            return ready.value(results, args)
 
     def _run(
-        self, ready: _Ready, bound: Callable[[], tuple[Any, Any]], update: bool, hooked: Mapping[str, torch.Tensor] = MappingProxyType({})
+        self, ready: _StepCall, bound: Callable[[], tuple[Any, Any]], update: bool, hooked: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> list[torch.Tensor]:
         """Native code on what ``bound`` gives, and what it leaves behind; where gradients are only added up, the ``update`` after it, too.
         ``hooked``: parameters by name whose gradients go through hooks."""
@@ -196,7 +192,7 @@ class LoadedStep(torch.optim.Optimizer):
         entry, state = self._entry, self._state
         with self._lock:
             self._check_whole()
-            admitted = entry.admit(self._mode, args, kwargs)
+            matched = entry.match(self._mode, args, kwargs)
             binding = self._bind()
             hooked = {n: p for n in state.gradients if has_hooks(p := state.parameters[n])}
             self._watch.settle(bool(hooked))
@@ -204,18 +200,17 @@ class LoadedStep(torch.optim.Optimizer):
             if apart and self._update is None:
                 raise InputError(f"entry {entry.name!r} was exported without gradients that wait: export it with accumulate=True for update=False")
             self._share_buffers()
-            runnable = admitted.variant.plans["accumulate" if apart else "step"]
+            runnable = matched.variant.plans["accumulate" if apart else "step"]
             written = runnable.written(binding, self._held)
-            runnable.refuse_its_own(written, admitted.given, admitted.variant.spec.inputs)
-            ready = _Ready(entry, admitted, runnable, self._held, apart, written)
+            runnable.refuse_its_own(written, matched.given, matched.variant.spec.inputs)
+            ready = _StepCall(entry, matched, runnable, self._held, written, apart)
             with torch.no_grad():
-                results = self._run(ready, lambda: runnable.bound(binding, admitted.flat, admitted.sizes), update, hooked)
+                results = self._run(ready, lambda: runnable.bound(binding, matched.flat, matched.sizes), update, hooked)
             self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
-            if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
-                ready.remember(args)
+            if ready.remember(matched, args):
                 self._known = [ready, *self._known[: _REMEMBERED - 1]]
                 self._last = None if apart else ready
-            return ready.finish(results, admitted.given)
+            return ready.value(results, matched.given)
 
     def _added(self, call: object, update: bool) -> None:
         """After gradients were added to those that wait, or took their place."""
@@ -469,7 +464,7 @@ class LoadedStep(torch.optim.Optimizer):
             replicas.collectives.check_same(f"package {self._digest}, entry {self._entry.name}")
             replicas.move_gradients()
             for gradient in state.spec.gradients:
-                self._held[self._places[gradient.state]] = state.gradients[gradient.parameter]
+                self._held[self._entry.index[gradient.state]] = state.gradients[gradient.parameter]
             self._forget()
             self._together("sharing the state", replicas.follow_first)
             self._replicas = replicas
@@ -531,57 +526,10 @@ class LoadedStep(torch.optim.Optimizer):
         self._watch.add(t for s, t in zip(self._entry.spec.state, self._held, strict=True) if s.name.startswith(kind))
 
 
-class _Ready:
-    """What is left to do when the same kind of call comes again."""
+class _StepCall(CachedCall):
+    __slots__ = ("adding",)
 
-    __slots__ = (
-        "adding",
-        "count",
-        "held",
-        "holds",
-        "index",
-        "native",
-        "order",
-        "outputs",
-        "plain",
-        "runnable",
-        "sizes",
-        "tree",
-        "types",
-        "variant",
-        "written",
-    )
-
-    def __init__(self, entry: Entry, admitted: Admitted, runnable: Runnable, held: list[torch.Tensor], adding: bool, written: Ranges):
-        """``adding``: whether it only adds up gradients. ``written``: the memory that it writes."""
-        self.written = written
+    def __init__(self, entry: Entry, matched: MatchedCall, runnable: Runnable, held: list[torch.Tensor], written: Ranges, adding: bool):
+        """``adding``: whether it only adds up gradients."""
+        super().__init__(entry, matched, runnable, held, written)
         self.adding = adding
-        self.variant, self.runnable, self.sizes, self.types, self.held = admitted.variant, runnable, admitted.sizes, entry.types, held
-        self.tree = admitted.variant.spec.out_tree
-        self.outputs = runnable.outputs
-        self.plain = self.tree.kind == "tensor" and runnable.outputs == [("result", 0)]
-        self.index = {name: i for i, name in enumerate(entry.state.names)}
-        where = [i for _, i in runnable.operands]
-        self.count = len(admitted.variant.spec.inputs)
-        self.order = None if where == list(range(self.count)) else where
-        self.holds: Callable[[Sequence[torch.Tensor]], bool] = lambda _: False
-
-    def remember(self, args: Sequence[torch.Tensor]) -> None:
-        """From now on calls like ``args`` need only the check in C. The library is bound already."""
-        if self.runnable.library is not None and all(kind == "input" for kind, _ in self.runnable.operands):
-            fast = Fast(args)
-            self.holds, self.native = fast.holds, self.runnable.library.raw_run
-
-    def fits(self, args: Sequence[torch.Tensor]) -> bool:
-        if len(args) != self.count or torch_api.is_watched() or not self.holds(args):
-            return False
-        self.variant.check_ambient()
-        self.runnable.refuse_its_own(self.written, args, self.variant.spec.inputs)
-        return True
-
-    def finish(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
-        if self.plain:
-            return results[0]
-        self.variant.share(self.runnable, results, self.sizes)
-        flat = [results[w] if k == "result" else given[w] if k == "input" else self.held[self.index[w]] for k, w in self.outputs]
-        return unflatten(self.tree, flat, self.sizes, self.types)
