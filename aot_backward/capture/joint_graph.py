@@ -27,6 +27,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Shared, Tree
 
 from .. import torch_api
+from ..process_state import without_convolution_libraries
 from . import layer_patches, preserve, pytrees
 from .ambient import current_ambient
 from .shapes import dynamic_shapes as spellings
@@ -437,22 +438,15 @@ class _SignatureOwner(nn.Module):
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Libraries take their traceable paths, and recurrent layers are traced as plain operators (oneDNN's fused ones have no formula to trace)."""
-    mkldnn, nnpack = torch_api._get_mkldnn_enabled(), torch.backends.nnpack.set_flags(False)[0]
-    torch_api._set_mkldnn_enabled(False)  # with both off, no convolution asks for the batch size (NNPACK's choice would guard on batch < 16)
-    try:
-        with (
-            warnings.catch_warnings(),
-            torch_api._compiling_state_context(),
-            _checks_as_plain_operators(),
-            layer_patches.dropout_between_layers(),
-            layer_patches.masks_as_they_are(),
-            preserve.checkpoints_run_plainly(),
-        ):
-            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond
-            yield
-    finally:
-        torch_api._set_mkldnn_enabled(mkldnn)
-        torch.backends.nnpack.set_flags(nnpack)
+    with (
+        without_convolution_libraries(),
+        warnings.catch_warnings(),
+        torch_api._compiling_state_context(),
+        _checks_as_plain_operators(),
+        layer_patches.traceable_layers(),
+    ):
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond
+        yield
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Interval, NumberSpec
 
 from ... import torch_api
+from ...process_state import patched_items
 from ..joint_graph import tracing
 from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
 from .optimizer_spec import Optimized, Settings, form, twin
@@ -260,13 +261,8 @@ def _lenient(kind: Any) -> Iterator[None]:
 
     names = inspect.unwrap(kind.step).__globals__
     shadows = {"min": chosen(builtins.min, torch.minimum), "max": chosen(builtins.max, torch.maximum)}
-    own = names.keys() & shadows.keys()
-    names.update({n: f for n, f in shadows.items() if n not in own})
-    try:
+    with patched_items(names, **{n: f for n, f in shadows.items() if n not in names}):
         yield
-    finally:
-        for name in shadows.keys() - own:
-            del names[name]
 
 
 def _allowed(env: Any, symbol: Any, value: float) -> tuple[Interval, ...]:

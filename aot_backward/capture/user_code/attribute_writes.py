@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...process_state import patched
 from . import source_location
 
 
@@ -26,13 +27,12 @@ def noted(program: nn.Module) -> Iterator[dict[str, str]]:
             found.setdefault(names[id(self)] + name, source_location.here())
         original(self, name, value)
 
-    nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        nn.Module.__setattr__ = original  # type: ignore[method-assign]
-        for slots, before in kept:
-            slots.update({n: v for n, v in before.items() if slots.get(n) is not v})
+    with patched(nn.Module, __setattr__=assign):
+        try:
+            yield found
+        finally:
+            for slots, before in kept:
+                slots.update({n: v for n, v in before.items() if slots.get(n) is not v})
 
 
 def name_of(program: nn.Module, tensor: torch.Tensor) -> str:
