@@ -153,7 +153,7 @@ def test_what_is_no_tensor_has_no_size(tmp_path: Path) -> None:
 
 
 def test_spellings_that_mean_the_same() -> None:
-    from aot_backward.capture.shapes.symbolic_shapes.dynamic_shapes import spelled
+    from aot_backward.capture.shapes.dynamic_shapes import spelled
 
     module = Both()
     args, kwargs = (X, Y, Y + 1), {"last": Y + 2}

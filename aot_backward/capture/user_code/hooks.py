@@ -24,7 +24,7 @@ from . import source_location
 
 
 @contextlib.contextmanager
-def traced(program: nn.Module) -> Iterator[None]:
+def refused_or_traced(program: nn.Module) -> Iterator[None]:
     """Inside, a hook that would be dropped raises :class:`ExportError`: at once, or when it runs and returns nothing; so does ``backward()``."""
     _refuse_global()
     slots = [(n, hooks) for n, m in program.named_modules() for hooks in (m._backward_hooks, m._backward_pre_hooks)]
@@ -53,7 +53,7 @@ def traced(program: nn.Module) -> Iterator[None]:
     def retain_grad(self: torch.Tensor) -> None:
         if self.requires_grad and not self.is_leaf:
             raise ExportError(
-                f"retain_grad() is called {source_location.here()}, and nobody could read that .grad: a loaded module has no inner "
+                f"retain_grad() is called {source_location.here()}, and that .grad could not be read: a loaded module has no inner "
                 "tensors. Add an input of "
                 "zeros there (h = h + probe): its gradient is the tensor's"
             )

@@ -1,4 +1,4 @@
-"""Which line of the person's own code each node of a traced graph comes from; of a node in the backward, the line whose gradient it is."""
+"""Which line of the user's code each node of a traced graph comes from; of a node in the backward, the line whose gradient it is."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 
 
 @contextlib.contextmanager
-def noted(program: nn.Module, outermost: CodeType) -> Iterator[None]:
-    """Within, nodes that a trace makes get their line. ``outermost``: the code that runs ``program``; frames that called it are nobody's."""
+def recorded_lines(program: nn.Module, outermost: CodeType) -> Iterator[None]:
+    """Within, nodes that a trace makes get their line. ``outermost``: the code that runs ``program``; frames that called it are not looked at."""
     tracer = torch_api.PythonKeyTracer
     names = {id(module): name for name, module in program.named_modules()}
     original = tracer.create_node
