@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
 
 def captured(program: nn.Module, args: tuple[Any, ...], shapes: Any) -> tuple[partition.Partitions, Any]:
-    traced = trace.trace_program(program, args, {}, dynamic_shapes.spelled(shapes, program.forward, args, {}), signature=program.forward)
+    traced = trace.trace_program(program, args, {}, dynamic_shapes.normalized(shapes, program.forward, args, {}), signature=program.forward)
     return partition.split_module(traced, "net", {}, forward_only=False), traced.fake_mode
 
 

@@ -30,7 +30,7 @@ class Singular(nn.Module):
 
 def forward_of(net: nn.Module, shapes: Any = None) -> tuple[Any, Any, Any]:
     x = torch.randn(4, 3, 3, requires_grad=True)
-    traced = trace.trace_program(net, (x,), {}, dynamic_shapes.spelled(shapes, net.forward, (x,), {}), signature=net.forward)
+    traced = trace.trace_program(net, (x,), {}, dynamic_shapes.normalized(shapes, net.forward, (x,), {}), signature=net.forward)
     return partition.split_module(traced, "net", {}, forward_only=False).graphs[0], traced.fake_mode, x.detach()
 
 

@@ -49,7 +49,7 @@ class Example:
 class Case:
     """What is exported: the program, its optimizer, and whether gradients can wait. ``names``: of the optimizer's parameters by identity."""
 
-    program: steps.Fit
+    program: steps.ProgramWithLoss
     optimizer: torch.optim.Optimizer
     settings: Settings
     names: dict[int, str]

@@ -81,7 +81,7 @@ class Build:
         for i, variant in enumerate(entry.variants):
             self.say(f"capture {name}", i, len(entry.variants))
             args, kwargs = prepared(variant, signature, self.specs[0].device)
-            shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
+            shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
             mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
             wanted: list[tuple[str, str]] | None
             if isinstance(entry, Grad):
@@ -94,11 +94,11 @@ class Build:
             with (
                 preserve.in_mode(program, mode),
                 requiring(program, wanted, args, kwargs) as (args, kwargs),
-                source_location.added(program, args, kwargs),
+                source_location.errors_located(program, args, kwargs),
             ):
                 kind = "module" if is_module else "grad"
                 joint = trace.trace_program(program, args, kwargs, shapes, signature=signature, kind=kind, first_only=not is_module)
-                for fixed in dynamic_shapes.specialised(dynamic_shapes.given(shapes, signature, args, kwargs), joint.input_names, joint.inputs):
+                for fixed in dynamic_shapes.left_fixed(dynamic_shapes.declared(shapes, signature, args, kwargs), joint.input_names, joint.inputs):
                     self.say(f"capture {name}: Dim.AUTO came out fixed, {fixed}", i, len(entry.variants))
                 if isinstance(entry, Grad) and not entry.has_aux and joint.out_tree.kind != "tensor":
                     raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
@@ -130,7 +130,7 @@ class Build:
 
         def check(package: Any, i: int, stored: Any) -> Verdict:
             example = examples[i]
-            with source_location.added(program, example.args, example.kwargs):
+            with source_location.errors_located(program, example.args, example.kwargs):
                 return eager_check.check(package, name, i, program, example, stored)
 
         persistent = set(program.state_dict(keep_vars=True))
