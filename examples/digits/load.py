@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import aot_backward_runtime
 
-EPOCHS, BATCH, TRAINING = 7, 64, 1347
+EPOCHS, BATCH, TRAINING = 5, 16, 1347
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
