@@ -25,6 +25,8 @@ class BoundState:
         self._weights = [(s.name, s.weight, weights[s.weight]) for s in entry.state]
         keys = [s.weight for s in entry.state]
         self.owned = [key not in keys[:i] for i, key in enumerate(keys)]  # False for the later names of a tie
+        self.wrt = [(i, f"parameter:{name}") for i, name in enumerate(self.names) if self.owned[i]]
+        """Each distinct tensor's place, and its name as what a gradient is asked of."""
         self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
         self._fixed = dict(fixed)
         self.binding: Binding = (self._fixed, ())
