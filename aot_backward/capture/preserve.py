@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
 from aot_backward_runtime.errors import ExportError
@@ -42,7 +41,7 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
 
     Tracing swaps them for its own, and puts the wrong ones back where a submodule has two names.
     """
-    _refuse_unusual(program)
+    _refuse_unsupported(program)
     every: list[dict[str, Any]] = [slots for m in program.modules() for slots in (m._parameters, m._buffers)]
     before = [(slots, dict(slots)) for slots in every]
     try:
@@ -53,7 +52,7 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
             slots.update(kept)
 
 
-def _refuse_unusual(program: nn.Module) -> None:
+def _refuse_unsupported(program: nn.Module) -> None:
     """What is no module of plain tensors: a wrapper whose own hooks a trace does not see, TorchScript, a subclass of ``Tensor``."""
     if torch.is_inference_mode_enabled():
         raise ExportError("within torch.inference_mode() nothing gets a gradient: export outside of it (torch.no_grad() does no harm)")
@@ -87,23 +86,3 @@ def requiring_alone(parameters: Iterable[torch.Tensor], targets: Iterable[torch.
     finally:
         for parameter, flag in before:
             parameter.requires_grad_(flag)
-
-
-@contextlib.contextmanager
-def checkpoints_run_plainly() -> Iterator[None]:
-    """Inside, ``checkpoint(use_reentrant=True)`` runs its function as it stands: its own backward cannot be traced, and gives the same gradients.
-
-    Where no input requires a gradient, it gives none to the parameters either."""
-    function = torch.utils.checkpoint.CheckpointFunction
-    original = function.apply
-
-    def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
-            return run(*args)
-
-    function.apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        function.apply = original  # type: ignore[method-assign]

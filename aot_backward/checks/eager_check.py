@@ -31,7 +31,7 @@ from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.native.guards import Contract
 
 from .. import torch_api
-from ..capture import preserve
+from ..capture import layer_patches, preserve
 
 SEED = 20
 RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
@@ -217,7 +217,7 @@ def _eager(
         preserve.slots_kept(program),
         undone(dict(program.named_buffers())),
         preserve.requiring_alone(parameters.values(), targets.values()),
-        preserve.checkpoints_run_plainly(),
+        layer_patches.plain_checkpoints(),
         torch.enable_grad(),
     ):
         value = program(*args, **kwargs)

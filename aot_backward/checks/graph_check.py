@@ -25,6 +25,7 @@ from aot_backward_runtime.native.cuda_library import library_on
 from aot_backward_runtime.native.library import Library
 
 from ..graph import Graph
+from ..process_state import patched
 from . import eager_check
 from .verify import example_of, verify_variant
 
@@ -151,11 +152,8 @@ def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings,
         name = next(n for n, spec in package.manifest.libraries.items() if spec is library.spec)
         return _Watched(loaded(library), name, library.spec, graphs[name], findings, what)
 
-    Library._load = load_watched  # type: ignore[method-assign, assignment]
-    try:
+    with patched(Library, _load=load_watched):
         yield
-    finally:
-        Library._load = loaded  # type: ignore[method-assign]
 
 
 class _Watched:

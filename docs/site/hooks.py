@@ -1,7 +1,7 @@
 """Hooks of mkdocs: docs/ is Markdown that GitHub renders, and this adds what only the site has.
 
 - `<!-- figure: NAME -->` and `<!-- table: NAME -->` are replaced by a plot and a table, made from the committed JSON files.
-- A link to a file outside docs/ (`../tests/test_grad.py`) leads to a page that shows the file.
+- A link to a file outside docs/ (`../tests/entries/test_grad.py`) leads to a page that shows the file.
 - In the navigation, `FOLDER/*.md` stands for the pages of that folder, the newest first.
 - A built page that would load anything from another host is a warning, which strict mode makes an error.
 """
