@@ -126,7 +126,7 @@ class Package:
 
 
 def device_of(manifest: Manifest, asked: torch.device | None = None) -> torch.device:
-    """Where the package's code runs: the device that was asked for, or the current one of its kind."""
+    """The device that the package's code runs on: the one asked for, or the current one of its kind."""
     if manifest.target.device == "cpu":
         return torch.device("cpu")
     index = asked.index if asked is not None else None
@@ -152,7 +152,7 @@ def load(
     results may be made of (a package only names them). ``target``: of several in one package, the one to run ("cpu:avx2"); without it, the best that
     this processor can. ``device``: the GPU that a package for GPUs runs on ("cuda:1"), its weights with it; without one, the current one. A call
     then takes tensors on that device, and runs on the caller's current stream of it. ``cudagraphs``: calls are captured as CUDA graphs, one for each
-    list of shapes, and replayed (:mod:`.cudagraphs`); ``Package.cudagraphs`` counts them, and why a call could not be.
+    list of shapes, and replayed (:mod:`.native.cuda_graphs`); ``Package.cudagraphs`` counts them, and why a call could not be.
 
     ``imports``: names of modules to import first, such as register operators that the package calls; nothing else is imported, whatever the package
     says.
@@ -166,7 +166,7 @@ def load(
     is renamed over it does no harm. Of a package whose signature is required they are read all the same.
 
     Raises :class:`PackageError` where the file is not a whole package,
-    :class:`IncompatibleError` where it was built for something else than this machine, or calls operators that nobody has registered in this process,
+    :class:`IncompatibleError` where it was built for something else than this machine, or calls operators that are not registered in this process,
     :class:`WeightsError` where weights do not fit.
     Loading a package, like importing a module, lets its author's code run when it is called.
     """
