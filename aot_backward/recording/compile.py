@@ -24,7 +24,7 @@ from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec
 from aot_backward_runtime.native.cuda_library import library_on
-from aot_backward_runtime.native.guards import laid_out
+from aot_backward_runtime.native.guards import with_strides
 from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package.archive import Archive, open_package
@@ -291,7 +291,7 @@ def _checked(program: Program, spec: PassSpec, artifacts: Mapping[str, Artifact]
                 else:
                     tensor = example.inputs[int(where)] if kind == "input" else example.values[int(where)]
                     assert tensor is not None
-                    given.append(laid_out(tensor, looks, values))  # what a hook gave may lie in any way
+                    given.append(with_strides(tensor, looks, values))  # what a hook gave may lie in any way
             results = libraries[segment.library].run(given)
             for number, result in zip(segment.results, results, strict=True):
                 expected = example.values[number]
