@@ -35,11 +35,11 @@ from .. import operators
 from ..checks.eager_check import RELATIVE, plain_ratio
 from ..graph import VERSION, Artifact, Graph
 from ..packaging.package_writer import library_spec, write_package
+from ..progress import Progress, silent
 from . import infer_shapes, pass_graphs
 from .infer_shapes import Shapes
 from .observation import Observation
 
-Progress = Callable[[str, int, int], None]
 _MOST = 8  # variants of one structure
 _UNTRACED = 4  # kinds of nodes that stay as they are because they read their tensors' values, such as the lengths of packed sequences
 _PREFIX = "pass"  # of the graphs' names
@@ -68,7 +68,7 @@ def add_passes(path: Path, entry: str, met: Mapping[str, Any], *, target: str = 
     What could not be compiled rightly is left out: the reasons come back, counted. Raises :class:`ExportError` where the package there
     is for another torch or target, or cannot be written.
     """
-    say = progress or (lambda *_: None)
+    say = progress or silent
     with _alone(path):
         base = _Base.read(path, entry, target)
         skipped: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def add_programs(
 ) -> Counter[str]:
     """:func:`add_passes` of what is traced already."""
     with _alone(path):
-        return _add(_Base.read(path, entry, target), programs, met, mode, target, progress or (lambda *_: None))
+        return _add(_Base.read(path, entry, target), programs, met, mode, target, progress or silent)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import os
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ import torch
 
 from aot_backward_exporters.portable.graph_json import graph_from_json, graph_to_json
 from aot_backward_runtime.errors import ExportError, PackageError
+from aot_backward_runtime.format.atomic_file import replacing
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
 from aot_backward_runtime.format.manifest_json import plain, read_as
 from aot_backward_runtime.passes.tape import tape_from_json
 
 from .. import torch_api
-from ..packaging.package_writer import _replacing
+from ..progress import Progress
 from ..tensor_file import read_tensors, write_tensors
 from . import infer_shapes, pass_graphs
 from .compile import Program, add_programs, spelled, traced_passes
@@ -36,7 +37,6 @@ from .record import ENTRY, Example, Met
 
 VERSION = 1
 """Of the file. 1: 2026-11-21, the first."""
-Progress = Callable[[str, int, int], None]
 
 
 def save_misses(path: str | os.PathLike[str], met: Mapping[str, Met]) -> Counter[str]:
@@ -53,7 +53,7 @@ def save_misses(path: str | os.PathLike[str], met: Mapping[str, Met]) -> Counter
     form = {"version": VERSION, "torch": torch.__version__, "passes": programs}
     path = Path(path)
     try:
-        with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, _replacing(path.resolve()) as file, zipfile.ZipFile(file, "w") as archive:
+        with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, replacing(path.resolve()) as file, zipfile.ZipFile(file, "w") as archive:
             archive.writestr("passes.json", json.dumps(form, separators=(",", ":")))
             write_tensors(Path(folder) / "numbers.safetensors", numbers)
             archive.write(Path(folder) / "numbers.safetensors", "numbers.safetensors")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from aot_backward_runtime.passes.tape import Tape, slots
 
 from ..capture.ambient import current_ambient
 from ..packaging.package_writer import check_destination
+from ..progress import Progress
 from .observation import Looks, Observation
 
-Progress = Callable[[str, int, int], None]
 ENTRY = "backward"
 _KINDS = 8  # programs of one structure
 _OBSERVATIONS = 1024  # different passes of one structure: what none of them showed to change stays as it is
