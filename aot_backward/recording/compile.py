@@ -32,7 +32,7 @@ from aot_backward_runtime.passes.compiled_pass import PassContract
 from aot_backward_runtime.passes.tape import Slot, Tape
 
 from .. import operators
-from ..checks.eager_check import RELATIVE, plain_ratio
+from ..checks.tolerance import RELATIVE, compare_graph_result
 from ..graph import VERSION, Artifact, Graph
 from ..packaging.package_writer import library_spec, write_package
 from ..progress import Progress, silent
@@ -297,7 +297,7 @@ def _checked(program: Program, spec: PassSpec, artifacts: Mapping[str, Artifact]
                 expected = example.values[number]
                 if expected is None or result.shape != expected.shape or result.dtype != expected.dtype:
                     raise ExportError(f"%v{number} has another shape or dtype than the recorded one")
-                ratio = plain_ratio(result, expected, largest, coarsest)
+                ratio = compare_graph_result(f"%v{number}", result, expected, largest, coarsest).ratio
                 if not ratio <= 1:
                     raise ExportError(f"%v{number} is wrong: {ratio:.3g} times what is allowed off the recorded numbers")
                 if ratio >= worst:
