@@ -199,10 +199,10 @@ def _saved_position(extra: Any, about: Mapping[str, Any], save: Path, data: Path
     words = {"seed": "the seed", "batch_size": "the batch size", "processes": "the number of processes", "samples": "the number of samples"}
     for key, what in words.items():
         if saved[key] != about[key]:
-            raise StateError(f"{save} cannot go on: {what} was {saved[key]}, and is {about[key]} now")
+            raise StateError(f"{save} cannot be resumed: {what} was {saved[key]}, and is {about[key]} now")
     for name, digest in about["data"].items():
         if not isinstance(saved["data"], Mapping) or saved["data"].get(name) != digest:
-            raise StateError(f"{save} cannot go on: {name!r} in {data} is not what it was trained on")
+            raise StateError(f"{save} cannot be resumed: {name!r} in {data} is not what it was trained on")
     return saved
 
 

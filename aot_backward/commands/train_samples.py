@@ -130,7 +130,7 @@ def mixed_seed(seed: int, what: str, number: int) -> int:
 
 
 def cut_batches(samples: Samples, size: int | None, rank: int, world: int, note: Callable[[str], None]) -> Batches:
-    """``size``: samples of a call; None: what was exported, or :data:`BATCH`. ``note`` is told of samples that are left out."""
+    """``size``: samples of a call; None: what was exported, or :data:`BATCH`. ``note`` gets a sentence about samples that are left out."""
     chosen = size or _exported(samples) or BATCH
     whole, rest = divmod(samples.count, chosen * world)
     last = rest // world

@@ -190,7 +190,7 @@ def _place(symbol: SymbolSpec, spec: PassSpec) -> str:
 def _steps(segments: tuple[Segment, ...]) -> list[str]:
     """The segments in words; neighbours that run without native code are counted together."""
     out = []
-    for kind, group in groupby(segments, lambda s: s.library or (("leaf",) if s.operands else ("as it stands",))):
+    for kind, group in groupby(segments, lambda s: s.library or (("leaf",) if s.operands else ("interpreted",))):
         steps = list(group)
         if isinstance(kind, str):
             out += [f"{kind} ({count(len(s.ops), 'operation')})" for s in steps]
