@@ -29,6 +29,7 @@ from aot_backward.report import report
 from aot_backward.report.graph_model import Drawing, Node, TensorInfo, drawings
 from aot_backward.report.graph_views import views
 from aot_backward.report.markup import data, element, raw
+from aot_backward.report.memory import memory_use
 from aot_backward.report.storage import bytes_of
 from aot_backward.report.wording import Words, size_in_words
 from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
