@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         NumberSpec,
         PassSpec,
         Segment,
-        StateSpec,
         StepSpec,
         StructureSpec,
         SymbolSpec,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 def describe(archive: Archive) -> dict[str, Any]:
     """The object that ``inspect --json`` prints."""
+    from aot_backward.report.entry_state import program_state
     from aot_backward_runtime.package.signature_policy import signature_beside
     from aot_backward_runtime.package.targets import targets_of
 
@@ -51,8 +51,8 @@ def describe(archive: Archive) -> dict[str, Any]:
     entries = {
         name: {
             "kind": entry.kind,
-            "parameters": sum(s.parameter for s in _program_state(entry)),
-            "buffers": sum(not s.parameter for s in _program_state(entry)),
+            "parameters": sum(s.parameter for s in program_state(entry)),
+            "buffers": sum(not s.parameter for s in program_state(entry)),
             "gradients": list(entry.names),
             "variants": [_variant(v, entry) for v in entry.variants],
             "structures": [_structure(s) for s in entry.structures],
@@ -82,13 +82,6 @@ def describe(archive: Archive) -> dict[str, Any]:
         "members": {name: dataclasses.asdict(member) for name, member in members.items()},
         "manifest_sha256": archive.manifest_digest,
     }
-
-
-def _program_state(entry: EntrySpec) -> list[StateSpec]:
-    """The program's parameters and buffers, without what a training step adds to them."""
-    step = entry.step
-    added = {"numbers", *(s.state for s in step.state), *(g.state for g in step.gradients)} if step else set()
-    return [s for s in entry.state if s.name not in added]
 
 
 def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any]:
