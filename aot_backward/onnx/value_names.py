@@ -75,7 +75,7 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
         for name, source, spec in zip(named, plan.outputs, variant.outputs, strict=True):
             if not source.startswith("result:") and spec.requires_grad and role == "forward":
                 raise ExportError(
-                    f"{name} is an input or a parameter as it is, and its incoming gradient would bypass the graph: return a copy (.clone())"
+                    f"{name} is an input or a parameter as it is, and its incoming gradient would go around the graph: return a copy (.clone())"
                 )
         found = [(n, _source(source, plan, by_name)) for n, source in zip(named, plan.outputs, strict=True)]
         outputs += [(n, source) for n, source in found if source]
