@@ -16,7 +16,7 @@ from ..graph import Artifact, Graph
 from ..packaging.builder import Build
 from ..packaging.contents import Contents
 from ..progress import Progress, silent
-from .conversion import Conversion, OnnxFile, checked_destination, require
+from .conversion import Conversion, OnnxFile, checked_destination, require_onnx
 
 if TYPE_CHECKING:
     from aot_backward_runtime.loader import Package
@@ -34,10 +34,10 @@ def export_onnx(
 
     A ``grad`` and a ``step`` entry is one file, ``path``; a ``module`` entry is ``NAME.forward.onnx`` and ``NAME.backward.onnx`` beside each other
     (in eval mode also ``NAME.inference.onnx``). Several entries, and several variants, have their names and numbers in the files' names.
-    ``variant``: only the one of that number. ``external_data``: whether weights lie in one ``NAME.onnx.data``; by default where they come to more
-    than 64 MiB. :class:`ExportError` names the operator that has no translation, or the tensor that is wrong; then nothing is written.
+    ``variant``: only the one of that number. ``external_data``: whether weights are stored in one ``NAME.onnx.data``; by default where they are
+    larger than 64 MiB. :class:`ExportError` names the operator that has no translation, or the tensor that is wrong; then nothing is written.
     """
-    require()
+    require_onnx()
     progress = progress or silent
     path = checked_destination(path)
     if not entries:
