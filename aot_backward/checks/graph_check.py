@@ -28,6 +28,7 @@ from aot_backward_runtime.native.guards import dtype_of
 from aot_backward_runtime.native.plan import Library
 
 from ..graph import Graph
+from ..process_state import patched
 from .example_sizes import cotangents_at, sizes_to_check
 from .named_results import results_of_entry
 from .tolerance import RELATIVE, Comparison, compare_graph_result, distance, is_inexact
@@ -159,11 +160,8 @@ def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings,
         name = next(n for n, spec in package.manifest.libraries.items() if spec is library.spec)
         return _Watched(loaded(library), name, library.spec, graphs[name], findings, what)
 
-    plan.Library._load = load_watched  # type: ignore[method-assign, assignment]
-    try:
+    with patched(plan.Library, _load=load_watched):
         yield
-    finally:
-        plan.Library._load = loaded  # type: ignore[method-assign]
 
 
 class _Watched:

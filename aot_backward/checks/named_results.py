@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from aot_backward_runtime.format.manifest import VariantSpec
 from aot_backward_runtime.loader import Package
 
-from ..capture import preserve
+from ..capture import layer_patches, preserve
 from .example_sizes import SEED, Example
 
 Named = dict[str, torch.Tensor | None]
@@ -68,7 +68,7 @@ def results_of_eager(
         preserve.slots_kept(program),
         preserve.values_kept(program.buffers()),
         preserve.requiring_alone(parameters.values(), targets.values()),
-        preserve.checkpoints_run_plainly(),
+        layer_patches.plain_checkpoints(),
         torch.enable_grad(),
     ):
         outputs = _add_outputs(out, program(*example.args, **example.kwargs))

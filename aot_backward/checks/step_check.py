@@ -24,8 +24,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Verdict
 from aot_backward_runtime.loader import Package
 
-from ..capture import joint_graph as joints
-from ..capture import preserve
+from ..capture import preserve, program_module
 from ..capture.step import step_graph as steps
 from ..capture.step.optimizer_spec import Settings
 from .example_sizes import SEED, Example, sizes_to_check
@@ -145,7 +144,7 @@ def _steps_of_eager(case: Case, example: Example, waiting: bool, noise: Noise | 
     torch.manual_seed(SEED)
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
     everything = [*case.program.parameters(), *case.program.buffers()]
-    loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in joints.state_of(case.program.loss_fn).items()}
+    loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in program_module.state_of(case.program.loss_fn).items()}
     with preserve.in_mode(module, example.mode), preserve.slots_kept(case.program), preserve.values_kept(everything), _state_kept(optimizer):
         try:
             before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss)

@@ -22,6 +22,7 @@ from aot_backward_runtime.package.signature_policy import Key, admission, signat
 from aot_backward_runtime.package.targets import targets_of
 
 from ..capture import preserve
+from ..process_state import exclusive
 from ..progress import Progress, silent
 from .example_sizes import Example
 from .named_results import Named, results_of_entry
@@ -195,13 +196,14 @@ def _as_dtype(dtype: str, tensor: torch.Tensor) -> torch.Tensor:
 def _under(ambient: Ambient, spec: VariantSpec) -> Iterator[None]:
     """The global state that the variant was captured under."""
     device = next((s.device for s in (*spec.inputs, *spec.outputs)), "cpu")
-    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     dtype = getattr(torch, ambient.autocast) if ambient.autocast else None
-    try:
-        torch.set_float32_matmul_precision(ambient.matmul_precision)
-        torch.use_deterministic_algorithms(ambient.deterministic)
-        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic)
+    with exclusive():
+        precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+        try:
+            torch.set_float32_matmul_precision(ambient.matmul_precision)
+            torch.use_deterministic_algorithms(ambient.deterministic)
+            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+            torch.use_deterministic_algorithms(deterministic)

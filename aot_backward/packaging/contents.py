@@ -15,7 +15,7 @@ from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, Verdict
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.package.targets import seen_as
 
-from ..capture import joint_graph as joints
+from ..capture.joint_graph import Joint
 from ..capture.shapes.symbolic_shapes import Sizes
 from ..graph import Artifact, Graph
 from ..progress import Progress, silent
@@ -55,7 +55,7 @@ class Contents:
             self.weights[key] = tensor.detach()
         return self._keys[id(tensor)]
 
-    def compile(self, graphs: Sequence[Graph], joint: joints.Joint) -> None:
+    def compile(self, graphs: Sequence[Graph], joint: Joint) -> None:
         folder = self.folder / f"g{len(self.artifacts)}"
         folder.mkdir()
         for number, (name, spec) in enumerate(zip(self.targets, self.specs, strict=True)):

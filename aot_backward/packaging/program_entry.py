@@ -15,8 +15,8 @@ from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.pytree import describe
 
 from .. import torch_api
-from ..capture import higher_order, partition, preserve
-from ..capture import joint_graph as joints
+from ..capture import higher_order, partition, preserve, program_module
+from ..capture.joint_graph import Joint
 from ..capture.shapes import dynamic_shapes
 from ..capture.user_code import source_location
 from ..checks import eager_check
@@ -35,9 +35,9 @@ Weights = Mapping[str, tuple[str, torch.Tensor]]
 def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[EntrySpec, Check]:
     """What the manifest says of ``entry``, and its check. Graphs, weights and libraries go to ``contents``."""
     fn = entry.module if isinstance(entry, Module) else entry.fn
-    program = fn if isinstance(fn, nn.Module) else joints.FunctionModule(fn)
+    program = fn if isinstance(fn, nn.Module) else program_module.FunctionModule(fn)
     signature = program.forward if isinstance(fn, nn.Module) else fn
-    state = joints.state_of(program)
+    state = program_module.state_of(program)
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
     variants, examples, cases = list[VariantSpec](), list[Example](), list[eager_check.Case]()
     wrt: Wrt = ()
@@ -104,14 +104,14 @@ def _grad_entry(spec: EntrySpec, entry: Grad, wrt: Wrt) -> EntrySpec:
 
 
 def _grad_variant(
-    contents: Contents, prefix: str, entry: Grad, example: Example, joint: joints.Joint, weights: Weights, wrt: Wrt
+    contents: Contents, prefix: str, entry: Grad, example: Example, joint: Joint, weights: Weights, wrt: Wrt
 ) -> tuple[VariantSpec, list[Graph]]:
     if not entry.has_aux and joint.out_tree.kind != "tensor":
         name = prefix.rpartition(".")[0]
         raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
-    pieces = partition.split_grad(joint, prefix, weights, wrt)
-    _compile(contents, prefix, pieces.graphs, joint)
-    return variant_spec(example.mode, joint, pieces), pieces.graphs
+    partitions = partition.split_grad(joint, prefix, weights, wrt)
+    _compile(contents, prefix, partitions.graphs, joint)
+    return variant_spec(example.mode, joint, partitions), partitions.graphs
 
 
 def _module_variant(
@@ -121,25 +121,25 @@ def _module_variant(
     program: nn.Module,
     state: Mapping[str, torch.Tensor],
     example: Example,
-    joint: joints.Joint,
+    joint: Joint,
     weights: Weights,
 ) -> tuple[VariantSpec, list[Graph]]:
     """The forward and the backward, and as far as ``entry.order`` says the backward's own, each split into its graphs."""
     higher = _higher_orders(entry.order, program, (example.args, example.kwargs), joint, weights)
-    pieces = partition.split_module(joint, prefix, weights, forward_only=example.mode == "eval")
-    pieces_of_higher = [
+    partitions = partition.split_module(joint, prefix, weights, forward_only=example.mode == "eval")
+    partitions_of_higher = [
         partition.split_module(one.joint, f"{prefix}.order{order}", weights, forward_only=False) for order, one in enumerate(higher, start=2)
     ]
-    graphs = [graph for one in (pieces, *pieces_of_higher) for graph in one.graphs]
+    graphs = [graph for one in (partitions, *partitions_of_higher) for graph in one.graphs]
     _compile(contents, prefix, graphs, joint)
     double: VariantSpec | None = None
-    for one, own in reversed(list(zip(higher, pieces_of_higher, strict=True))):
+    for one, own in reversed(list(zip(higher, partitions_of_higher, strict=True))):
         double = dataclasses.replace(variant_spec(example.mode, one.joint, own), gives=one.gives, random=one.random, double=double)
     unreached = () if joint.differentiable else requiring_gradients(state, example)
-    return dataclasses.replace(variant_spec(example.mode, joint, pieces), double=double, unreached=unreached), graphs
+    return dataclasses.replace(variant_spec(example.mode, joint, partitions), double=double, unreached=unreached), graphs
 
 
-def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: joints.Joint, weights: Weights) -> list[higher_order.Differentiated]:
+def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: Joint, weights: Weights) -> list[higher_order.Differentiated]:
     """The gradients as programs of their own, from the first that can be differentiated again up to ``order - 1`` times."""
     out: list[higher_order.Differentiated] = []
     while len(out) < order - 1 and joint.has_backward:
@@ -148,20 +148,20 @@ def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: joints
     return out
 
 
-def _compile(contents: Contents, prefix: str, graphs: Sequence[Graph], joint: joints.Joint) -> None:
+def _compile(contents: Contents, prefix: str, graphs: Sequence[Graph], joint: Joint) -> None:
     known = _known_sizes(joint)
     contents.compile(graphs, joint)
     if _known_sizes(joint) != known:
         raise ExportError(f"{prefix}: the compiler fixed a size that was declared dynamic; make it static, or report the model")
 
 
-def _known_sizes(joint: joints.Joint) -> dict[Any, Any]:
+def _known_sizes(joint: Joint) -> dict[Any, Any]:
     """What is known of the sizes of inputs; those that come from data are the compiler's own."""
     replacements = joint.sizes.shape_env.replacements
     return {symbol: value for symbol, value in replacements.items() if not torch_api.free_unbacked_symbols(symbol)}
 
 
-def _by_number(wanted: Names, joint: joints.Joint, weights: Weights) -> Iterator[tuple[str, Any]]:
+def _by_number(wanted: Names, joint: Joint, weights: Weights) -> Iterator[tuple[str, Any]]:
     """``wanted`` as the joint graph names it: inputs by number, a tied parameter by its first name."""
     first: dict[str, str] = {}
     for name, (key, _) in weights.items():

@@ -10,8 +10,7 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
 
-from ..capture import joint_graph as joints
-from ..capture import partition, preserve
+from ..capture import partition, preserve, program_module
 from ..capture.shapes import dynamic_shapes
 from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
@@ -33,7 +32,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     settings = optimizer_spec.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite or entry.loss_scale is not None, entry.loss_scale)
     trained = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
     wanted = [("parameter", steps.MODULE + names[id(p)]) for p in trained]
-    state = joints.state_of(program)
+    state = program_module.state_of(program)
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
     variants, examples = [], []
     shared: steps.Shared | None = None
@@ -60,7 +59,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]
                 raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")
-            unscaled = partition.from_a_scalar(joint, prefix, weights)
+            joint, loss_gradient = partition.with_scalar_loss(joint, prefix, weights)
             optimized = optimizer_spec.look_at(entry.optimizer, names, steps.gets_gradient(joint))
             if shared is None:
                 shared = steps.share(optimized, settings, program, waiting=entry.accumulate or entry.distributed)
@@ -69,16 +68,16 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
                 odd = sorted(set(optimized.trained) ^ set(shared.optimized.trained))
                 raise ExportError(f"entry {name!r}: {odd[0]} gets a gradient in some variants only; the optimizer would treat it differently")
             if settings.loss_scale is not None:
-                steps.scale_the_loss(joint, shared, unscaled)
-            pieces, update = steps.split_step(joint, prefix, weights, shared)
+                joint = steps.with_scaled_loss(joint, shared, loss_gradient)
+            partitions, update = steps.split_step(joint, prefix, weights, shared)
             if i == 0:
                 shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, numbers=update.allowed, in_place=update.in_place))
                 if shared.gradients:
                     graph, plan = steps.update_alone(joint, f"{name}.update", weights, shared, update)
-                    pieces.graphs.append(graph)
+                    partitions.graphs.append(graph)
                     shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, update=plan))
-            contents.compile(pieces.graphs, joint)
-            variants.append(exclude_refused_empty_sizes(variant_spec(mode, joint, pieces), program, example))
+            contents.compile(partitions.graphs, joint)
+            variants.append(exclude_refused_empty_sizes(variant_spec(mode, joint, partitions), program, example))
             examples.append(example)
         contents.progress(stage, i + 1, total)
     assert shared is not None

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
 
-from ..capture import joint_graph as joints
-from ..capture import preserve, pytrees
+from ..capture import preserve, program_module, pytrees
+from ..capture.joint_graph import Joint
 from ..capture.shapes import dynamic_shapes
+from ..capture.trace import trace_program
 from ..checks.example_sizes import Example
 from ..entries import Variant
 
@@ -82,7 +83,7 @@ def requiring_gradients_of(wanted: Names | None, program: nn.Module, example: Ex
         yield example
         return
     parameters, chosen = ({n for k, n in wanted if k == kind} for kind in ("parameter", "input"))
-    inputs, _ = pytrees.input_names(joints.forward_of(program), example.args, example.kwargs)
+    inputs, _ = pytrees.input_names(program_module.forward_of(program), example.args, example.kwargs)
     leaves = zip(inputs, pytree.tree_leaves((example.args, example.kwargs)), strict=True)
     tensors = [v.detach().requires_grad_(n in chosen) for n, v in leaves if isinstance(v, torch.Tensor)]
     targets = [p for n, p in program.named_parameters(remove_duplicate=False) if n in parameters]
@@ -90,11 +91,9 @@ def requiring_gradients_of(wanted: Names | None, program: nn.Module, example: Ex
         yield example.with_tensors(tensors)
 
 
-def trace_variant(
-    program: nn.Module, example: Example, shapes: Any, signature: Callable[..., Any], kind: str, told: Callable[[str], None]
-) -> joints.Joint:
+def trace_variant(program: nn.Module, example: Example, shapes: Any, signature: Callable[..., Any], kind: str, told: Callable[[str], None]) -> Joint:
     """The joint graph of one variant. ``kind``: of its entry. ``told``: called with each size that ``Dim.AUTO`` left fixed, in words."""
-    joint = joints.trace(program, example.args, example.kwargs, shapes, signature=signature, kind=kind, first_only=kind != "module")
+    joint = trace_program(program, example.args, example.kwargs, shapes, signature=signature, kind=kind, first_only=kind != "module")
     stated = dynamic_shapes.given(shapes, signature, example.args, example.kwargs)
     for fixed in dynamic_shapes.specialised(stated, joint.input_names, joint.inputs):
         told(f"Dim.AUTO came out fixed, {fixed}")

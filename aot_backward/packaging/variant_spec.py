@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 
-from ..capture import joint_graph as joints
-from ..capture import partition
+from ..capture.joint_graph import Joint
+from ..capture.partition import Partitions
 
 
-def variant_spec(mode: str, joint: joints.Joint, pieces: partition.Pieces) -> VariantSpec:
+def variant_spec(mode: str, joint: Joint, partitions: Partitions) -> VariantSpec:
     sizes = joint.sizes
     tensors = [(i, o) for i, o in enumerate(joint.outputs) if o is not None]
     outputs = []
@@ -31,12 +31,12 @@ def variant_spec(mode: str, joint: joints.Joint, pieces: partition.Pieces) -> Va
         guards=sizes.guards(),
         ambient=joint.ambient,
         verdict=Verdict("not run"),
-        forward=pieces.forward,
-        backward=pieces.backward,
-        inference=pieces.inference,
-        gradient=pieces.gradient,
-        step=pieces.step,
-        accumulate=pieces.accumulate,
+        forward=partitions.forward,
+        backward=partitions.backward,
+        inference=partitions.inference,
+        gradient=partitions.gradient,
+        step=partitions.step,
+        accumulate=partitions.accumulate,
         argument_names=joint.argument_names,
         shared=joint.shared,
     )
