@@ -674,7 +674,7 @@ def test_the_command_line(package: Path, keys: Path, own: Path, tmp_path: Path) 
     assert f"{path}: its signature {path}.sig is good, by the owner of {own}" in shown and "entry 'net' variant 0" in shown
     assert json.loads(called("verify", path, "--no-run", "--json", "--key", own).stdout)["signature"] == f"{path}.sig"
     assert json.loads(called("verify", path, "--no-run", "--json").stdout)["signature"] == ""
-    assert f"signature: {path}.sig, not looked at" in called("inspect", path).stdout
+    assert f"signature: {path}.sig, not checked" in called("inspect", path).stdout
     assert json.loads(called("inspect", path, "--json").stdout)["signature"] == f"{path}.sig"
     done = called("verify", path, "--no-run", "--json", "--key", keys / "other.pub")
     assert done.exit_code == 1 and "is by another key" in json.loads(done.stdout)["error"]
