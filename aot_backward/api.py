@@ -15,12 +15,13 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 
 from . import operators
-from .capture import joint_graph as joints
-from .capture import preserve
+from .capture import preserve, program_module
 from .capture.cuda_semantics import as_on_gpu
 from .entries import Entries, Grad, Module, Step, Variant
 from .packaging.builder import Build
+from .packaging.contents import Contents
 from .packaging.package_writer import check_destination, write_package
+from .process_state import exclusive
 from .progress import Progress, silent
 
 
@@ -51,17 +52,18 @@ def export(
     check_destination(path)
     if target.startswith("cuda:"):
         return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, progress=progress)
-    say = progress or silent
+    progress = progress or silent
     with everything_kept(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        built = Build(target, Path(folder), say, portable=portable)
+        contents = Contents(target, Path(folder), progress, portable=portable)
+        build = Build(contents)
         for name, entry in entries.items():
-            built.add(name, entry)
-        manifest = built.manifest(weights)
+            build.add(name, entry)
+        manifest = build.manifest(weights)
         examples: dict[str, torch.Tensor] = {}
-        manifest = built.check(manifest, examples)
-        say("write", 0, 1)
-        written = write_package(path, manifest, built.artifacts, built.weights, examples, built.portables)
-        say("write", 1, 1)
+        manifest = build.check(manifest, contents.packages(manifest), examples)
+        progress("write", 0, 1)
+        written = write_package(path, manifest, contents.artifacts, contents.weights, examples, contents.portables)
+        progress("write", 1, 1)
     operators.say(written.operators)
     return path
 
@@ -162,13 +164,13 @@ def check_entries(entries: Any) -> None:
 
 @contextlib.contextmanager
 def everything_kept(entries: Entries) -> Iterator[None]:
-    """Buffers and random state are put back: tracing and checking run the program."""
+    """Buffers and random state are put back: tracing and checking run the program. Only one thread is within at a time."""
     fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
     fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]
-    programs = [p if isinstance(p, nn.Module) else joints.FunctionModule(p) for p in fns]
+    programs = [p if isinstance(p, nn.Module) else program_module.FunctionModule(p) for p in fns]
     buffers = [b for p in programs for b in p.buffers()]
     kept = [b.detach().clone() for b in buffers]
-    with preserve.random_state_kept(), contextlib.ExitStack() as stack:
+    with exclusive(), preserve.random_state_kept(), contextlib.ExitStack() as stack:
         for program in programs:
             stack.enter_context(preserve.slots_kept(program))
         try:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,11 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
+from ..process_state import exclusive, patched
 
 _Kernel = Callable[..., Any]
 _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype", "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype"}
 """What CUDA's autocast calls instead, with float32 for the result."""
-_ONE_AT_A_TIME = threading.RLock()  # what is replaced is the process's; two that overlap would leave it replaced
 
 
 @contextlib.contextmanager
@@ -40,7 +39,7 @@ def as_on_gpu() -> Iterator[None]:
     kernels = [("AutocastCPU", name, kernel) for name, kernel in {**_kernels(), **_rules_of_their_own()}.items()]
     kernels.append(("AutogradCPU", "aten::scaled_dot_product_attention", _attention))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_ONE_AT_A_TIME)
+        stack.enter_context(exclusive())
         stack.callback(_forget, [name for _, name, _ in kernels])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that a kernel is replaced
@@ -222,19 +221,14 @@ def _both_devices() -> Iterator[None]:
     def cast_inputs(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
 
-    for name, method in (("__init__", init), ("__enter__", enter), ("__exit__", exit)):
-        setattr(kind, name, method)
-    module._cast = cast_inputs
-    try:
-        if not states["cpu"][0]:  # CUDA's by hand: torch.autocast("cuda") does nothing where there is no GPU
-            torch.set_autocast_enabled("cpu", states["cuda"][0])
-            torch.set_autocast_dtype("cpu", states["cuda"][1])
-        agree()
-        yield
-    finally:
-        module._cast = cast
-        for name, method in originals.items():
-            setattr(kind, name, method)
-        for device, (enabled, dtype) in states.items():
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
+    with patched(kind, __init__=init, __enter__=enter, __exit__=exit), patched(module, _cast=cast_inputs):
+        try:
+            if not states["cpu"][0]:  # CUDA's by hand: torch.autocast("cuda") does nothing where there is no GPU
+                torch.set_autocast_enabled("cpu", states["cuda"][0])
+                torch.set_autocast_dtype("cpu", states["cuda"][1])
+            agree()
+            yield
+        finally:
+            for device, (enabled, dtype) in states.items():
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)

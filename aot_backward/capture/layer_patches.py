@@ -1,21 +1,46 @@
-"""PyTorch's own layers under a trace, where one would lose something or stop."""
+"""Layers of PyTorch under a trace, where one of them would lose something, stop, or make a graph that holds for less."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from .. import torch_api
+from ..process_state import patched
 
 
 @contextlib.contextmanager
-def dropout_between_layers() -> Iterator[None]:
-    """Inside, recurrent layers are traced with the dropout between them: torch's decomposition looks for a layer behind the last, and drops it."""
-    decompositions = torch_api.decompositions
-    original = decompositions._rnn_helper
+def traceable_layers() -> Iterator[None]:
+    """Within, all of them are replaced by forms that a trace takes whole."""
+    with (
+        plain_checkpoints(),
+        patched(torch_api.decompositions, _rnn_helper=_recurrent_layers(torch_api.decompositions._rnn_helper)),
+        patched(torch_api.transformer, _detect_is_causal_mask=_causal_if_declared),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Within, ``checkpoint(use_reentrant=True)`` runs its function as it stands: its own backward cannot be traced, and gives the same gradients.
+
+    Where no input requires a gradient, it gives none to the parameters either."""
+
+    def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
+            return run(*args)
+
+    with patched(torch.utils.checkpoint.CheckpointFunction, apply=apply):
+        yield
+
+
+def _recurrent_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Recurrent layers with the dropout between them: torch's decomposition looks for a layer behind the last, and drops it."""
 
     def layers(
         input: torch.Tensor,
@@ -41,20 +66,9 @@ def dropout_between_layers() -> Iterator[None]:
                 x = torch.dropout(x, dropout, train=True)
         return (x.transpose(0, 1) if batch_first else x), finals
 
-    decompositions._rnn_helper = layers
-    try:
-        yield
-    finally:
-        decompositions._rnn_helper = original
+    return layers
 
 
-@contextlib.contextmanager
-def masks_as_they_are() -> Iterator[None]:
-    """Inside, transformer layers take an attention mask for one like any other; they look into it to see whether it is causal, only to be faster."""
-    transformer = torch_api.transformer
-    original = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = original
+def _causal_if_declared(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+    """Transformer layers look into an attention mask to see whether it is causal, only to be faster: a trace has no values to look at."""
+    return is_causal is True

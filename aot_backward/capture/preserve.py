@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
 from aot_backward_runtime.errors import ExportError
@@ -18,6 +17,18 @@ def random_state_kept() -> Iterator[None]:
     """The random state is put back, on the CPU and on every GPU that this process uses."""
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         yield
+
+
+@contextlib.contextmanager
+def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """The values of ``tensors`` are put back."""
+    before = [(t, t.detach().clone()) for t in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
 
 
 @contextlib.contextmanager
@@ -87,23 +98,3 @@ def requiring_alone(parameters: Iterable[torch.Tensor], targets: Iterable[torch.
     finally:
         for parameter, flag in before:
             parameter.requires_grad_(flag)
-
-
-@contextlib.contextmanager
-def checkpoints_run_plainly() -> Iterator[None]:
-    """Inside, ``checkpoint(use_reentrant=True)`` runs its function as it stands: its own backward cannot be traced, and gives the same gradients.
-
-    Where no input requires a gradient, it gives none to the parameters either."""
-    function = torch.utils.checkpoint.CheckpointFunction
-    original = function.apply
-
-    def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
-            return run(*args)
-
-    function.apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        function.apply = original  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ _CHUNK = 1 << 20
 _PT2 = {"archive_format": b"pt2", "archive_version": b"0", ".data/version": b"6\n", "byteorder": b"little"}
 
 
-def library_spec(graph: Graph, artifact: Artifact, further: Iterable[Artifact] = ()) -> LibrarySpec:
+def library_spec(graph: Graph, artifact: Artifact, *further: Artifact) -> LibrarySpec:
     """What the manifest says of one compiled graph, but for the members, which :func:`write_package` fills in. ``further``: the same graph for the
     package's further targets."""
     return LibrarySpec(
@@ -70,6 +70,11 @@ def _build_spec(artifact: Artifact) -> BuildSpec:
 def stem_of(name: str, target: Target | None) -> str:
     """What the files of graph ``name`` are called in the archive, for a further ``target`` of the package or, without one, the first."""
     return name if target is None else f"{name}.{target.level}"
+
+
+def stems_of(name: str, targets: Sequence[Target]) -> list[str]:
+    """:func:`stem_of` graph ``name`` for each of the package's targets."""
+    return [stem_of(name, target if number else None) for number, target in enumerate(targets)]
 
 
 def write_package(

@@ -16,7 +16,7 @@ from aot_backward_runtime.native.plan import Library
 from aot_backward_runtime.passes.compiled_pass import PassContract
 from aot_backward_runtime.passes.tape import Slot
 
-from ..checks.eager_check import RELATIVE, plain_ratio
+from ..checks.tolerance import RELATIVE, compare_graph_result
 from ..graph import Artifact, Graph
 from ..packaging.package_writer import library_spec
 from .pass_graphs import gradient_strides
@@ -51,7 +51,7 @@ def checked(program: TracedProgram, spec: PassSpec, artifacts: Mapping[str, Arti
                 expected = example.values[number]
                 if expected is None or result.shape != expected.shape or result.dtype != expected.dtype:
                     raise ExportError(f"%v{number} has another shape or dtype than the recorded one")
-                ratio = plain_ratio(result, expected, largest, coarsest)
+                ratio = compare_graph_result(f"%v{number}", result, expected, largest, coarsest).ratio
                 if not ratio <= 1:
                     raise ExportError(f"%v{number} is wrong: {ratio:.3g} times what is allowed off the recorded numbers")
                 if ratio >= worst:

@@ -1,6 +1,6 @@
 """A ``torch.optim`` optimizer, as one graph: from parameters, gradients and state to what ``optimizer.step()`` would make of them.
 
-The person's own object is traced, the single-tensor form of its ``step``, on fake tensors. Two things are other than in eager:
+The user's own object is traced, the single-tensor form of its ``step``, on fake tensors. Two things are other than in eager:
 
 - The numbers of its parameter groups (learning rate, weight decay, betas, …) are symbols while it is traced, so that what it computes from
   them in Python stands in the graph, in float64, and what it decides by them becomes a condition on the number (``weight_decay != 0``).
@@ -27,7 +27,8 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Interval, NumberSpec
 
 from ... import torch_api
-from ..joint_graph import tracing
+from ...process_state import patched_items
+from ..trace_environment import tracing
 from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
 from .optimizer_spec import Optimized, Settings, form, twin
 
@@ -68,7 +69,7 @@ def trace(about: Optimized, gradients: Sequence[torch.Tensor], parameters: Seque
 
     kind = type(about.optimizer).__qualname__
     try:
-        with fake_mode, tracing(), torch.no_grad(), _lenient(type(about.optimizer)):
+        with fake_mode, tracing(), torch.no_grad(), _min_and_max_of_tensors(type(about.optimizer)):
             traced = make_fx(torch.func.functionalize(update, remove="mutations"))(list(gradients), list(parameters), slots, vector[1], symbols)
     except ExportError:
         raise
@@ -100,13 +101,15 @@ def _in_place(graph: torch.fx.GraphModule, gradients: int) -> bool:
             continue
         if node.meta["val"].dim() > 0 or any(n.meta["val"].dim() > 0 for n in node.all_input_nodes if n in dependent and n.op != "placeholder"):
             tags = getattr(node.target, "tags", ())
-            if torch.Tag.pointwise not in tags and not _STILL.intersection({getattr(node.target, "_opname", "")}):
+            if torch.Tag.pointwise not in tags and not _ALLOCATE_NOTHING.intersection({getattr(node.target, "_opname", "")}):
                 return False
         dependent.add(node)
     return True
 
 
-_STILL = {"copy", "clone", "select", "unsqueeze", "cat", "convert_element_type", "view_as_real", "view_as_complex", "full", "zeros_like", "full_like"}
+_ALLOCATE_NOTHING = {
+    "copy", "clone", "select", "unsqueeze", "cat", "convert_element_type", "view_as_real", "view_as_complex", "full", "zeros_like", "full_like",
+}  # fmt: skip
 """What is not called element-wise, and allocates nothing either where the compiler fuses it."""
 
 
@@ -132,7 +135,7 @@ def _update(about: Optimized, settings: Settings, grads: Any, params: Any, state
             limit = clips.pop(0)
             grads = [_clamped(g, -limit, limit) for g in grads]
         started = None
-        if _starts_otherwise(about.optimizer):
+        if _first_step_differs(about.optimizer):
             started = _stepped(about, own, grads, [p.clone() for p in params], None)
         new, after = _stepped(about, own, grads, params, states)
         if started is not None:
@@ -141,13 +144,13 @@ def _update(about: Optimized, settings: Settings, grads: Any, params: Any, state
     return new, after, [v for v in (norm, finite) if v is not None]
 
 
-def _starts_otherwise(optimizer: torch.optim.Optimizer) -> bool:
+def _first_step_differs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether no state stands for "none yet": SGD's first momentum is the gradient itself, whatever the dampening."""
     return isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] and g["dampening"] for g in optimizer.param_groups)
 
 
 def _stepped(about: Optimized, numbers: Sequence[Any], grads: Any, params: Any, states: Any) -> tuple[list[Any], list[Any]]:
-    """The person's optimizer on ``params``, which it changes: they and its state afterwards. ``states`` None: it has none yet."""
+    """The user's optimizer on ``params``, which it changes: they and its state afterwards. ``states`` None: it has none yet."""
     optimizer = about.optimizer
     by_name = dict(zip(about.trained, params, strict=True))
     other = twin(optimizer)
@@ -247,7 +250,7 @@ def _written_out(base: str, args: Any, number: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _lenient(kind: Any) -> Iterator[None]:
+def _min_and_max_of_tensors(kind: Any) -> Iterator[None]:
     """``min`` and ``max`` of the optimizer's own module take tensors too: Adafactor and ASGD ask them for the smaller of two numbers."""
 
     def chosen(builtin: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,13 +263,8 @@ def _lenient(kind: Any) -> Iterator[None]:
 
     names = inspect.unwrap(kind.step).__globals__
     shadows = {"min": chosen(builtins.min, torch.minimum), "max": chosen(builtins.max, torch.maximum)}
-    own = names.keys() & shadows.keys()
-    names.update({n: f for n, f in shadows.items() if n not in own})
-    try:
+    with patched_items(names, **{n: f for n, f in shadows.items() if n not in names}):
         yield
-    finally:
-        for name in shadows.keys() - own:
-            del names[name]
 
 
 def _allowed(env: Any, symbol: Any, value: float) -> tuple[Interval, ...]:

@@ -155,7 +155,7 @@ def _starts_as(optimizer: torch.optim.Optimizer, groups: Sequence[GroupSpec], nu
 
 
 def _refuse_state_from_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: Sequence[str], state: Any) -> None:
-    """A person's own optimizer whose first state depends on its learning rate would start otherwise under a schedule that warms up."""
+    """An optimizer of the user's own whose first state depends on its learning rate would start otherwise under a schedule that warms up."""
     if type(optimizer).__module__.startswith("torch.optim.") or not all(isinstance(g.get("lr"), (int, float)) for g in optimizer.param_groups):
         return
     before = [g["lr"] for g in optimizer.param_groups]
@@ -177,7 +177,7 @@ def _refuse_state_from_numbers(optimizer: torch.optim.Optimizer, names: Mapping[
 
 def _numbers(index: int, group: Mapping[str, Any]) -> Iterator[Number]:
     for key, value in group.items():
-        if key in _FIXED or (key == "dampening" and not value):  # with it SGD's first step is another: see _starts_otherwise
+        if key in _FIXED or (key == "dampening" and not value):  # with it SGD's first step is another: see _first_step_differs
             continue
         if isinstance(value, torch.Tensor) and key != "params" and value.numel() == 1:
             value = float(value)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...process_state import patched
 from . import source_location
 
 
 @contextlib.contextmanager
-def noted(program: nn.Module) -> Iterator[dict[str, str]]:
+def recorded_writes(program: nn.Module) -> Iterator[dict[str, str]]:
     """Yields what will hold, by name, where the program assigned a tensor that was there already; tensors are put back at the end."""
     names = {id(m): f"{n}." if n else "" for n, m in program.named_modules()}
     kept = [(m.__dict__, {n: v for n, v in m.__dict__.items() if v is None or isinstance(v, torch.Tensor)}) for m in program.modules()]
@@ -26,13 +27,12 @@ def noted(program: nn.Module) -> Iterator[dict[str, str]]:
             found.setdefault(names[id(self)] + name, source_location.here())
         original(self, name, value)
 
-    nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        nn.Module.__setattr__ = original  # type: ignore[method-assign]
-        for slots, before in kept:
-            slots.update({n: v for n, v in before.items() if slots.get(n) is not v})
+    with patched(nn.Module, __setattr__=assign):
+        try:
+            yield found
+        finally:
+            for slots, before in kept:
+                slots.update({n: v for n, v in before.items() if slots.get(n) is not v})
 
 
 def name_of(program: nn.Module, tensor: torch.Tensor) -> str:
@@ -44,6 +44,6 @@ def name_of(program: nn.Module, tensor: torch.Tensor) -> str:
     return ""
 
 
-def plain(program: nn.Module) -> list[str]:
+def plain_tensors(program: nn.Module) -> list[str]:
     """The names of attributes that are tensors, and neither parameters nor buffers."""
     return [f"{p}.{n}" if p else n for p, m in program.named_modules() for n, v in m.__dict__.items() if isinstance(v, torch.Tensor)]

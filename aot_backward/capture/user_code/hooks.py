@@ -19,11 +19,12 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 
 from ... import torch_api
+from ...process_state import patched
 from . import source_location
 
 
 @contextlib.contextmanager
-def traced(program: nn.Module) -> Iterator[None]:
+def refused_or_traced(program: nn.Module) -> Iterator[None]:
     """Inside, a hook that would be dropped raises :class:`ExportError`: at once, or when it runs and returns nothing; so does ``backward()``."""
     _refuse_global()
     slots = [(n, hooks) for n, m in program.named_modules() for hooks in (m._backward_hooks, m._backward_pre_hooks)]
@@ -31,10 +32,9 @@ def traced(program: nn.Module) -> Iterator[None]:
     saved = torch.autograd.graph.saved_tensors_hooks
     register, retain, enter = torch.Tensor.register_hook, torch.Tensor.retain_grad, saved.__enter__
     backward = torch.autograd.backward
-
     thread = threading.get_ident()  # another one may be training meanwhile
 
-    def ours(function: Any, original: Any) -> Any:
+    def here_alone(function: Any, original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             return (function if threading.get_ident() == thread else original)(*args, **kwargs)
@@ -53,7 +53,7 @@ def traced(program: nn.Module) -> Iterator[None]:
     def retain_grad(self: torch.Tensor) -> None:
         if self.requires_grad and not self.is_leaf:
             raise ExportError(
-                f"retain_grad() is called {source_location.here()}, and nobody could read that .grad: a loaded module has no inner "
+                f"retain_grad() is called {source_location.here()}, and that .grad could not be read: a loaded module has no inner "
                 "tensors. Add an input of "
                 "zeros there (h = h + probe): its gradient is the tensor's"
             )
@@ -73,19 +73,18 @@ def traced(program: nn.Module) -> Iterator[None]:
             f"backward() is called {source_location.here()}: a compiled forward fills no .grad; take the gradients from torch.autograd.grad instead"
         )
 
-    try:
-        for name, hooks in slots:
-            hooks.update({k: returning(h, f"on the module {name!r}" if name else "on the module itself") for k, h in hooks.items()})
-        torch.Tensor.register_hook = ours(register_hook, register)  # type: ignore[method-assign]
-        torch.Tensor.retain_grad = ours(retain_grad, retain)  # type: ignore[method-assign]
-        saved.__enter__ = ours(enter_saved, enter)  # type: ignore[method-assign]
-        torch.autograd.backward = ours(no_backward, backward)
-        yield
-    finally:
-        torch.Tensor.register_hook, torch.Tensor.retain_grad = register, retain  # type: ignore[method-assign]
-        saved.__enter__, torch.autograd.backward = enter, backward  # type: ignore[method-assign]
-        for (_, hooks), before in zip(slots, kept, strict=True):
-            hooks.update(before)
+    with (
+        patched(torch.Tensor, register_hook=here_alone(register_hook, register), retain_grad=here_alone(retain_grad, retain)),
+        patched(saved, __enter__=here_alone(enter_saved, enter)),
+        patched(torch.autograd, backward=here_alone(no_backward, backward)),
+    ):
+        try:
+            for name, hooks in slots:
+                hooks.update({k: returning(h, f"on the module {name!r}" if name else "on the module itself") for k, h in hooks.items()})
+            yield
+        finally:
+            for (_, hooks), before in zip(slots, kept, strict=True):
+                hooks.update(before)
 
 
 def returning(hook: Callable[..., Any], where: str, instead: str = "export without the hook") -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Which line of the person's own code each node of a traced graph comes from; of a node in the backward, the line whose gradient it is."""
+"""Which line of the user's code each node of a traced graph comes from; of a node in the backward, the line whose gradient it is."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from aot_backward.graph import LINE, Line
 
 from ... import torch_api
+from ...process_state import patched
 from . import source_location
 
 _ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
@@ -23,11 +24,11 @@ _ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 
 
 @contextlib.contextmanager
-def noted(program: nn.Module, outermost: CodeType) -> Iterator[None]:
-    """Within, nodes that a trace makes get their line. ``outermost``: the code that runs ``program``; frames that called it are nobody's."""
+def recorded_lines(program: nn.Module, outermost: CodeType) -> Iterator[None]:
+    """Within, nodes that a trace makes get their line. ``outermost``: the code that runs ``program``; frames that called it are not looked at."""
     tracer = torch_api.PythonKeyTracer
     names = {id(module): name for name, module in program.named_modules()}
-    own, original = "create_node" in vars(tracer), tracer.create_node
+    original = tracer.create_node
 
     def create_node(self: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
         node = original(self, kind, *args, **kwargs)
@@ -37,14 +38,8 @@ def noted(program: nn.Module, outermost: CodeType) -> Iterator[None]:
                 node.meta[LINE] = line
         return node
 
-    tracer.create_node = create_node
-    try:
+    with patched(tracer, create_node=create_node):
         yield
-    finally:
-        if own:
-            tracer.create_node = original
-        else:
-            del tracer.create_node
 
 
 def spread(graph: GraphModule) -> None:

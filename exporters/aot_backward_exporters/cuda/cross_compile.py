@@ -29,6 +29,7 @@ from torch.fx import GraphModule, Node
 
 from aot_backward import torch_api
 from aot_backward.graph import Graph
+from aot_backward.process_state import patched, patched_items
 from aot_backward_runtime.errors import ExportError
 
 from . import attention
@@ -107,10 +108,10 @@ def toolkit() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, contextlib.ExitStack() as stack:
         _driver_stub(Path(folder))
         paths = [folder, *filter(None, [os.environ.get("LIBRARY_PATH")])]
-        stack.enter_context(_environment(CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths)))
+        stack.enter_context(patched_items(os.environ, CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths)))
         from torch.utils import cpp_extension
 
-        _replace(stack, cpp_extension, CUDA_HOME=str(cuda_home()))  # found when it is imported, and not looked for again
+        stack.enter_context(patched(cpp_extension, CUDA_HOME=str(cuda_home())))  # found when it is imported, and not looked for again
         yield
 
 
@@ -119,7 +120,7 @@ def crossing(device: Device) -> Iterator[None]:
     """Within, there seems to be one GPU, ``device``; code for it can be generated, and nothing launched."""
     with toolkit(), contextlib.ExitStack() as stack:
         # without the second, kernels hold the path of a temporary file and its time
-        stack.enter_context(_environment(TENSORIFY_PYTHON_SCALARS="0", TRITON_DISABLE_LINE_INFO="1"))
+        stack.enter_context(patched_items(os.environ, TENSORIFY_PYTHON_SCALARS="0", TRITON_DISABLE_LINE_INFO="1"))
         _forget()
         stack.callback(_forget)
         stack.enter_context(torch_api.fresh_cache())  # else a kernel of another architecture is taken, by its name
@@ -150,29 +151,6 @@ def _forget() -> None:
         for value in vars(module).values():
             if callable(clear := getattr(value, "cache_clear", None)):
                 clear()
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _replace(stack: contextlib.ExitStack, owner: Any, **values: Any) -> None:
-    """Sets attributes until ``stack`` is closed."""
-    for name, value in values.items():
-        own = name in vars(owner)
-        before = vars(owner).get(name)  # a staticmethod as it is, not what it wraps
-        setattr(owner, name, value)
-        stack.callback(functools.partial(setattr, owner, name, before) if own else functools.partial(delattr, owner, name))
 
 
 def _driver_stub(folder: Path) -> None:
@@ -212,22 +190,14 @@ def _torch_cuda(device: Device, stack: contextlib.ExitStack) -> None:
         "_lazy_init": lambda: None,
         "init": lambda: None,
     }
-    _replace(stack, torch.cuda, **answers)
+    stack.enter_context(patched(torch.cuda, **answers))
     interface = device_interface.CudaInterface
-    same = {n: staticmethod(answers[n]) for n in ("current_device", "device_count", "set_device", "get_device_properties", "is_bf16_supported")}
-    _replace(
-        stack,
-        interface,
-        **same,
-        exchange_device=staticmethod(answers["_exchange_device"]),
-        maybe_exchange_device=staticmethod(answers["_maybe_exchange_device"]),
-        get_compute_capability=staticmethod(lambda device=None: device_number(properties)),
-        is_available=staticmethod(answers["is_available"]),
-    )
-    known = device_interface.caching_worker_device_properties
-    before = known.get("cuda")
-    known["cuda"] = [properties]
-    stack.callback(lambda: known.pop("cuda") if before is None else known.update(cuda=before))
+    same = ("current_device", "device_count", "set_device", "get_device_properties", "is_bf16_supported", "is_available")
+    methods = {name: answers[name] for name in same}
+    methods |= {"exchange_device": answers["_exchange_device"], "maybe_exchange_device": answers["_maybe_exchange_device"]}
+    methods["get_compute_capability"] = lambda device=None: device_number(properties)
+    stack.enter_context(patched(interface, **{name: staticmethod(method) for name, method in methods.items()}))
+    stack.enter_context(patched_items(device_interface.caching_worker_device_properties, cuda=[properties]))
 
 
 def device_number(properties: Any) -> int:
@@ -237,8 +207,8 @@ def device_number(properties: Any) -> int:
 def _fake_tensors(device: Device, stack: contextlib.ExitStack) -> None:
     from torch._subclasses import fake_tensor
 
-    _replace(stack, fake_tensor, init_gpu_context=lambda device: None)
-    _replace(stack, fake_tensor.FakeTensorMode, avoid_device_init=property(lambda self: True))
+    stack.enter_context(patched(fake_tensor, init_gpu_context=lambda device: None))
+    stack.enter_context(patched(fake_tensor.FakeTensorMode, avoid_device_init=property(lambda self: True)))
 
 
 def _triton(device: Device, stack: contextlib.ExitStack) -> None:
@@ -276,10 +246,8 @@ def _triton(device: Device, stack: contextlib.ExitStack) -> None:
             self.set_current_device = lambda number: None
             self.get_current_stream = lambda number=0: 0
 
-    _replace(stack, nvidia.CudaDriver, is_active=staticmethod(lambda: True))
-    before = drivers._active
-    drivers.set_active(Driver())
-    stack.callback(lambda: setattr(drivers, "_active", before))
+    stack.enter_context(patched(nvidia.CudaDriver, is_active=staticmethod(lambda: True)))
+    stack.enter_context(patched(drivers, _active=Driver()))
 
 
 def _autotuning(device: Device, stack: contextlib.ExitStack) -> None:
@@ -299,14 +267,14 @@ def _autotuning(device: Device, stack: contextlib.ExitStack) -> None:
                 kernel.launchers = [kernel.launchers[best]]
                 kernel.save_gpu_kernel("stream", kernel.launchers[0])
 
-    _replace(stack, PythonWrapperCodegen, generate_and_run_autotune_block=generate)
+    stack.enter_context(patched(PythonWrapperCodegen, generate_and_run_autotune_block=generate))
 
 
 def _constants(device: Device, stack: contextlib.ExitStack) -> None:
     """Constants are told apart by what they are: fake tensors have no addresses."""
     from torch._inductor import graph
 
-    _replace(stack, graph, is_same_tensor=lambda data, value: data is value)
+    stack.enter_context(patched(graph, is_same_tensor=lambda data, value: data is value))
 
 
 def _folding(device: Device, stack: contextlib.ExitStack) -> None:
@@ -327,7 +295,7 @@ def _folding(device: Device, stack: contextlib.ExitStack) -> None:
 
         return method
 
-    _replace(stack, Folder, run=wrapped(Folder.run), __init__=wrapped(Folder.__init__))
+    stack.enter_context(patched(Folder, run=wrapped(Folder.run), __init__=wrapped(Folder.__init__)))
 
 
 def retargeted(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = torch.device("cuda:0")) -> Graph:  # noqa: B008

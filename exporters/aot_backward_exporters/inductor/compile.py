@@ -35,6 +35,7 @@ import torch
 import aot_backward_exporters
 from aot_backward import torch_api
 from aot_backward.graph import Artifact, Graph, Options
+from aot_backward.process_state import patched, without_convolution_libraries
 from aot_backward.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
@@ -43,7 +44,6 @@ from ..cuda import cross_compile
 from ..toolchain import gcc
 from ..toolchain.compile_cache import Entry, digest, digest_of_sources, fetch, store
 from ..toolchain.strip_paths import erase_paths
-from . import convolution_backends
 from .cache_key import Canonical, canonical_graph
 from .targets import Processor, processor, target_spec
 
@@ -251,25 +251,22 @@ def _open_sizes() -> Iterator[None]:
     """Within, Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
 
     How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
-    convolution would run on (:mod:`.backends`). Whether a product of at most 16 rows is better written out.
+    convolution would run on. Whether a product of at most 16 rows is better written out.
     """
     kernel, V = torch_api.CppKernel, torch_api.V
-    original, decomposition = kernel.need_use_acc_helper, torch_api.decomposition
-    asked = decomposition.guard_or_false
+    original = kernel.need_use_acc_helper
 
     def need_use_acc_helper(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
         if reduction_type == "sum" and dtype == torch.float:
             return not V.graph.sizevars.statically_known_leq(math.prod(self.call_ranges[self.reduction_depth :]), 4096)
         return bool(original(self, reduction_type, dtype, use_scalar))
 
-    kernel.need_use_acc_helper = need_use_acc_helper
-    decomposition.guard_or_false = torch_api.statically_known_true
-    try:
-        with convolution_backends.undecided():
-            yield
-    finally:
-        kernel.need_use_acc_helper = original
-        decomposition.guard_or_false = asked
+    with (
+        patched(kernel, need_use_acc_helper=need_use_acc_helper),
+        patched(torch_api.decomposition, guard_or_false=torch_api.statically_known_true),
+        without_convolution_libraries(),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -292,11 +289,8 @@ def _only(built_for: Processor) -> Iterator[None]:
     """Within, Inductor generates code for that processor whichever builds it, and compiles no probes to find out (10 s in a fresh cache)."""
     isa = torch_api.cpu_vec_isa
     vectors = [getattr(isa, built_for.isa)()] if built_for.isa else []
-    original, isa.valid_vec_isa_list = isa.valid_vec_isa_list, lambda: vectors
-    try:
+    with patched(isa, valid_vec_isa_list=lambda: vectors):
         yield
-    finally:
-        isa.valid_vec_isa_list = original
 
 
 def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:

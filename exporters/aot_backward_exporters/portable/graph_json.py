@@ -21,11 +21,10 @@ from torch.fx import GraphModule, Node
 
 from aot_backward import torch_api
 from aot_backward.graph import LINE, Graph, Line
+from aot_backward.process_state import without_convolution_libraries
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import LibrarySpec
-
-from ..inductor import convolution_backends
 
 VERSION = 1
 """Of the form. 1: 2026-11-21, the first."""
@@ -167,7 +166,7 @@ def graph_from_json(
     """The graph, its shapes from running it on ``inputs`` (fake, one for each placeholder). :class:`PackageError` where it is no graph."""
     try:
         # without the Python dispatcher, operators that C++ makes of others (a Fourier transform's) would fix a dynamic size, and say nothing
-        with fake_mode, torch.no_grad(), convolution_backends.undecided(), torch_api.enable_python_dispatcher():
+        with fake_mode, torch.no_grad(), without_convolution_libraries(), torch_api.enable_python_dispatcher():
             return _graph(form, inputs, fake_mode, weights or {}, sizes or {})
     except PackageError:
         raise

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from aot_backward import torch_api
+from aot_backward.process_state import patched
 from aot_backward_runtime.errors import ExportError
 
 from . import cpp_source
@@ -53,11 +54,8 @@ def recorded(folder: Path, march: str) -> Iterator[list[Command]]:
         commands.append(_parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={march}")))
         target.touch()
 
-    builder.build = build
-    try:
+    with patched(builder, build=build):
         yield commands
-    finally:
-        builder.build = original
 
 
 def _parse(line: str) -> Command:
@@ -86,11 +84,8 @@ def adjusted(march: str) -> Iterator[None]:
         line = str(original(self)).replace("-march=native", f"-march={march}")  # torch 2.11 has no setting for it
         return f"{line} {shlex.join(_LINK_FLAGS)}" if " -shared " in line else line
 
-    builder.get_command_line = get_command_line
-    try:
+    with patched(builder, get_command_line=get_command_line):
         yield
-    finally:
-        builder.get_command_line = original
 
 
 def compiler() -> tuple[str, ...]:

@@ -1,0 +1,78 @@
+"""State of the process that a capture, a check or a compilation changes for a while: attributes of torch, entries of mappings, switches in C++.
+
+Every change goes through this module. It is made under one lock, and undone in reverse order whatever happens; one thread may nest as many as it
+needs. Who holds the lock, and how long:
+
+- An export, from its first trace until the package is written (:func:`exclusive`): it also relies on the random state, and on the modes, buffers and
+  parameters of the modules that it traces. Exports in several threads run one after the other.
+- Anything else (a rebuild, a recorded pass, ``verify``), as long as something of its own is replaced: while a program is traced, while Inductor
+  lowers a graph, while a variant is compared with what is stored.
+
+The lock does not stop a thread that trains meanwhile, and torch calls the replacements there, too: where one would refuse or record what such a
+thread does, it must hand over to the original for all threads but its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+from . import torch_api
+
+_LOCK = threading.RLock()
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """Within, no other thread changes the process's state through this module."""
+    with _LOCK:
+        yield
+
+
+@contextlib.contextmanager
+def patched(owner: Any, /, **values: Any) -> Iterator[None]:
+    """Within, ``owner`` (a module, a class, an object) has the attributes ``values``; what it only inherited it inherits again afterwards."""
+    with _LOCK, contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            before = vars(owner).get(name, _ABSENT)  # a staticmethod as it is; getattr would give what it wraps
+            setattr(owner, name, value)
+            if before is _ABSENT:
+                stack.callback(delattr, owner, name)
+            else:
+                stack.callback(setattr, owner, name, before)
+        yield
+
+
+@contextlib.contextmanager
+def patched_items(mapping: MutableMapping[str, Any], /, **values: Any) -> Iterator[None]:
+    """Within, ``mapping`` (``os.environ``, a module's globals) has the entries ``values``."""
+    with _LOCK, contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            before = mapping.get(name, _ABSENT)
+            mapping[name] = value
+            if before is _ABSENT:
+                stack.callback(mapping.pop, name)
+            else:
+                stack.callback(mapping.__setitem__, name, before)
+        yield
+
+
+@contextlib.contextmanager
+def without_convolution_libraries() -> Iterator[None]:
+    """Within, convolutions and recurrent layers are plain ATen operators: oneDNN and NNPACK are off.
+
+    oneDNN's recurrent layers have no formula that a trace could take. Which library a convolution runs on depends on the batch size (both are for 16
+    and more): traced, that question would become a guard on it. Compiled code asks again when it runs.
+    """
+    with _LOCK, torch.backends.nnpack.flags(enabled=False):
+        mkldnn = torch_api._get_mkldnn_enabled()
+        torch_api._set_mkldnn_enabled(False)
+        try:
+            yield
+        finally:
+            torch_api._set_mkldnn_enabled(mkldnn)

@@ -1,0 +1,146 @@
+"""What an export changes in the process is put back, in reverse order and whatever happens; two exports in two threads do not mix."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import aot_backward
+from aot_backward import torch_api
+from aot_backward.capture.program_module import FunctionModule
+from aot_backward.capture.trace import trace_program
+from aot_backward.process_state import exclusive, patched, patched_items, without_convolution_libraries
+
+
+class Base:
+    def inherited(self) -> str:
+        return "inherited"
+
+
+class Owner(Base):
+    value = 1
+
+    @staticmethod
+    def fixed() -> str:
+        return "fixed"
+
+
+def test_attributes_are_put_back_in_reverse_order_whatever_happens() -> None:
+    before = dict(vars(Owner))
+    with pytest.raises(ZeroDivisionError), patched(Owner, value=2, inherited=lambda self: "replaced", new=3):
+        assert (Owner.value, Owner().inherited()) == (2, "replaced")
+        with patched(Owner, value=4, fixed=staticmethod(lambda: "other")):  # within itself, by one thread
+            assert (Owner.value, Owner.fixed()) == (4, "other")
+        assert (Owner.value, Owner().fixed()) == (2, "fixed")
+        raise ZeroDivisionError
+    assert dict(vars(Owner)) == before  # the staticmethod is one, and what is inherited is not its own
+
+
+def test_an_attribute_that_cannot_be_set_leaves_the_others_as_they_were() -> None:
+    with pytest.raises(AttributeError), patched(Fixed(), free=2, held=3):
+        raise AssertionError("never reached")
+    with pytest.raises(AttributeError), patched(one := Fixed(), free=2, held=3):
+        raise AssertionError("never reached")
+    assert one.free == 1
+
+
+class Fixed:
+    def __init__(self) -> None:
+        self.free = 1
+
+    @property
+    def held(self) -> int:
+        return 1
+
+
+def test_entries_of_a_mapping_are_put_back() -> None:
+    mapping = {"a": "1"}
+    with patched_items(mapping, a="2", b="3"), patched_items(mapping, b="4"):
+        assert mapping == {"a": "2", "b": "4"}
+    assert mapping == {"a": "1"}
+
+
+def test_switches_are_put_back() -> None:
+    nnpack = torch.backends.nnpack.flags
+    before = torch_api._get_mkldnn_enabled()
+    with pytest.raises(ZeroDivisionError), without_convolution_libraries():
+        assert not torch_api._get_mkldnn_enabled()
+        raise ZeroDivisionError
+    assert torch_api._get_mkldnn_enabled() == before
+    with nnpack(enabled=False), without_convolution_libraries():
+        pass
+    assert torch.backends.nnpack.set_flags(True)[0]
+
+
+def test_a_second_thread_waits_until_the_first_has_put_back_what_it_changed() -> None:
+    seen: list[int] = []
+    entered = threading.Event()
+
+    def first() -> None:
+        with patched(Owner, value=2):
+            entered.set()
+            time.sleep(0.1)
+            seen.append(Owner.value)
+
+    def second() -> None:
+        entered.wait()
+        with exclusive():
+            seen.append(Owner.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(first), pool.submit(second)]:
+            done.result()
+    assert seen == [2, 1]
+
+
+def replaced() -> Iterator[object]:
+    """What a trace replaces, as it is now."""
+    yield from (vars(nn.Module)["__setattr__"], vars(torch.Tensor)["register_hook"], "retain_grad" in vars(torch.Tensor))
+    yield from (torch.autograd.graph.saved_tensors_hooks.__enter__, torch.autograd.backward, torch_api.decompositions._rnn_helper)
+    yield from (torch_api.transformer._detect_is_causal_mask, "apply" in vars(torch.utils.checkpoint.CheckpointFunction))
+    yield from ("create_node" in vars(torch_api.PythonKeyTracer), torch_api._get_mkldnn_enabled(), torch.get_default_dtype())
+
+
+def test_a_trace_that_fails_puts_everything_back() -> None:
+    before = list(replaced())
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        assert list(replaced()) != before
+        raise ValueError("on purpose")
+
+    with pytest.raises(aot_backward.ExportError, match="on purpose"):
+        trace_program(FunctionModule(fails), (torch.ones(2),), {}, None, signature=fails)
+    assert list(replaced()) == before
+
+
+def test_two_exports_in_two_threads_do_not_mix(tmp_path: Path) -> None:
+    ran: list[str] = []  # which export ran its function, in order
+    start = threading.Barrier(2)
+    before, random = list(replaced()), torch.get_rng_state()
+
+    def export(name: str) -> torch.Tensor:
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            ran.append(name)
+            time.sleep(0.01)  # the other thread may run
+            return (x.sin() * x).sum()
+
+        x = torch.linspace(0, 1, 5)
+        start.wait()
+        path = aot_backward.export_grad(loss, (x,), path=tmp_path / f"{name}.pt2")
+        _, gradients = aot_backward.load(path).grad()(x)
+        return gradients["x"]
+
+    with ThreadPoolExecutor(2) as pool:
+        gradients = list(pool.map(export, ("a", "b")))
+    x = torch.linspace(0, 1, 5)
+    assert all(torch.allclose(g, x.sin() + x * x.cos()) for g in gradients)
+    assert sum(one != other for one, other in itertools.pairwise(ran)) == 1 and {*ran} == {"a", "b"}
+    assert list(replaced()) == before and torch.equal(torch.get_rng_state(), random)
