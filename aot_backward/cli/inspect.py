@@ -137,8 +137,8 @@ def _of_the_program(entry: EntrySpec) -> list[StateSpec]:
 
 
 def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any]:
+    from aot_backward_runtime.format.param_groups import options_of
     from aot_backward_runtime.native.guards import dtype_of
-    from aot_backward_runtime.training.param_groups import options_of
 
     keys = {s.name: s.weight for s in entry.state}
 

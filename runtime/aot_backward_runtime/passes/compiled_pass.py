@@ -20,9 +20,10 @@ from ..native.guards import Contract, Fast, check_ambient, check_kind, laid_out
 from ..native.memory import meet
 from ..native.plan import Library
 from ..operators import unregistered
-from ..package.recorded_pass_checks import check_against
+from ..package.recorded_pass_checks import parse_operand
 from .interpreter import Run
 from .tape import CALLS_OUT, Op, Slot, Tape
+from .tape_checks import check_against_tape
 
 _ADVICE = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")
 """What the guards advise the caller of an exported entry, who passes the tensors; nobody passes those of a backward pass."""
@@ -126,7 +127,7 @@ class CompiledPass:
 
     def _steps(self, libraries: Mapping[str, Library]) -> Iterator[_Call | _Accumulate | _Single]:
         ops = self.tape.ops
-        check_against(self.spec, self.tape)
+        check_against_tape(self.spec, self.tape)
         compiled: set[int] = set()  # values that come out of native code, whose looks are known
         python = False
         leaves: _Accumulate | None = None
@@ -165,7 +166,7 @@ class _Call:
         """``after_python``: whether a hook or custom function of the pass runs before."""
         self.after_python = after_python
         self.library, self.segment, self.ops, self.binding = library, segment, ops, binding
-        self.operands = [_parse(o) for o in segment.operands]
+        self.operands = [parse_operand(o) for o in segment.operands]
         self.checked = [(p, i, library.spec.inputs[p]) for p, (kind, i) in enumerate(self.operands) if kind == "value" and i not in known]
         self.simple = all(kind == "input" for kind, _ in self.operands)
         self.places = [i for _, i in self.operands]
@@ -333,8 +334,3 @@ def _admit_value(value: Any, spec: TensorSpec, values: Mapping[str, int], device
 
 def _mark(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _parse(operand: str) -> tuple[str, Any]:
-    kind, _, rest = operand.partition(":")
-    return kind, rest if kind == "size" else int(rest)
