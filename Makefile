@@ -11,13 +11,15 @@ JOBS ?= $(shell nproc)
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
 	@mkdir -p build
-	@echo; echo "== Export: a convolutional network and its gradients become one file"
+	@echo; echo "== Export: a convolutional network, its gradients and its whole training step become one file"
 	@$(BIN)/aot-backward export examples/digits/export.py:entries -o build/digits.pt2
-	@$(BIN)/aot-backward inspect build/digits.pt2
-	@echo; echo "== Verify: digests, then outputs and gradients against eager's"
-	@$(BIN)/aot-backward verify build/digits.pt2
-	@echo; echo "== Train on handwritten digits: no tracing, no compiler, only that file"
+	@echo; echo "== Train on handwritten digits from that file, beside eager: nothing is traced, nothing is compiled"
 	@$(BIN)/python examples/digits/load.py build/digits.pt2
+	@echo; echo "== Verify: digests, then outputs, gradients and updated parameters against eager's"
+	@$(BIN)/aot-backward verify build/digits.pt2
+	@echo; echo "== Look at it: guards, memory, forward and backward side by side, as one page for a browser"
+	@$(BIN)/aot-backward inspect build/digits.pt2 --html build/digits.html
+	@echo "open file://$(CURDIR)/build/digits.html"
 
 # Whole files go to one worker, so that what a file compiles is compiled once.
 test: $(STAMP)
@@ -28,23 +30,23 @@ test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -q -m slow
 
 bench: $(STAMP)
-	@$(BIN)/python -m tests.benchmarks
+	@$(BIN)/python -m tests.tools.benchmarks
 
 # Half an hour on two cores. `make coverage MINUTES=20` runs a piece of it; the next call goes on where that one ended. WAY=record: as recorded passes, WAY=onnx: as ONNX graphs.
 coverage: $(STAMP)
-	@$(BIN)/python -m tests.coverage --minutes $(or $(MINUTES),100) --way $(or $(WAY),export) --docs docs/coverage$(WAY:%=-%)
+	@$(BIN)/python -m tests.tools.coverage --minutes $(or $(MINUTES),100) --way $(or $(WAY),export) --docs docs/coverage$(WAY:%=-%)
 
 # Half an hour; a run that was broken off goes on where it was.
 models: $(STAMP)
-	@$(BIN)/python -m tests.model_table --docs docs/models
+	@$(BIN)/python -m tests.tools.model_table --docs docs/models
 
 # Twenty minutes on one core: spoilt packages, training states and signatures. What an earlier run has tried is not tried again.
 fuzz: $(STAMP)
-	@$(BIN)/python -m tests.fuzz --count 110000 --docs docs/fuzzing
+	@$(BIN)/python -m tests.tools.fuzz --count 110000 --docs docs/fuzzing
 
 # A quarter of an hour on one core: a million calls of each kind, loads, bindings, changing structures; fails where memory, descriptors or folders grow.
 endurance: $(STAMP)
-	@$(BIN)/python -m tests.endurance --docs docs/benchmarks/$$(date +%F)-endurance
+	@$(BIN)/python -m tests.tools.endurance --docs docs/benchmarks/$$(date +%F)-endurance
 
 # Packages made under one torch and rebuilt under another, both ways: a second environment, which is a build for CUDA of several gigabytes, and 20 minutes.
 OTHER_TORCH ?= 2.12.0
@@ -53,7 +55,7 @@ rebuild-matrix: $(STAMP)
 	@test -x $(OTHER_VENV)/bin/python || $(PYTHON) -m venv $(OTHER_VENV)
 	@grep -vE '^(torch|sympy)==' constraints.txt > build-constraints.txt; trap 'rm -f build-constraints.txt' EXIT; \
 	  $(OTHER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c build-constraints.txt torch==$(OTHER_TORCH) -e ./runtime -e . numpy
-	@$(BIN)/python -m tests.rebuild_matrix --other $(OTHER_VENV)/bin/python --docs docs/benchmarks/$$(date +%F)-rebuild
+	@$(BIN)/python -m tests.tools.rebuild_matrix --other $(OTHER_VENV)/bin/python --docs docs/benchmarks/$$(date +%F)-rebuild
 
 # Code for GPUs where there is none: torch's build for CUDA, several gigabytes, in an environment of its own, and 15 minutes.
 CUDA_TORCH ?= 2.11.0
@@ -62,12 +64,12 @@ cross: $(STAMP)
 	@test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
 	@grep -vE '^(torch|sympy)==' constraints.txt > build-constraints.txt; trap 'rm -f build-constraints.txt' EXIT; \
 	  $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c build-constraints.txt torch==$(CUDA_TORCH) -e ./runtime -e . numpy
-	@$(CUDA_VENV)/bin/python -m tests.cross --docs docs/benchmarks/$$(date +%F)-cross
+	@$(CUDA_VENV)/bin/python -m tests.tools.cross --docs docs/benchmarks/$$(date +%F)-cross
 
 # On a machine with a GPU, with its own Python: torch 2.11 for CUDA, click and rich must be there; nothing is installed. Each part takes minutes.
 GPU_PYTHON ?= python3
 gpu:
-	@PYTHONPATH=.:runtime:exporters $(GPU_PYTHON) -m tests.gpu --docs $(or $(DOCS),docs/benchmarks/$$(date +%F)-gpu)
+	@PYTHONPATH=.:runtime:exporters $(GPU_PYTHON) -m tests.tools.gpu --docs $(or $(DOCS),docs/benchmarks/$$(date +%F)-gpu)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -15,7 +15,7 @@ import torch
 
 CACHE = "AOT_BACKWARD_CACHE"
 SHARED = "AOT_BACKWARD_TEST_FOLDER"  # packages that tests share (exports.py), for all workers of a run
-PROGRAM = Path(__file__).with_name("cli_program.py")
+PROGRAM = Path(__file__).parent / "support" / "cli_program.py"
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores; OpenMP's threads wait for each other by spinning, and a step that takes 3 ms alone takes 100 then.

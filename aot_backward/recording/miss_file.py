@@ -1,7 +1,8 @@
 """Passes that a replay met and its package did not hold, as a file: graphs and the numbers to check them by, no native code, no pickle.
 
-The file is a zip of ``passes.json`` and ``numbers.safetensors``. It is written when the replaying context closes, because only a process
-that has met a node type can trace its backward (DESIGN, section 5).
+The file is a zip of ``passes.json`` and ``numbers.safetensors``. It is written when the replaying context closes: the autograd engine hands out
+the functional backward of a node type once in a process, when it first meets a node of it, and a pass that is read from a file cannot be traced
+without them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Handwritten digits, first half: writes a small convolutional network and its gradients into one package.
+"""Handwritten digits, first half: writes a small convolutional network, its gradients and its whole training step into one package.
 
     python examples/digits/export.py digits.pt2
     python examples/digits/load.py digits.pt2
 
 The network has what makes training differ from a plain function: BatchNorm, whose statistics the forward pass updates, and dropout,
-which must draw eager's masks from eager's seed. Two variants go into the package, for ``train()`` and ``eval()``; the batch size is left
+which must draw eager's masks from eager's seed. The package has two entries, which share their weights: ``net``, with a variant for
+``train()`` and one for ``eval()``, and ``step``, in which forward, backward and Adam's update are one native call. The batch size is left
 open in both. ``aot-backward export examples/digits/export.py:entries -o digits.pt2`` does the same from the command line.
 """
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import aot_backward as ab
 
-SEED = 3
+SEED, LEARNING_RATE = 3, 2e-3
 
 
 def network() -> nn.Sequential:
@@ -35,10 +36,16 @@ def network() -> nn.Sequential:
     )
 
 
-def entries() -> dict[str, ab.Module]:
-    images = torch.rand(8, 1, 8, 8)
-    shapes = ({0: torch.export.Dim("batch", min=2, max=1024)},)
-    return {"net": ab.Module(network(), [ab.Variant((images,), dynamic_shapes=shapes, mode=mode) for mode in ("train", "eval")])}
+def entries() -> dict[str, ab.Module | ab.Step]:
+    net = network()
+    images, labels = torch.rand(8, 1, 8, 8), torch.randint(10, (8,))
+    batch = {0: torch.export.Dim("batch", min=2, max=1024)}
+    optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
+    train = ab.Variant((images, labels), dynamic_shapes=(batch, batch))
+    return {
+        "net": ab.Module(net, [ab.Variant((images,), dynamic_shapes=(batch,), mode=mode) for mode in ("train", "eval")]),
+        "step": ab.Step(net, [train], optimizer, loss_fn=nn.functional.cross_entropy),
+    }
 
 
 if __name__ == "__main__":

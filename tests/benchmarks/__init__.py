@@ -1,1 +1,0 @@
-"""Benchmarks: ``python -m tests.benchmarks``. What is measured and against what, one module per subject; no test asserts a time."""

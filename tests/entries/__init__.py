@@ -1,0 +1,1 @@
+"""Loaded modules and gradient functions, beside eager."""

@@ -1,0 +1,173 @@
+"""Who needs a gradient: variants for subsets of inputs and parameters compute nothing for the rest, and a call is served by the smallest that
+covers what requires one in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import aot_backward as ab
+from aot_backward_runtime import GradientError, load
+from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.package.archive import open_package
+
+from ..support import exports
+from ..support.oracle import assert_same, run
+
+
+class Net(nn.Module):
+    """A body that can be frozen below a head; the head is tied to a second output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh())
+        self.head = nn.Linear(20, 4)
+        self.tail = nn.Linear(20, 4, bias=False)
+        self.tail.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.body(x)
+        return self.head(h) * y, self.tail(h)
+
+
+SUBSETS = (None, ("head",), ("x",), ("x", "body.0.bias"), ())
+"""What the variants are for, in the order in which they are exported; None: the parameters."""
+
+
+def net() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+@pytest.fixture(scope="module")
+def package() -> Path:
+    def make(path: Path) -> None:
+        x, y = torch.randn(3, 6), torch.randn(3, 4)
+        rows = {0: Dim("rows", min=2, max=1000)}
+        ab.export(path, {"net": ab.Module(net(), [ab.Variant((x, y), dynamic_shapes=(rows, rows), requires_grad=s) for s in SUBSETS])})
+
+    return exports.shared("subsets", make)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The libraries that ran: "0.forward"."""
+    seen: list[str] = []
+    original = Library.run
+
+    def noted(self: Library, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        seen.append(Path(self.spec.member).stem.partition(".")[2])
+        return original(self, inputs)
+
+    monkeypatch.setattr(Library, "run", noted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("needing", "variant"),
+    [
+        (("parameters",), 0),
+        (("head.weight", "head.bias"), 1),
+        (("head.bias",), 1),
+        (("x",), 2),
+        (("x", "body.0.bias"), 3),
+        (("body.0.bias",), 3),
+        (("body.0.weight", "head.bias"), 0),
+        ((), 4),
+    ],
+)
+def test_the_smallest_variant_that_covers_serves(package: Path, served: list[str], needing: tuple[str, ...], variant: int) -> None:
+    model, eager = load(package).module(), net()
+    for each in (model, eager):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("parameters" in needing or name in needing)
+    for rows in (7, 7, 2, 7):
+        args = (torch.randn(rows, 6, requires_grad="x" in needing), torch.randn(rows, 4))
+        assert_same(run(model, args, 11), run(eager, args, 11))
+    expected = ["forward", "backward"] if needing else ["inference"]
+    assert served == [f"{variant}.{what}" for what in expected] * 4
+
+
+def test_what_needs_a_gradient_may_change_from_call_to_call(package: Path, served: list[str]) -> None:
+    model, eager = load(package).module(), net()
+    x, y = torch.randn(5, 6), torch.randn(5, 4)
+    for frozen in (True, False, True):
+        for each in (model, eager):
+            each.body.requires_grad_(not frozen)
+        assert_same(run(model, (x, y), 1), run(eager, (x, y), 1))
+    with torch.no_grad():
+        assert_same(run(model, (x, y), 1), run(eager, (x, y), 1))
+    assert [s.partition(".")[0] for s in served] == ["1", "1", "0", "0", "1", "1", "4"]
+
+
+def test_what_no_variant_covers_is_refused(package: Path) -> None:
+    model = load(package).module()
+    with pytest.raises(GradientError, match=r"input x requires a gradient.*requires_grad=\["):
+        model(torch.randn(5, 6, requires_grad=True), torch.randn(5, 4))
+    model.requires_grad_(False)
+    with pytest.raises(GradientError, match=r"input y requires a gradient"):
+        model(torch.randn(5, 6), torch.randn(5, 4, requires_grad=True))
+
+
+def test_nothing_is_computed_for_what_is_frozen(package: Path) -> None:
+    """Counted in the code itself: the calls of matrix products."""
+    archive = open_package(package)
+    counts = {}
+    for name in archive.manifest.libraries:
+        code = archive.library(name).read_bytes()
+        counts[name.partition(".")[2]] = sum(code.count(f"aoti_torch_cpu_{product}(buf".encode()) for product in ("mm_out", "addmm_out", "bmm_out"))
+    # three layers: four products forward; backward one for each gradient of a weight and one to go on to the layer before
+    assert counts["0.forward"] == counts["1.forward"] == 4
+    assert counts["0.backward"] == 4 + 3
+    assert counts["1.backward"] == 2
+    assert counts["2.backward"] == 4
+    assert counts["3.backward"] == 4
+    assert "4.backward" not in counts and counts["4.inference"] == 4
+
+
+def test_names_that_do_not_exist(tmp_path: Path) -> None:
+    x, y = torch.randn(3, 6), torch.ones(3, 4, dtype=torch.int64)
+    for names, message in (
+        (["heda"], r"requires_grad names 'heda', which is no input \['x', 'y'\] and no parameter \['body.0.weight'"),
+        (["y"], r"requires_grad names the input 'y', which is no floating-point"),
+        (["inputs", "tail.bias"], "requires_grad names 'tail.bias'"),
+    ):
+        with pytest.raises(ab.ExportError, match=message):
+            ab.export_module(net(), (x, y), requires_grad=names, path=tmp_path / "a.pt2")
+    frozen = net().requires_grad_(False)
+    with pytest.raises(ab.ExportError, match="requires_grad='parameters', but there is none"):
+        ab.export_module(frozen, (x, y), requires_grad=["parameters"], path=tmp_path / "a.pt2")
+
+
+class Decided(nn.Module):
+    """Nothing of it can be differentiated; what it is made of requires gradients all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.frozen = nn.Linear(4, 3), nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.frozen + y).argmax(1)
+
+
+def test_what_has_no_gradient_needs_none(tmp_path: Path) -> None:
+    """An output that nothing can be differentiated through is served as in eager; what was not asked about at export is still an error."""
+    eager = Decided()
+    x, y = torch.randn(5, 4, requires_grad=True), torch.randn(5, 3)
+    for number, variant in enumerate((ab.Variant((x, y)), ab.Variant((x, y), requires_grad=[]))):
+        loaded = load(ab.export(tmp_path / f"{number}.pt2", {"module": ab.Module(eager, [variant])})).module()
+        if number == 0:
+            got = loaded(x, y)
+            assert torch.equal(got, eager(x, y)) and not got.requires_grad
+            with pytest.raises(GradientError, match="input y requires a gradient, and did not"):
+                loaded(x, torch.randn(5, 3, requires_grad=True))
+            loaded.frozen.requires_grad_()
+            with pytest.raises(GradientError, match="frozen requires a gradient, and was frozen"):
+                loaded(x, y)
+        else:
+            with pytest.raises(GradientError, match=r"linear\.\S+ requires a gradient"):
+                loaded(x.detach(), y)

@@ -1,0 +1,86 @@
+"""The promise of the runtime: a whole forward and backward without Dynamo, Inductor or a compiler, and a proof that the test can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..support import exports, zoo
+
+FORBIDDEN = (
+    *("torch._dynamo", "torch._inductor", "sympy", "onnx", "click", "aot_backward", "aot_backward_exporters", "safetensors"),
+    *("model_signing", "sigstore", "cryptography", "OpenSSL"),
+)
+
+SCRIPT = """
+import sys
+{first}
+import torch
+base = set(sys.modules)
+import aot_backward_runtime
+model = aot_backward_runtime.load(sys.argv[1]).module()
+inputs = torch.load(sys.argv[2], weights_only=True)
+out = model(*inputs)
+tensors = [t for t in (out.values() if isinstance(out, dict) else [out]) if isinstance(t, torch.Tensor) and t.requires_grad]
+sum(t.sum() for t in tensors).backward()  # given gradients explicitly, torch.autograd.backward itself imports sympy
+assert sum(p.grad is not None for p in model.parameters()) == int(sys.argv[3]), "gradients"
+forbidden = {forbidden!r}
+bad = sorted(m for m in set(sys.modules) - base if any(m == f or m.startswith(f + ".") for f in forbidden))
+assert not bad, f"imported {{bad[:5]}}"
+print("thin")
+"""
+
+
+def _run(tmp_path: Path, name: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    package = exports.module(name, dynamic=True)
+    case = zoo.make(name)
+    inputs = tmp_path / "inputs.pt"
+    torch.save([a.detach() for a in case.args(4)], inputs)
+    expected = sum(p.requires_grad for p in case.module.parameters())
+    if name == "two":
+        expected -= 2  # the unused layer
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    script = SCRIPT.format(first=first, forbidden=FORBIDDEN)
+    environment = {
+        "PATH": str(empty),
+        "HOME": str(empty),
+        "AOT_BACKWARD_CACHE": str(empty / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(empty / "inductor"),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", script, str(package), str(inputs), str(expected)], capture_output=True, text=True, env=environment, timeout=900
+    )
+
+
+@pytest.mark.parametrize("name", ["two", "embedding"])
+def test_nothing_that_traces_or_compiles_is_imported(name: str, tmp_path: Path) -> None:
+    """No g++ on the PATH, empty cache folders; ``embedding`` goes through the proxy executor."""
+    done = _run(tmp_path, name)
+    assert done.returncode == 0 and done.stdout == "thin\n", done.stderr
+    assert not (tmp_path / "empty" / "inductor").exists()
+
+
+def test_the_test_above_can_fail(tmp_path: Path) -> None:
+    """With a runtime that imports Inductor on the way, it does."""
+    spoil = (
+        "import importlib.abc\n"
+        "class Spoil(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'aot_backward_runtime.entries.module':\n"
+        "            import torch._dynamo\n"
+        "sys.meta_path.insert(0, Spoil())"
+    )
+    done = _run(tmp_path, "two", spoil)
+    assert done.returncode != 0 and "AssertionError: imported ['" in done.stderr, done.stderr
+
+
+def test_importing_the_library_is_light() -> None:
+    script = "import sys, torch; base = set(sys.modules); import aot_backward; print(sorted(m for m in set(sys.modules) - base if 'aot' not in m))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
+    loaded = done.stdout
+    assert done.returncode == 0 and "_dynamo" not in loaded and "_inductor" not in loaded and "sympy" not in loaded, done.stderr + loaded

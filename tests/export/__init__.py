@@ -1,0 +1,1 @@
+"""Exporting: capture, self-check, compiling, rebuilding, ONNX."""

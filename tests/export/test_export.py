@@ -1,0 +1,331 @@
+"""What ``export`` does to what it is given, what it refuses, and that a wrong gradient cannot pass its self-check."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import aot_backward as ab
+from aot_backward.capture import partition
+from aot_backward.checks import eager_check
+from aot_backward_runtime import ExportError, InputError, load
+from aot_backward_runtime.package.archive import open_package
+
+from ..support.oracle import assert_same, run
+
+Point = namedtuple("Point", "x y")
+
+
+class Tree(nn.Module):
+    """Every nesting of inputs and outputs, an output that is a view of an input, one that is returned twice, and a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, point: Point, more: list[Any], *, flag: bool, scale: torch.Tensor) -> Any:
+        h = point.x * self.weight + more[0]["a"] * scale
+        return Point(h, [h, (point.y.view(-1), None)]), {"weight": self.weight, 1: more[1], "flag": flag}
+
+
+def _tree_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    torch.manual_seed(0)
+    x, y, a = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
+    return (Point(x, y), [{"a": a}, torch.tensor([1, 2])]), {"flag": True, "scale": torch.tensor(2.0)}
+
+
+def test_what_the_compiler_assumes_of_a_size_is_a_guard_also_from_its_cache(tmp_path: Path) -> None:
+    """Compiled, and then taken from the cache: every second row, of which there must be two."""
+    found = []
+    for i in range(2):
+        path = ab.export_grad(
+            lambda x: x[::2].square().sum(), (torch.randn(5, 3),), dynamic_shapes=({0: Dim("rows", min=2)},), path=tmp_path / f"{i}.pt2"
+        )
+        found.append(open_package(path).manifest.entries["grad"].variants[0].guards)
+        grad, x = load(path).grad(), torch.randn(8, 3, requires_grad=True)
+        torch.testing.assert_close(grad(x)[1]["x"], torch.autograd.grad(x[::2].square().sum(), x)[0])
+        with pytest.raises(InputError, match=r"\(1 \+ rows\) // 2"):
+            grad(torch.randn(2, 3))
+    assert found == [("(((1 + s0) // 2) >= 2)",)] * 2
+
+
+class Within(nn.Module):
+    """Computes in bfloat16 inside, and gives float32: eager is further from float64 than float32 would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.n, self.b = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.b(self.n(self.a(x)).relu()).float()
+
+
+def test_16_bits_inside_are_measured_as_such(tmp_path: Path) -> None:
+    path = ab.export_module(Within(), (torch.randn(64, 16),), path=tmp_path / "within.pt2")
+    x = torch.randn(64, 16)
+    assert_same(run(load(path).module(), (x,), 1), run(Within(), (x,), 1), 2e-2)
+
+
+def test_any_tree_of_inputs_and_outputs(tmp_path: Path) -> None:
+    args, kwargs = _tree_arguments()
+    module = Tree()
+    path = ab.export_module(module, args, kwargs, path=tmp_path / "tree.pt2")
+    loaded = load(path, types=[Point]).module()
+    out, rest = loaded(*args, **kwargs)
+    assert type(out) is Point and list(rest) == ["weight", 1, "flag"] and rest["flag"] is True and out.y[1][1] is None
+    assert rest[1] is args[1][1] and rest["weight"] is loaded.weight
+    assert type(load(path).module()(*args, **kwargs)[0]).__name__ == "Point"
+    assert_same(run(loaded, args, 4, kwargs), run(module, args, 4, kwargs))
+
+
+def test_the_program_is_left_as_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    module[0].bias.requires_grad_(False)
+    module[2].eval()
+    x = torch.randn(3, 4)
+    module(x).sum().backward()
+    state = {n: t.clone() for n, t in module.state_dict().items()}
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+    torch.manual_seed(77)
+    draw = torch.rand(3)
+    torch.manual_seed(77)
+    random.seed(3)
+    ab.export(tmp_path / "a.pt2", {"net": ab.Module(module, [ab.Variant((x,), mode="eval", requires_grad=["input"])])})
+    assert torch.equal(torch.rand(3), draw)
+    assert [m.training for m in module.modules()] == [True, True, True, False]
+    assert all(torch.equal(t, state[n]) for n, t in module.state_dict().items())
+    assert [p.requires_grad for p in module.parameters()] == [True, False, True, True]
+    for name, parameter in module.named_parameters():
+        assert (parameter.grad is None) == (gradients[name] is None)
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, gradients[name])
+    assert not torch.is_autocast_enabled("cpu") and torch.backends.mkldnn.enabled and torch.backends.nnpack.is_available() is not None
+
+
+@pytest.mark.parametrize("spoil", ["a dropped gradient", "a scaled gradient", "a swapped pair"])
+def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is spoilt between capture and compiler, as a wrong pass would; the old package stays."""
+    target = tmp_path / "net.pt2"
+    target.write_bytes(b"the old package")
+    finish = partition._finish_backward
+
+    def spoilt(pieces: partition.Pieces, cut: Any, *rest: Any) -> Any:
+        graph = cut.graph.graph
+        output = next(iter(graph.find_nodes(op="output")))
+        results = list(output.args[0])
+        places = [i for i, r in enumerate(results) if isinstance(r, torch.fx.Node) and len(r.meta["val"].shape) == 2]
+        with graph.inserting_before(output):
+            if spoil == "a swapped pair":
+                results[places[0]], results[places[1]] = results[places[1]], results[places[0]]
+            else:
+                factor = 0.0 if spoil == "a dropped gradient" else 1.001
+                made = graph.call_function(torch.ops.aten.mul.Tensor, (results[places[0]], factor))
+                made.meta = dict(results[places[0]].meta)
+                results[places[0]] = made
+        output.args = (tuple(results),)
+        return finish(pieces, cut, *rest)
+
+    monkeypatch.setattr(partition, "_finish_backward", spoilt)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with pytest.raises(ExportError, match=r"gradient of (0|2)\.weight is wrong: off by .* is allowed; nothing was written"):
+        ab.export_module(net, (torch.randn(3, 4),), path=target)
+    assert target.read_bytes() == b"the old package" and list(tmp_path.iterdir()) == [target]
+
+
+def test_the_measure() -> None:
+    """Eager's own error is allowed, a few roundings are, a real difference is not, and the zero gradient is compared with the largest."""
+    t = {"gradient of w": torch.randn(1000, dtype=torch.float64), "gradient of zero": torch.zeros(4, dtype=torch.float64)}
+    e = {n: (v + 1e-8 * torch.randn_like(v)).float() for n, v in t.items()}
+
+    def worst(a: dict[str, torch.Tensor]) -> dict[str, float]:
+        return {d.name: d.ratio for d in eager_check.compare(a, e, t, dict.fromkeys(t, 0.0))}  # type: ignore[arg-type]
+
+    assert all(r <= 1 for r in worst({n: v.clone() for n, v in e.items()}).values())
+    assert worst({**e, "gradient of w": e["gradient of w"] * 1.0001})["gradient of w"] > 1
+    assert worst({**e, "gradient of zero": torch.full((4,), 1e-4)})["gradient of zero"] > 1
+    with pytest.raises(ExportError, match="gradient of w is None in the artifact and a tensor in eager"):
+        worst({**e, "gradient of w": None})  # type: ignore[dict-item]
+    with pytest.raises(ExportError, match="has NaN or Inf where eager has none"):
+        worst({**e, "gradient of w": e["gradient of w"] / 0})
+
+
+class Halved(torch.autograd.Function):
+    """A custom backward that is not the derivative: whoever drops it is found out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 2
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = Halved.apply(self.linear(x))
+        h.register_hook(lambda g: g * 5)
+        with torch.no_grad():
+            h = h + 0.0 * h.sum()
+        return Halved.apply(self.linear(x)) + h
+
+
+def test_custom_backwards_and_autocast_and_constants(tmp_path: Path) -> None:
+    table = torch.randn(4)
+
+    class Mixed(Custom):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * table + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    torch.manual_seed(0)
+    module = Mixed()
+    x = torch.randn(3, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        path = ab.export_module(module, (x,), path=tmp_path / "custom.pt2")
+        loaded = load(path).module()
+        assert_same(run(loaded, (x,), 1), run(module, (x,), 1), 2e-2)
+
+
+class FirstRow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)[0]
+
+
+def test_a_size_of_0_that_eager_refuses_is_refused(tmp_path: Path) -> None:
+    """Compiled code would read what is not there."""
+    rows = ({0: Dim("rows", min=0, max=64)},)
+    path = ab.export_module(FirstRow(), (torch.randn(5, 3),), dynamic_shapes=rows, path=tmp_path / "first.pt2")
+    assert_same({"y": load(path).module()(x := torch.randn(1, 3))}, {"y": FirstRow()(x)})
+    with pytest.raises(InputError, match=r"rows .* is 0; expected at least 1 and at most 64"):
+        load(path).module()(torch.randn(0, 3))
+    both = {"x": rows[0], "y": rows[0]}  # equal, so that they can be 0 only together
+    path = ab.export_grad(lambda x, y: (x * y)[0].sum(), (torch.randn(5, 3), torch.randn(5, 3)), dynamic_shapes=both, path=tmp_path / "both.pt2")
+    with pytest.raises(InputError, match=r"is 0; expected at least 1"):
+        load(path).grad()(torch.randn(0, 3), torch.randn(0, 3))
+    path = ab.export_module(nn.Tanh(), (torch.randn(5, 3),), dynamic_shapes=rows, path=tmp_path / "all.pt2")
+    assert load(path).module()(torch.randn(0, 3)).shape == (0, 3)
+
+
+def test_the_callers_autocast_at_several_sizes(tmp_path: Path) -> None:
+    """Its cache of cast weights outlives a pass of eager's."""
+    torch.manual_seed(0)
+    module, rows = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)), ({0: Dim("rows", min=2, max=64)},)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        path = ab.export_module(module, (torch.randn(4, 8),), dynamic_shapes=rows, path=tmp_path / "cast.pt2")
+        assert torch.equal(module(torch.ones(1, 8)), copy.deepcopy(module)(torch.ones(1, 8)))
+    x = torch.randn(6, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(run(load(path).module(), (x,), 1), run(module, (x,), 1), 2e-2)
+
+
+def _hooked() -> nn.Module:
+    net = nn.Linear(3, 3)
+    net.weight.register_hook(lambda g: 2 * g)
+    return net
+
+
+class Writes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+
+class Odd(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return dataclasses.make_dataclass("Odd", ["value"])(x)
+
+
+X = torch.randn(3, 3)
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "hook on a parameter": (_hooked, {}, r"the parameter 'weight' has a gradient hook: _hooked.<lambda>"),
+    "input written in place": (Writes, {}, r"the forward changes its input 'x' in place; clone it first"),
+    "args is no tuple": (lambda: nn.Linear(3, 3), {"args": X}, r"args is a Tensor; expected a tuple"),
+    "wrong number of arguments": (lambda: nn.Linear(3, 3), {"args": (X, X)}, r"the example arguments do not fit"),
+    "sparse input": (lambda: nn.Linear(3, 3), {"args": (X.to_sparse(),)}, r"has layout torch\.sparse_coo"),
+    "object input": (lambda: nn.Linear(3, 3), {"args": (object(),)}, r"is a object; a package takes tensors"),
+    "the program fails": (lambda: nn.Linear(4, 3), {}, r"the program could not be traced: RuntimeError: .*\[3, 3\] X \[4, 3\]"),
+    "unknown output type": (Odd, {}, r"Odd"),
+    "unknown name": (lambda: nn.Linear(3, 3), {"requires_grad": ["y"]}, r"requires_grad names 'y', which is no input \['input'\] and no parameter"),
+    "kwargs is no dict": (lambda: nn.Linear(3, 3), {"kwargs": [1]}, r"kwargs is a list; expected a dict"),
+    "names are none": (lambda: nn.Linear(3, 3), {"requires_grad": [3]}, r"requires_grad is \[3\]; expected names"),
+    "a size by name alone": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"input": {0: "batch"}}}, r"dynamic_shapes does not fit the example"),
+    "another argument's sizes": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"y": {0: Dim("n")}}}, r"dynamic_shapes does not fit the example"),
+    "integer gradient": (
+        nn.Identity,
+        {"args": (torch.arange(3),), "requires_grad": ["input"]},
+        r"names the input 'input', which is no floating-point",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_exported_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    make, options, message = REFUSED[case]
+    options = dict(options)
+    args = options.pop("args", (X.clone(),))
+    with pytest.raises(ExportError, match=message):
+        ab.export(tmp_path / "no.pt2", {"net": ab.Module(make(), [ab.Variant(args, **options)])})
+    assert not list(tmp_path.iterdir())
+
+
+def test_destinations_and_names_are_checked_before_the_work(tmp_path: Path) -> None:
+    variant = ab.Variant((X,))
+    for path, message in ((tmp_path, "is a directory"), (tmp_path / "a" / "b.pt2", "does not exist; make it first")):
+        with pytest.raises(ExportError, match=message):
+            ab.export(path, {"net": ab.Module(nn.Linear(3, 3), [variant])})
+    for entries, message in (({}, "entries is empty"), ({"a b": ab.Module(nn.Linear(3, 3), [variant])}, "use a Python identifier")):
+        with pytest.raises(ExportError, match=message):
+            ab.export(tmp_path / "x.pt2", entries)
+    nonsense: list[tuple[Any, str]] = [
+        ({3: None}, "an entry is named 3"),
+        ([1], "entries is a list"),
+        ({"a": nn.Linear(3, 3)}, "entry 'a' is a Linear; expected a Module"),
+        ({"a": ab.Module(nn.Linear(3, 3), [(X,)])}, "entry 'a': variants is"),  # type: ignore[list-item]
+        ({"a": ab.Module(nn.Linear(3, 3), variant)}, "entry 'a': variants is"),  # type: ignore[arg-type]
+    ]
+    for entries, message in nonsense:
+        with pytest.raises(ExportError, match=message):
+            ab.export(tmp_path / "x.pt2", entries)
+    for path in (None, 3, "a\0"):
+        with pytest.raises(ExportError, match=r"path is .*; expected the name of the file"):
+            ab.export(path, {"net": ab.Module(nn.Linear(3, 3), [variant])})  # type: ignore[arg-type]
+    with pytest.raises(ExportError, match=r"unknown target 'tpu'; known: cpu, cpu:sse4"):
+        ab.export(tmp_path / "x.pt2", {"net": ab.Module(nn.Linear(3, 3), [variant])}, target="tpu")
+
+
+def test_a_size_that_the_program_fixes_is_refused(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(4, -1).tanh()
+
+    with pytest.raises(ExportError, match=r"batch"):
+        ab.export_module(Fixed(), (torch.randn(4, 6),), dynamic_shapes={"x": {0: Dim("batch", min=2, max=8), 1: None}}, path=tmp_path / "x.pt2")
+
+
+def test_without_weights(tmp_path: Path) -> None:
+    module = nn.Linear(3, 3)
+    path = ab.export(tmp_path / "bare.pt2", {"net": ab.Module(module, [ab.Variant((X.clone(),))])}, weights=False)
+    from aot_backward_runtime import WeightsError
+
+    with pytest.raises(WeightsError, match=r"was written without weights: pass load\(path, weights="):
+        load(path)
+    with pytest.raises(WeightsError, match=r"weight has shape \(3, 4\); the package was compiled for \(3, 3\)"):
+        load(path, weights={"weight": torch.randn(3, 4), "bias": module.bias.detach()})
+    loaded = load(path, weights={n: p.detach().clone() for n, p in module.named_parameters()}).module()
+    assert_same(run(loaded, (X,), 1), run(module, (X,), 1))

@@ -1,1 +1,0 @@
-"""Spoilt packages, state files and signatures, from opening to the first calls: ``python -m tests.fuzz``."""

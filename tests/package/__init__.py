@@ -1,0 +1,1 @@
+"""The file: what is read, what is refused, what comes back."""

@@ -1,0 +1,208 @@
+"""Packages of every format version so far are read as they were meant; where native code cannot run here, it is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from aot_backward_runtime import IncompatibleError, load, replay
+from aot_backward_runtime.format.manifest import FORMAT_VERSION, OperatorSpec
+from aot_backward_runtime.native.weights import filled, load_weights
+from aot_backward_runtime.package.archive import open_package
+from aot_backward_runtime.package.targets import targets_of
+
+from .. import golden_operators
+from ..support.golden_packages import Curved, Pair, arguments, backward_passes, bend, cubed, samples, training
+from ..support.oracle import assert_same, run
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FILES = sorted(GOLDEN.glob("*.pt2"))
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS = (
+    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders", "targets", "operators")
+)
+
+
+def test_the_present_format_has_a_golden_package() -> None:
+    assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
+    listed = (GOLDEN / "README.md").read_text()
+    assert all(f"`{p.name}`" in listed for p in FILES)
+    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS} == {*FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_it_is_whole(path: Path) -> None:
+    open_package(path).verify_digests()
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.name)
+def test_a_pair_is_read(path: Path) -> None:
+    archive = open_package(path)
+    weights = load_weights(archive)
+    expected = Pair()
+    torch.testing.assert_close(weights["first.weight"], expected.first.weight.detach())
+    entry = archive.manifest.entries["pair"]
+    assert [s.name for s in entry.state if s.weight == "first.weight"] == ["first.weight", "second.weight"]
+    assert [(s.label, s.minimum, s.maximum) for s in entry.variants[0].symbols] == [("rows", 2, 64)]
+    assert entry.variants[0].verdict.status == "verified"
+
+
+@pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)
+def test_recorded_passes_are_read(path: Path) -> None:
+    entry = open_package(path).manifest.entries["backward"]
+    assert entry.kind == "replay"
+    (structure,) = entry.structures
+    (variant,) = structure.variants
+    assert [n.rpartition("::")[2] for n in structure.nodes].count("AddmmBackward0") == 2
+    assert variant.verdict.status == "verified" and [(s.minimum, s.maximum) for s in variant.symbols] == [(2, None)]
+
+
+@pytest.mark.parametrize("path", STEPS, ids=lambda p: p.name)
+def test_a_step_is_read(path: Path) -> None:
+    archive = open_package(path)
+    assert archive.manifest.required_features == ("fill",)
+    entry = archive.manifest.entries["fit"]
+    step = entry.step
+    assert entry.kind == "step" and step is not None and step.fresh and step.norm and step.finite and step.update is not None
+    assert [g.parameters for g in step.groups] == [("0.weight", "1.weight", "1.bias"), ("3.weight", "3.bias")]
+    assert [(n.group, n.value) for n in step.numbers if n.key == "lr"] == [(0, 1e-3), (1, 1e-2)]
+    assert [n.value for n in step.numbers if n.key == "clip_norm"] == [0.5]
+    assert {s.key for s in step.state} == {"step", "exp_avg", "exp_avg_sq"} and len(step.gradients) == 5
+    (variant,) = entry.variants
+    assert variant.step is not None and variant.accumulate is not None and variant.verdict.status == "verified"
+    assert [(s.label, s.minimum, s.maximum) for s in variant.symbols] == [("rows", 4, 64)]
+    keys = {s.name: s.weight for s in entry.state}
+    zeros = filled(archive)
+    assert {keys[s.state] for s in (*step.state, *step.gradients)} <= zeros.keys()
+    assert torch.equal(zeros[keys["optimizer.exp_avg.0.weight"]], torch.zeros(8, 4))
+    torch.testing.assert_close(load_weights(archive)[keys["module.0.weight"]], next(training().module.parameters()).detach())
+
+
+@pytest.mark.parametrize("path", ORDERS, ids=lambda p: p.name)
+def test_orders_are_read(path: Path) -> None:
+    archive = open_package(path)
+    assert archive.manifest.required_features == ("consumes",)
+    whole, head = archive.manifest.entries["curved"].variants
+    for variant, targets in ((whole, 7), (head, 2)):
+        assert variant.backward is not None and len(variant.backward.gradients) == targets
+        (double,) = variant.orders[1:]
+        assert double.random and len(double.gives) == targets and len(double.inputs) == 2
+        assert double.forward is not None and double.backward is not None
+    assert whole.backward is not None and whole.backward.consumes
+
+
+@pytest.mark.parametrize("path", ORDERS, ids=lambda p: p.name)
+def test_orders_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
+    """A gradient penalty beside eager, then the head alone."""
+    if not runs_here(path):
+        return
+    results = []
+    for module in (load(path).module(), Curved()):
+        torch.manual_seed(12)
+        x = torch.randn(9, 3, requires_grad=True)
+        (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+        found = [gradient.detach(), x.grad, *(p.grad for p in module.parameters())]
+        module.body.requires_grad_(False)
+        module.zero_grad()
+        module(torch.ones(3, 3)).sum().backward()
+        results.append([*found, *(p.grad for p in module.head.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def runs_here(path: Path) -> bool:
+    """Whether torch is what ``path`` was built for; if not, that it is refused by name."""
+    built = open_package(path).manifest.torch.split(".")[:2]
+    if built == torch.__version__.split(".")[:2]:
+        return True
+    with pytest.raises(IncompatibleError, match=rf"torch {'.'.join(built)}"):
+        load(path)
+    return False
+
+
+@pytest.mark.parametrize("path", TARGETS, ids=lambda p: p.name)
+def test_targets_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
+    manifest = open_package(path).manifest
+    assert [t.label for t in targets_of(manifest)] == ["cpu:avx2", "cpu:sse4"]
+    assert all(library.graph and library.graph in manifest.members for library in manifest.libraries.values())
+    if not runs_here(path):
+        return
+    x = torch.randn(7, 3, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    expected = torch.autograd.grad(bend(x), x)[0]
+    for target in ("cpu:avx2", "cpu:sse4"):
+        _, gradients = load(path, target=target).grad()(x)
+        torch.testing.assert_close(gradients["x"], expected)
+
+
+@pytest.mark.parametrize("path", OPERATORS, ids=lambda p: p.name)
+def test_operators_that_others_register_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
+    (spec,) = open_package(path).manifest.operators.items()
+    assert spec == ("golden::cube", OperatorSpec("tests.golden_operators", "golden_operators.py"))
+    if not runs_here(path):
+        return
+    x = torch.linspace(-1, 2, 4, requires_grad=True)
+    expected = torch.autograd.grad(cubed(x), x)[0]
+    _, gradients = load(path, imports=[golden_operators.__name__]).grad()(x.detach())
+    torch.testing.assert_close(gradients["x"], expected)
+
+
+@pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)
+def test_recorded_passes_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
+    if not runs_here(path):
+        return
+    batches = (3, 17, 5, 2)
+    expected = backward_passes(batches)
+    with replay(path, strict=True) as replaying:
+        actual = backward_passes(batches)
+    torch.testing.assert_close(actual, expected)
+    assert (replaying.report.bindings, replaying.report.hits) == (1, 3)
+    assert not replaying.report.misses and not replaying.report.eager
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.name)
+def test_a_pair_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
+    if not runs_here(path):
+        return
+    package = load(path)
+    assert_same(run(package.module("pair"), arguments(), 2), run(Pair(), arguments(), 2))
+    x = arguments()[0]
+    value, gradients = package.grad("loss")(x.detach())
+    first = Pair().first
+    expected = first(x).square().sum()
+    expected.backward()
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(gradients, {"x": x.grad, "net.first.weight": first.weight.grad})
+
+
+@pytest.mark.parametrize("path", STEPS, ids=lambda p: p.name)
+def test_a_step_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
+    """Beside eager: updates, gradients that wait, a skipped update, a learning rate that moves, and clipping that bites."""
+    if not runs_here(path):
+        return
+    step, eager = load(path).step(), training()
+    module, optimizer = eager.module, eager.optimizer
+    for i, rows in enumerate((8, 64, 5, 17)):
+        x, y = samples(rows)
+        waits = i == 1
+        loss = step(x, y, update=not waits)
+        expected = nn.functional.cross_entropy(module(x), y)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        if not waits:
+            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            assert step.grad_norm is not None
+            torch.testing.assert_close(step.grad_norm, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        for group, other in zip(step.param_groups, optimizer.param_groups, strict=True):
+            group["lr"] = other["lr"] = other["lr"] * 1.5
+    assert step.count == 3
+    torch.testing.assert_close(dict(step.parameters), {n: p.detach() for n, p in module.named_parameters()}, rtol=1e-4, atol=1e-6)
+    before = {n: p.clone() for n, p in step.parameters.items()}
+    step(torch.full((8, 4), torch.inf), samples(8)[1])
+    assert (step.count, step.skipped) == (3, 1) and all(torch.equal(p, before[n]) for n, p in step.parameters.items())

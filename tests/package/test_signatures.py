@@ -1,0 +1,749 @@
+"""Signatures (docs/reliability.md, row 39): what a policy asks for is had, or the package is refused before anything in it is used; and what is
+used is what was signed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import random
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from model_signing import hashing, signing, verifying
+from safetensors.torch import load, save
+
+import aot_backward as ab
+import aot_backward_runtime
+from aot_backward_runtime import AotBackwardError, PackageError, SignatureError
+from aot_backward_runtime import load as load_package
+from aot_backward_runtime.format.zip_directory import read_at
+from aot_backward_runtime.native.weights import load_weights
+from aot_backward_runtime.package.archive import open_package
+from aot_backward_runtime.package.signature_policy import admission
+
+from ..commands.test_cli import called, fails
+from ..support.packages import LIBRARY, MANIFEST, WEIGHTS, python, taken_apart, tiny_weights, write_tiny
+
+WEIGHT = "layer.weight"  # mapped where it lies; a smaller one, which begins at an odd place, is a copy anyway
+
+
+def write_key(path: Path, key: Any, password: bytes | None = None) -> Path:
+    """``path`` and, beside it, its public half as ``NAME.pub``."""
+    encryption = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption))
+    public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    path.with_suffix(".pub").write_bytes(public)
+    return path
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of keys: ``own`` and ``other`` are good ones."""
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("own", "other"):
+        write_key(folder / f"{name}.pem", ec.generate_private_key(ec.SECP256R1()))
+    write_key(folder / "locked.pem", ec.generate_private_key(ec.SECP256R1()), b"open sesame")
+    write_key(folder / "rsa.pem", rsa.generate_private_key(65537, 2048))
+    write_key(folder / "ed25519.pem", ed25519.Ed25519PrivateKey.generate())
+    write_key(folder / "koblitz.pem", ec.generate_private_key(ec.SECP256K1()))
+    (folder / "two.pub").write_bytes((folder / "own.pub").read_bytes() + (folder / "other.pub").read_bytes())
+    (folder / "empty.pub").touch()
+    (folder / "words.pub").write_text("-----BEGIN PUBLIC KEY-----\nno key\n-----END PUBLIC KEY-----\n")
+    with (folder / "large.pub").open("wb") as large:
+        large.truncate(1 << 30)
+    return folder
+
+
+@pytest.fixture
+def own(keys: Path) -> Path:
+    return keys / "own.pub"
+
+
+@pytest.fixture(scope="session")
+def tiny_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("tiny") / "tiny.pt2"
+    write_tiny(path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def tiny(tiny_bytes: bytes, keys: Path, tmp_path: Path) -> Path:
+    """A small package without entries, signed by ``own``."""
+    path = tmp_path / "tiny.pt2"
+    path.write_bytes(tiny_bytes)
+    ab.sign(path, key=keys / "own.pem")
+    return path
+
+
+@pytest.fixture(scope="session")
+def twins(package: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
+    """Two packages with the same members in the same places: of the second, the weight is 9, and every digest is right."""
+    good, members = package.read_bytes(), taken_apart(package)
+    weight = load(members[WEIGHTS])[WEIGHT]
+    nines = torch.full_like(weight, 9.0)
+    weights = replaced(members[WEIGHTS], tensor_bytes(weight), tensor_bytes(nines))
+    manifest = replaced(members[MANIFEST], digest(tensor_bytes(weight)).encode(), digest(tensor_bytes(nines)).encode())
+    manifest = replaced(manifest, digest(members[WEIGHTS]).encode(), digest(weights).encode())
+    bad = good
+    for before, after in ((members[WEIGHTS], weights), (members[MANIFEST], manifest)):
+        bad = replaced(bad, before, after)
+        bad = replaced(bad, struct.pack("<I", zlib.crc32(before)), struct.pack("<I", zlib.crc32(after)), times=2)
+    return good, bad
+
+
+def replaced(data: bytes, before: bytes, after: bytes, times: int = 1) -> bytes:
+    assert data.count(before) == times and len(before) == len(after)
+    return data.replace(before, after)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def outcome(loaded: aot_backward_runtime.Package) -> float:
+    """What native code makes of the weight: 9 saturates tanh."""
+    with torch.no_grad():
+        return float(loaded.module("net")({"x": torch.ones(2, 4), "weight": torch.ones(2, 1)})["out"][0, 0])
+
+
+def refused(path: Path, key: Path, *words: str, signature: Any = "require") -> str:
+    with pytest.raises(SignatureError) as caught:
+        load_package(path, signature=signature, key=key)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 700, text
+    for word in (str(path), *words):
+        assert word in text
+    return text
+
+
+def test_a_signed_package_is_loaded_and_right(package: Path, keys: Path, own: Path, tmp_path: Path) -> None:
+    path = tmp_path / "small.pt2"
+    path.write_bytes(package.read_bytes())
+    assert ab.sign(path, key=str(keys / "own.pem")) == tmp_path / "small.pt2.sig"
+    for options in ({}, {"signature": "require"}, {"signature": "if-present"}):
+        assert outcome(ab.load(path, key=own, **options)) == outcome(load_package(package))  # type: ignore[arg-type]
+    model = load_package(path, key=str(own)).module("net")
+    with torch.no_grad():
+        model.layer.weight.fill_(9.0)  # a copy: the file stays
+    assert load_package(path, key=own).module("net").layer.weight.max() < 9
+
+
+@pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()], ids=lambda c: c.name)
+def test_every_curve_that_the_library_knows(curve: ec.EllipticCurve, tiny: Path, keys: Path, tmp_path: Path) -> None:
+    key = write_key(tmp_path / "key.pem", ec.generate_private_key(curve))
+    refused(tiny, key.with_suffix(".pub"), "is by another key")
+    ab.sign(tiny, key=key)
+    load_package(tiny, key=key.with_suffix(".pub"))
+
+
+def test_a_package_that_is_not_signed(tiny: Path, own: Path) -> None:
+    tiny.with_name("tiny.pt2.sig").unlink()
+    refused(tiny, own, "is not signed", "tiny.pt2.sig", str(own), "aot-backward sign")
+    with pytest.raises(SignatureError, match="is not signed"):
+        load_package(tiny, key=own)  # a key alone means "require"
+    load_package(tiny, signature="if-present", key=own)
+    load_package(tiny, signature="off")
+    load_package(tiny)
+
+
+def test_what_off_means(tiny: Path) -> None:
+    tiny.with_name("tiny.pt2.sig").write_text("not even JSON")
+    load_package(tiny)
+    load_package(tiny, signature="off")
+
+
+def bundle(tiny: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
+    made = json.loads(tiny.with_name("tiny.pt2.sig").read_text())
+    change(made)
+    return json.dumps(made).encode()
+
+
+def _sign_bytes(envelope: dict[str, Any], **changes: Any) -> None:
+    payload = json.loads(base64.b64decode(envelope["payload"]))
+    payload.update(changes)
+    envelope["payload"] = base64.b64encode(json.dumps(payload).encode()).decode()
+
+
+SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another digest": (lambda b: _sign_bytes(b["dsseEnvelope"], subject=[]), "is bad"),
+    "no signature": (lambda b: b["dsseEnvelope"]["signatures"].clear(), "cannot be understood"),
+    "another signature": (lambda b: b["dsseEnvelope"]["signatures"][0].update(sig="MEUCIQD1"), "is bad"),
+    "not base64": (lambda b: b["dsseEnvelope"]["signatures"][0].update(sig="é"), "cannot be understood"),
+    "no envelope": (lambda b: b.pop("dsseEnvelope"), "cannot be understood"),
+    "a message instead": (
+        lambda b: b.update(
+            messageSignature={"messageDigest": {"algorithm": "SHA2_256", "digest": "AA=="}, "signature": b.pop("dsseEnvelope")["payload"]}
+        ),
+        "cannot be understood",
+    ),
+    "no key": (lambda b: b["verificationMaterial"].pop("publicKey"), "is no signature by a key"),
+    "an unnamed key": (lambda b: b["verificationMaterial"].update(publicKey={}), "is no signature by a key"),
+    "a null key": (lambda b: b["verificationMaterial"]["publicKey"].update(hint=None), "does not say by which key"),
+    "a strange key": (lambda b: b["verificationMaterial"]["publicKey"].update(hint="\x1b[31m" * 99), "does not say by which key"),
+    "another media type": (lambda b: b.update(mediaType="text/plain"), "cannot be understood"),
+    "another kind of payload": (lambda b: b["dsseEnvelope"].update(payloadType="text/plain"), "cannot be understood"),
+    "more fields": (lambda b: b.update(more=1), "cannot be understood"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_spoilt_signature(how: str, tiny: Path, own: Path) -> None:
+    change, words = SPOILT[how]
+    tiny.with_name("tiny.pt2.sig").write_bytes(bundle(tiny, change))
+    for policy in ("require", "if-present"):
+        refused(tiny, own, "tiny.pt2.sig", words, "sign", signature=policy)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"\x00" * 100, "is no signature"),
+        (b"[" * 500_000, "is no signature"),
+        (b"[]", "is no signature"),
+        (b'"words"', "is no signature"),
+        (b'{"verificationMaterial": 1}', "is no signature"),
+        (b"\xff\xfe", "is no signature"),
+        (b" " * ((1 << 20) + 1), "has 1048577 bytes; no signature has more than 1048576"),
+    ],
+    ids=["empty", "zeros", "deep", "list", "string", "number", "not UTF-8", "large"],
+)
+def test_a_file_that_is_no_signature(content: bytes, words: str, tiny: Path, own: Path) -> None:
+    tiny.with_name("tiny.pt2.sig").write_bytes(content)
+    refused(tiny, own, "tiny.pt2.sig", words)
+    refused(tiny, own, "tiny.pt2.sig", words, signature="if-present")
+
+
+def test_what_lies_in_the_place_of_a_signature(tiny: Path, own: Path) -> None:
+    """None of these counts as no signature."""
+    place = tiny.with_name("tiny.pt2.sig")
+    place.unlink()
+    place.mkdir()
+    refused(tiny, own, "is a folder", signature="if-present")
+    place.rmdir()
+    os.mkfifo(place)
+    refused(tiny, own, "is not a plain file", signature="if-present")
+    place.unlink()
+    place.symlink_to("nowhere")
+    refused(tiny, own, "cannot be read: No such file", signature="if-present")
+    place.unlink()
+    place.symlink_to("/dev/zero")
+    refused(tiny, own, "is not a plain file", signature="if-present")
+    place.unlink()
+    with place.open("wb") as file:
+        file.truncate(1 << 30)
+    refused(tiny, own, "has 1073741824 bytes", signature="if-present")
+
+
+def test_bits_flipped_in_the_signature(tiny: Path, own: Path) -> None:
+    place, chance = tiny.with_name("tiny.pt2.sig"), random.Random(39)
+    good, kept = place.read_bytes(), 0
+    for _ in range(150):
+        data = bytearray(good)
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        place.write_bytes(data)
+        try:
+            load_package(tiny, key=own)
+        except SignatureError as error:
+            assert str(tiny) in str(error)
+        else:
+            kept += 1  # bits of base64's last letter that mean nothing, and of names that nobody reads
+    assert kept < 10
+
+
+def test_a_signature_by_another_key(tiny: Path, keys: Path, own: Path) -> None:
+    found = [hashlib.sha256((keys / f"{n}.pub").read_bytes()).hexdigest() for n in ("own", "other")]
+    refused(tiny, keys / "other.pub", "is by another key", *found, signature="if-present")
+    ab.sign(tiny, key=keys / "other.pem")
+    refused(tiny, own, "is by another key")
+    # one that claims to be by the key that is asked for
+    forged = bundle(tiny, lambda b: b["verificationMaterial"]["publicKey"].update(hint=found[0]))
+    tiny.with_name("tiny.pt2.sig").write_bytes(forged)
+    refused(tiny, own, "is bad")
+
+
+def test_the_signature_of_another_file(tiny: Path, keys: Path, own: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pt2"
+    write_tiny(other, {"bias": torch.zeros(3)})
+    place = ab.sign(other, key=keys / "own.pem")
+    place.replace(tiny.with_name("tiny.pt2.sig"))
+    digests = [hashlib.sha256(p.read_bytes()).hexdigest() for p in (other, tiny)]
+    refused(tiny, own, "is good, but of other bytes", "'other.pt2'", *digests)
+
+
+def test_one_bit_changed_after_signing_and_signed_again(tiny: Path, keys: Path, own: Path) -> None:
+    """Wherever it is: it is the signature that is named, whatever else the bit has broken."""
+    good, chance = tiny.read_bytes(), random.Random(1)
+    members = [good.index(taken_apart(tiny)[m][:64]) for m in (LIBRARY, WEIGHTS, MANIFEST)]
+    for at in [0, len(good) - 1, *members, *(chance.randrange(len(good)) for _ in range(40))]:
+        data = bytearray(good)
+        data[at] ^= 1 << chance.randrange(8)
+        tiny.write_bytes(data)
+        refused(tiny, own, "is good, but of other bytes")
+    for changed in (good + b"\0", good[:-1], b""):
+        tiny.write_bytes(changed)
+        refused(tiny, own, "is good, but of other bytes")
+    write_tiny(tiny, {"bias": torch.zeros(3)})
+    refused(tiny, own, "is good, but of other bytes", signature="if-present")
+    ab.sign(tiny, key=keys / "own.pem")
+    load_package(tiny, key=own)
+
+
+# Loads a package, then prints the folders that were opened for native code, how many maps of memory were made, and the error.
+_WATCHED = """
+import os, sys
+import aot_backward_runtime, torch
+from aot_backward_runtime.package import model_signing  # the libraries' own maps and files are not counted
+seen = []
+def hook(event, arguments):
+    if event == "mmap.__new__" or event == "open" and os.environ["AOT_BACKWARD_CACHE"] in str(arguments[0]):
+        seen.append(event)
+sys.addaudithook(hook)
+try:
+    aot_backward_runtime.load(sys.argv[1], key=sys.argv[2]).module("net")({"x": torch.zeros(2, 4), "weight": torch.ones(2, 1)})
+    error = None
+except aot_backward_runtime.SignatureError as caught:
+    error = caught
+print(sorted(set(seen)), type(error).__name__)
+"""
+
+
+def test_weights_and_native_code_are_read_after_the_signature(package: Path, keys: Path, own: Path, tmp_path: Path) -> None:
+    path = tmp_path / "small.pt2"
+    path.write_bytes(package.read_bytes())
+    ab.sign(path, key=keys / "own.pem")
+    cache = str(tmp_path / "cache")
+    done = python(_WATCHED, path, keys / "other.pub", AOT_BACKWARD_CACHE=cache)
+    assert done.stdout == "[] SignatureError\n", done.stderr
+    assert not Path(cache).exists()
+    done = python(_WATCHED, path, own, AOT_BACKWARD_CACHE=cache)  # and here it is seen when they are
+    assert done.stdout == "['mmap.__new__', 'open'] NoneType\n", done.stderr
+
+
+def test_a_package_and_its_signature_move_together(tiny: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    moved = folder / "renamed"
+    tiny.with_name("tiny.pt2.sig").rename(folder / "renamed.sig")
+    tiny.rename(moved)
+    load_package(moved, key=own)
+    monkeypatch.chdir(folder)
+    load_package("renamed", key=own)
+    load_package(f"/proc/self/cwd/{moved.name}", key=own)
+
+
+def test_links(tiny: Path, keys: Path, own: Path, tmp_path: Path) -> None:
+    """The signature beside the link counts; where there is none, the one beside what it leads to."""
+    folder = tmp_path / "links"
+    folder.mkdir()
+    link = folder / "current.pt2"
+    link.symlink_to(tiny)
+    load_package(link, key=own)
+    ab.sign(link, key=keys / "other.pem")
+    assert sorted(p.name for p in folder.iterdir()) == ["current.pt2", "current.pt2.sig"]
+    refused(link, own, "is by another key")
+    load_package(link, key=keys / "other.pub")
+    load_package(tiny, key=own)
+
+
+BAD_KEYS = {
+    "missing.pub": "cannot read the key",
+    "": "Is a directory",
+    "empty.pub": "it is no public key in PEM form",
+    "words.pub": "it is no public key in PEM form",
+    "two.pub": "it holds 2 keys, of which only the first would be trusted",
+    "large.pub": "it has more than 1048576 bytes",
+    "own.pem": "it is a private key; its public half is made by: openssl pkey",
+    "rsa.pub": "it is of kind RSA; expected an elliptic-curve key on P-256, P-384 or P-521",
+    "ed25519.pub": "it is of kind Ed25519",
+    "koblitz.pub": "it is on the curve secp256k1",
+}
+
+
+@pytest.mark.parametrize("name", BAD_KEYS)
+def test_a_key_that_is_none(name: str, tiny: Path, keys: Path) -> None:
+    for policy in ("require", "if-present"):
+        with pytest.raises(SignatureError) as caught:
+            load_package(tiny, signature=policy, key=keys / name)  # type: ignore[arg-type]
+        assert str(keys / name) in str(caught.value) and BAD_KEYS[name] in str(caught.value)
+
+
+def test_a_certificate_is_not_taken_for_a_key(tiny: Path, keys: Path, tmp_path: Path) -> None:
+    import datetime
+
+    key = serialization.load_pem_private_key((keys / "own.pem").read_bytes(), None)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "somebody")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1)).sign(key, hashes.SHA256())  # type: ignore[arg-type]
+    (tmp_path / "own.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    with pytest.raises(SignatureError, match="it is a certificate; the public key in it is printed by: openssl x509"):
+        load_package(tiny, key=tmp_path / "own.crt")
+
+
+def test_a_policy_that_says_nothing_or_too_much(tiny: Path, own: Path) -> None:
+    def says(words: str, **options: Any) -> None:
+        with pytest.raises(SignatureError, match=words):
+            load_package(tiny, **options)
+
+    says("signature='require' needs the public key to check with: key='public.pem'", signature="require")
+    says("signature='if-present' needs the public key", signature="if-present")
+    says("signature='off' would not look at the key", signature="off", key=own)
+    says("signature='required' is unknown: it is 'require', 'if-present' or 'off'", signature="required", key=own)
+    says("signature=True is unknown", signature=True, key=own)
+    says("signature=False is unknown", signature=False)
+    says("a key is the path of a PEM file, not int", key=3)
+    says("a key is the path of a PEM file, not its content", key=own.read_text())
+    says("embedded null byte", key="a\0b")
+    says("cannot read the key : Is a directory", key="")
+
+
+def test_a_key_through_a_pipe(tiny: Path, own: Path) -> None:
+    """As ``--key <(…)`` of a shell gives it."""
+    ours, theirs = os.pipe()
+    os.write(theirs, own.read_bytes())
+    os.close(theirs)
+    load_package(tiny, key=f"/dev/fd/{ours}")
+    os.close(ours)
+
+
+@pytest.mark.parametrize("missing", ["model_signing", "cryptography", "OpenSSL"])
+def test_without_the_library(missing: str, tiny: Path, keys: Path) -> None:
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None
+import aot_backward_runtime, aot_backward
+aot_backward_runtime.load(sys.argv[1])
+for call in (lambda: aot_backward_runtime.load(sys.argv[1], key=sys.argv[2] + ".pub"),
+             lambda: aot_backward_runtime.load(sys.argv[1], signature="if-present", key=sys.argv[2] + ".pub"),
+             lambda: aot_backward.sign(sys.argv[1], key=sys.argv[2] + ".pem")):
+    try:
+        call()
+    except aot_backward_runtime.SignatureError as error:
+        assert {missing!r} in str(error) and str(error).endswith("pip install 'aot-backward-runtime[sign]'"), error
+    else:
+        raise SystemExit("taken")
+"""
+    done = python(code, tiny, keys / "own")
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_who_asks_for_signatures_imports_the_library(tiny: Path, own: Path) -> None:
+    """test_thin.py has the same of a whole forward and backward."""
+    code = """
+import sys, aot_backward, aot_backward_runtime
+libraries = {"model_signing", "sigstore", "cryptography", "OpenSSL"}
+aot_backward_runtime.load(sys.argv[1])
+aot_backward_runtime.load(sys.argv[1], signature="off")
+print(libraries & sys.modules.keys())
+aot_backward_runtime.load(sys.argv[1], key=sys.argv[2])
+print(libraries - sys.modules.keys())
+"""
+    done = python(code, tiny, own)
+    assert done.stdout == "set()\nset()\n", done.stderr
+
+
+def test_what_was_signed_is_loaded_whatever_the_path_leads_to(twins: tuple[bytes, bytes], keys: Path, own: Path, tmp_path: Path) -> None:
+    path, evil = tmp_path / "small.pt2", tmp_path / "evil.pt2"
+    path.write_bytes(twins[0])
+    evil.write_bytes(twins[1])
+    assert outcome(load_package(evil)) == 1  # tanh(36)
+    ab.sign(path, key=keys / "own.pem")
+    admit = admission("require", own)
+    assert admit is not None
+
+    def replacing(admitted: Path, digest: str) -> None:
+        admit(admitted, digest)
+        evil.replace(path)
+
+    archive = open_package(path, admit=replacing)
+    assert path.read_bytes() == twins[1]
+    assert load_weights(archive)[WEIGHT].max() < 9
+    refused(path, own, "is good, but of other bytes")
+
+
+def test_what_was_signed_is_loaded_whatever_is_written_over_it(
+    twins: tuple[bytes, bytes], keys: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody who may write to the file, at each moment of a load."""
+    path = tmp_path / "small.pt2"
+    path.write_bytes(twins[0])
+    ab.sign(path, key=keys / "own.pem")
+    admit = admission("require", own)
+    assert admit is not None
+
+    def overwriting(data: bytes) -> None:
+        with path.open("r+b") as file:  # the same file, unlike write_bytes it is not emptied first
+            file.write(data)
+
+    def then_bad(admitted: Path, digest: str) -> None:
+        admit(admitted, digest)
+        overwriting(twins[1])
+
+    with pytest.raises(PackageError, match="SHA-256 is"):  # the weights of the one do not fit the manifest of the other
+        load_weights(open_package(path, admit=then_bad))
+    overwriting(twins[0])
+    with monkeypatch.context() as patched:  # also where large weights were found good before
+        patched.setattr("aot_backward_runtime.native.weights.HASHED_ALWAYS", 0)
+        patched.setattr("aot_backward_runtime.native.weights.remembered", lambda *_: True)
+        with pytest.raises(PackageError, match="SHA-256 is"):
+            load_weights(open_package(path, admit=then_bad))
+    overwriting(twins[0])
+    weights = load_weights(open_package(path, admit=admit))
+    before = weights[WEIGHT].clone()
+    overwriting(twins[1])
+    assert torch.equal(weights[WEIGHT], before)  # they are in memory
+
+    # its manifest is read from the one, and the good one is there before all is hashed
+    turned = []
+
+    def turning(fd: int, offset: int, size: int, name: Path) -> bytes:
+        data = read_at(fd, offset, size, name)
+        if b'"format_version"' in data and not turned:
+            turned.append(data)
+            overwriting(twins[0])
+        return data
+
+    monkeypatch.setattr("aot_backward_runtime.package.archive.read_at", turning)
+    with pytest.raises(PackageError, match="it was written to while it was read; load it again"):
+        open_package(path, admit=admit)
+    assert turned
+
+
+def test_a_package_that_is_replaced_and_written_over_all_the_time(twins: tuple[bytes, bytes], keys: Path, own: Path, tmp_path: Path) -> None:
+    path, chance = tmp_path / "small.pt2", random.Random(2)
+    path.write_bytes(twins[0])
+    ab.sign(path, key=keys / "own.pem")
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            data = twins[chance.randrange(2)]
+            if chance.random() < 0.5:
+                with path.open("r+b") as file:
+                    file.write(data)
+            else:
+                (tmp_path / "next").write_bytes(data)
+                (tmp_path / "next").replace(path)
+            stop.wait(chance.random() * 0.004)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    loaded = kept_out = 0
+    try:
+        for _ in range(250):
+            try:
+                weights = load_weights(open_package(path, admit=admission("require", own)))
+            except (SignatureError, PackageError):
+                kept_out += 1
+            else:
+                assert weights[WEIGHT].max() < 9
+                loaded += 1
+    finally:
+        stop.set()
+        thread.join()
+    assert loaded > 10 and kept_out > 10, (loaded, kept_out)
+
+
+def test_signers_and_readers_at_once(tiny: Path, keys: Path, own: Path) -> None:
+    def signs(_: int) -> None:
+        ab.sign(tiny, key=keys / "own.pem")
+
+    def loads(_: int) -> None:
+        load_package(tiny, key=own)
+
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(job, i) for i in range(25) for job in (signs, loads)]
+        for job in jobs:
+            job.result()
+    assert sorted(p.name for p in tiny.parent.iterdir()) == ["tiny.pt2", "tiny.pt2.sig"]
+
+
+def test_the_library_s_own_signatures(tiny: Path, keys: Path, own: Path, tmp_path: Path) -> None:
+    """Ours are checked by it, and its own of a package are taken; not those of something else, or with another hash."""
+    place = tiny.with_name("tiny.pt2.sig")
+    verifying.Config().use_elliptic_key_verifier(public_key=own).verify(tiny, place)
+    signer = signing.Config().use_elliptic_key_signer(private_key=keys / "own.pem")
+    signer.sign(tiny, place)
+    load_package(tiny, key=own)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "tiny.pt2").write_bytes(tiny.read_bytes())
+    signer.sign(folder, place)
+    refused(tiny, own, "is good, but of 1 resources of 'folder'")
+    (folder / "tiny.pt2").unlink()
+    signer.sign(folder, place)
+    refused(tiny, own, "is good, but of 0 resources")
+    signer.set_hashing_config(hashing.Config().set_ignored_paths(paths=["."])).sign(tiny, place)  # nothing is signed
+    refused(tiny, own, "is good, but of 0 resources")
+    signer.set_hashing_config(hashing.Config().use_file_serialization(hashing_algorithm="blake3")).sign(tiny, place)
+    refused(tiny, own, "and not of one package with its SHA-256", "aot-backward sign")
+    signer.set_hashing_config(hashing.Config().use_shard_serialization()).sign(tiny, place)
+    refused(tiny, own, "and not of one package with its SHA-256")
+
+
+def test_nothing_is_signed_that_is_damaged_or_no_package(tiny: Path, keys: Path, tmp_path: Path) -> None:
+    place = tiny.with_name("tiny.pt2.sig")
+    before, data = place.read_bytes(), bytearray(tiny.read_bytes())
+    data[data.index(b"\x7fELF") + 5000] ^= 1
+    tiny.write_bytes(data)
+    with pytest.raises(PackageError, match="SHA-256 is"):
+        ab.sign(tiny, key=keys / "own.pem")
+    assert place.read_bytes() == before
+    with pytest.raises(PackageError):
+        ab.sign(keys / "own.pub", key=keys / "own.pem")
+    assert not (keys / "own.pub.sig").exists()
+    with pytest.raises(PackageError, match="No such file"):
+        ab.sign(tmp_path / "nonsuch.pt2", key=keys / "own.pem")
+    for folder in (tmp_path, "."):
+        with pytest.raises(PackageError, match="it is a folder"):
+            ab.sign(folder, key=keys / "own.pem")
+
+
+def test_where_a_signature_goes(tiny: Path, keys: Path, own: Path, tmp_path: Path) -> None:
+    place = tiny.with_name("tiny.pt2.sig")
+    before = place.read_bytes()
+
+    def fails_with(words: str, output: Path) -> None:
+        with pytest.raises(SignatureError, match=words):
+            ab.sign(tiny, key=keys / "own.pem", output=output)
+        assert place.read_bytes() == before
+
+    fails_with("which is the package or the key", tiny)
+    fails_with("which is the package or the key", keys / "own.pem")
+    fails_with("No such file or directory; nothing was changed", tmp_path / "no" / "out.sig")
+    fails_with("it is a folder; nothing was changed", tmp_path)
+    assert ab.sign(tiny, key=keys / "own.pem", output=tmp_path / "apart.sig") == tmp_path / "apart.sig"
+    place.unlink()
+    refused(tiny, own, "is not signed")
+    (tmp_path / "apart.sig").rename(place)
+    load_package(tiny, key=own)
+
+
+def test_a_key_with_a_password(tiny: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = keys / "locked.pem"
+    fails(called("sign", tiny, "--key", locked), 1, f"cannot sign with {locked}: it is encrypted, and no password was given")
+    monkeypatch.setenv("KEY_PASSWORD", "wrong")
+    told = fails(called("sign", tiny, "--key", locked, "--password-env", "KEY_PASSWORD"), 1, "the password does not open it")
+    assert "wrong" not in told
+    monkeypatch.setenv("KEY_PASSWORD", "open sesame")
+    assert called("sign", tiny, "--key", locked, "--password-env", "KEY_PASSWORD").stdout == f"wrote {tiny}.sig\n"
+    load_package(tiny, key=locked.with_suffix(".pub"))
+    fails(called("sign", tiny, "--key", keys / "own.pem", "--password-env", "KEY_PASSWORD"), 1, "it is not encrypted, but a password was given")
+    fails(called("sign", tiny, "--key", locked, "--password-env", "NONSUCH"), 2, "the variable NONSUCH is not set")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own.pub", "it is a public key, which cannot sign"),
+        ("rsa.pem", "it is of kind RSA"),
+        ("koblitz.pem", "it is on the curve secp256k1"),
+        ("empty.pub", "it is no private key in PEM form; make one: openssl genpkey"),
+        ("missing.pem", "No such file"),
+        ("", "Is a directory"),
+    ],
+)
+def test_what_cannot_sign(name: str, words: str, tiny: Path, keys: Path) -> None:
+    fails(called("sign", tiny, "--key", keys / name), 1, str(keys / name), words)
+
+
+def test_the_command_line(package: Path, keys: Path, own: Path, tmp_path: Path) -> None:
+    path = tmp_path / "small.pt2"
+    path.write_bytes(package.read_bytes())
+    assert "signature: none beside it" in called("inspect", path).stdout
+    assert json.loads(called("inspect", path, "--json").stdout)["signature"] is None
+    fails(called("verify", path, "--no-run", "--key", own), 1, "is not signed")
+    assert called("sign", path, "--key", keys / "own.pem").stdout == f"wrote {path}.sig\n"
+    shown = called("verify", path, "--key", own).stdout
+    assert f"{path}: its signature {path}.sig is good, by the owner of {own}" in shown and "entry 'net' variant 0" in shown
+    assert json.loads(called("verify", path, "--no-run", "--json", "--key", own).stdout)["signature"] == f"{path}.sig"
+    assert json.loads(called("verify", path, "--no-run", "--json").stdout)["signature"] == ""
+    assert f"signature: {path}.sig, not looked at" in called("inspect", path).stdout
+    assert json.loads(called("inspect", path, "--json").stdout)["signature"] == f"{path}.sig"
+    done = called("verify", path, "--no-run", "--json", "--key", keys / "other.pub")
+    assert done.exit_code == 1 and "is by another key" in json.loads(done.stdout)["error"]
+
+
+_LOADING: dict[str, list[object]] = {
+    # a command that loads a package, and how it fails after that
+    "run": ["--inputs", "INPUTS", "--outputs", "OUT"],
+    "train": ["--data", "INPUTS", "--epochs", 1, "--save", "OUT"],
+    "replay": ["SCRIPT"],
+    "rebuild": ["-o", "OUT"],
+    "replay --save-misses": ["--save-misses", "OUT", "SCRIPT"],
+}
+
+
+@pytest.mark.parametrize("command", _LOADING)
+def test_commands_that_load_a_package(command: str, tiny: Path, keys: Path, own: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.safetensors").write_bytes(save({"x": torch.zeros(1)}))
+    (tmp_path / "script.py").touch()
+    places = {"INPUTS": tmp_path / "in.safetensors", "OUT": tmp_path / "out", "SCRIPT": tmp_path / "script.py"}
+    rest = [places.get(str(a), a) for a in _LOADING[command]]
+
+    def tried(*options: object) -> Any:
+        return called(command.split()[0], *options, tiny, *rest)
+
+    fails(tried("--key", keys / "other.pub"), 1, "is by another key")
+    fails(tried("--signature", "require"), 2, "--signature require needs --key PUBLIC.pem")
+    fails(tried("--signature", "if-present"), 2, "needs --key")
+    fails(tried("--signature", "off", "--key", own), 2, "--signature off would not look at --key")
+    fails(tried("--signature", "never"), 2, "'never' is not one of 'require', 'if-present', 'off'")
+    after = fails(tried("--key", own), 1)  # the package has no entries
+    assert "sign" not in after.replace("signatures", ""), after
+    tiny.with_name("tiny.pt2.sig").unlink()
+    fails(tried("--key", own), 1, "is not signed")
+    assert fails(tried("--key", own, "--signature", "if-present"), 1) == after == fails(tried(), 1)
+
+
+def test_replay_takes_a_policy(tiny: Path, keys: Path, tmp_path: Path) -> None:
+    for door in (aot_backward_runtime.replay, ab.replay):
+        with pytest.raises(SignatureError, match="is by another key"):
+            door(tiny, key=keys / "other.pub")
+        with pytest.raises(AotBackwardError, match="has 0 entries of kind 'replay'"):
+            door(tiny, signature="if-present", key=keys / "own.pub")
+    with pytest.raises(SignatureError, match="is by another key"):
+        ab.replay(tiny, save_misses=tmp_path / "misses", key=keys / "other.pub")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns of forks among threads
+def test_a_forked_child_has_its_own_weights(tiny: Path, own: Path) -> None:
+    weights = load_weights(open_package(tiny, admit=admission(None, own)))
+    child = os.fork()
+    if not child:
+        weights["weight"].fill_(9.0)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(weights["weight"], tiny_weights()["weight"])
+
+
+def test_a_refused_package_leaves_the_process_as_it_was(tiny: Path, keys: Path, own: Path) -> None:
+    def descriptors() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    before = descriptors()
+    for _ in range(50):
+        try:
+            load_package(tiny, key=keys / "other.pub")
+        except SignatureError:
+            continue
+        raise AssertionError("it was loaded")
+    assert descriptors() == before
+    load_package(tiny, key=own)
+    assert torch.equal(load_weights(open_package(tiny, admit=admission(None, own)))["weight"], tiny_weights()["weight"])

@@ -1,0 +1,1 @@
+"""Recorded backward passes and scripts, beside eager."""

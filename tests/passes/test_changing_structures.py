@@ -1,0 +1,219 @@
+"""Scripts whose backward passes keep having another structure: what a pass keeps is bounded, and what was bound goes on being served."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aot_backward as ab
+
+from ..commands.test_cli import called
+from .test_record import recorded_mlp
+
+Gradients = list[Tensor | None]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Scheduled:
+    """The net of :func:`mlp`, clamped at a limit; the limit is part of the node's key, so each is a structure of its own."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 3))
+        self.x, self.labels = torch.linspace(-1, 1, 24).reshape(3, 8), torch.tensor([0, 2, 1])
+
+    def __call__(self, limit: float | None) -> Gradients:
+        self.net.zero_grad()
+        y = self.net(self.x)
+        nn.functional.cross_entropy(y if limit is None else y.clamp(max=limit), self.labels).backward()
+        return [p.grad for p in self.net.parameters()]
+
+
+@pytest.fixture(scope="session")
+def package() -> Path:
+    """:class:`Scheduled` without a limit. Do not write to it."""
+    return recorded_mlp()
+
+
+def limits() -> Iterator[float]:
+    n = 0
+    while True:
+        n += 1
+        yield 0.3 + n * 1e-4
+
+
+def memory() -> int:
+    """Bytes of this process that are resident."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def same(expected: Gradients, actual: Gradients) -> bool:
+    return all(e is not None and a is not None and torch.allclose(e, a, rtol=1e-5, atol=1e-6) for e, a in zip(expected, actual, strict=True))
+
+
+def test_a_replay_where_nothing_repeats_is_bounded(package: Path) -> None:
+    program, changing = Scheduled(), limits()
+    with ab.replay(package) as replaying:
+        for _ in range(300):
+            program(next(changing))
+        gc.collect()
+        objects, resident = len(gc.get_objects()), memory()
+        for _ in range(1300):
+            program(next(changing))
+        gc.collect()
+        assert len(gc.get_objects()) - objects < 2000 and memory() - resident < 40e6
+        limit = next(changing)
+        actual = program(limit)
+    assert all(torch.equal(e, a) for e, a in zip(program(limit), actual, strict=True))  # type: ignore[arg-type] # eager's bits
+    report = replaying.report
+    assert sum(report.misses.values()) == 128 == len(replaying.tapes) and sum(report.eager.values()) == 1601 - 128
+    assert len(str(report)) < 8000 and len(json.dumps(report.to_json())) < 8000
+    assert "1473: the structure keeps changing: 128 structures that no package holds were met" in str(report)
+    assert "(other reasons)" in str(report) and sum(report.to_json()["misses"].values()) == 128
+
+
+@pytest.mark.parametrize("every", [2, 9])
+def test_what_is_bound_goes_on_being_served(package: Path, every: int) -> None:
+    program, changing = Scheduled(), limits()
+    expected = program(None)
+    passes = 2200 if every == 2 else 1300
+    with ab.replay(package, max_structures=8) as replaying:
+        for n in range(passes):
+            if n % every == 0:
+                assert same(expected, program(None))
+            else:
+                program(next(changing))
+    known = len(range(0, passes, every))
+    assert replaying.report.hits + replaying.report.bindings - 8 >= known - 5 * (passes // 1024)  # each time that the cache was emptied, a few
+
+
+def test_a_structure_of_the_package_that_comes_late_is_found(package: Path) -> None:
+    program, changing = Scheduled(), limits()
+    with ab.replay(package, max_structures=4) as replaying:
+        for _ in range(50):
+            program(next(changing))
+        for _ in range(300):
+            program(None)
+    assert replaying.report.hits >= 100
+
+
+def test_strict_goes_on_refusing(package: Path) -> None:
+    program, changing = Scheduled(), limits()
+    expected = program(None)
+    with ab.replay(package, strict=True, max_structures=4) as replaying:
+        for n in range(80):
+            with pytest.raises(ab.MissError, match="was not recorded" if n < 4 else "keeps changing"):
+                program(next(changing))
+            assert all(p.grad is None for p in program.net.parameters())
+        assert same(expected, program(None))
+    assert len(replaying.tapes) == 5 and not replaying.report.eager
+
+
+def orders(session: Any) -> Iterator[None]:
+    """Hooks of branches that the forward takes in ever other orders: the engine's cache does not see them, the tape does."""
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(5)]
+    for step in range(150):
+        torch.manual_seed(step)
+        branches = {int(i): leaves[int(i)] * 2 for i in torch.randperm(5)}
+        for branch in branches.values():
+            branch.register_hook(lambda grad: grad * 2)
+        torch.stack([branches[i] for i in range(5)]).sum().backward()
+        yield
+    assert all(leaf.grad is not None and leaf.grad.tolist() == [600.0, 600.0] for leaf in leaves)
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: float) -> Tensor:
+        ctx.number = number
+        return x * number
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.number, None
+
+
+def numbers(session: Any) -> Iterator[None]:
+    """A custom function's number, and a constant of another node, that both change."""
+    leaf = torch.ones(2, requires_grad=True)
+    for step in range(150):
+        leaf.grad = None
+        Times.apply(leaf, 1.0 + step).clamp(max=1000.0 + step).sum().backward()
+        assert leaf.grad is not None and leaf.grad.tolist() == [1.0 + step] * 2
+        yield
+
+
+def lengths(session: Any) -> Iterator[None]:
+    """Episodes of varying length."""
+    cell = nn.Linear(2, 2)
+    for step in range(40):
+        h = torch.ones(1, 2)
+        for _ in range(1 + step):
+            h = torch.tanh(cell(h))
+        h.sum().backward()
+        yield
+
+
+@pytest.mark.parametrize("script", [orders, numbers, lengths])
+@pytest.mark.parametrize("door", ["replay", "record"])
+def test_other_ways_of_changing(script: Callable[[Any], Iterator[None]], door: str, package: Path) -> None:
+    with ab.replay(package, max_structures=6) if door == "replay" else ab.record(max_structures=6) as session:
+        for _ in script(session):
+            assert len(session.tapes) <= 6
+    assert len(str(session.report)) < 8000
+
+
+def test_recording_is_bounded_and_compiles_what_came_again(tmp_path: Path) -> None:
+    program, changing = Scheduled(), limits()
+    expected = program(0.2)
+    with ab.record(tmp_path / "bw.pt2", max_structures=6) as recording:
+        for n in range(1300):
+            actual = program(0.2 if n in (0, 3, 700) else next(changing))
+            if n == 3:
+                assert all(torch.equal(e, a) for e, a in zip(expected, actual, strict=True))  # type: ignore[arg-type]
+            if n == 200:
+                gc.collect()
+                objects, resident = len(gc.get_objects()), memory()
+        gc.collect()
+        assert len(gc.get_objects()) - objects < 2000 and memory() - resident < 40e6
+    (skipped,) = recording.skipped
+    assert "after 6 structures (max_structures)" in skipped and "5 of those that were recorded came once" in skipped
+    (structure,) = ab.load(tmp_path / "bw.pt2").manifest.entries["backward"].structures
+    with ab.replay(tmp_path / "bw.pt2", strict=True) as replaying:
+        assert same(expected, program(0.2)) and same(expected, program(0.2))
+    assert replaying.report.hits == 1 and "ClampBackward1" in str(structure.nodes)
+
+
+def test_sizes_that_never_repeat_are_bounded_too() -> None:
+    w = torch.ones(3, requires_grad=True)
+    with ab.record() as recording:
+        for n in range(2, 1200):
+            (torch.ones(n, 3) * w).sum().backward()
+    (met,) = recording.met.values()
+    assert len(met.observations) == 1024 and recording.recorded == 1198
+
+
+def test_the_command_line(package: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nx = torch.ones(3, requires_grad=True)\nfor n in range(9):\n    x.clamp(max=2.0 + n).sum().backward()\nprint(x.grad.tolist())\n"
+    )
+    done = called("replay", "--max-structures", 2, "--json", package, "--", script)
+    assert done.exit_code == 0 and done.stdout == "[9.0, 9.0, 9.0]\n"
+    report = json.loads(done.stderr.splitlines()[-1])
+    assert sum(report["misses"].values()) == 2 and sum(report["eager"].values()) == 7
+    done = called("record", "--max-structures", 2, "-o", tmp_path / "bw.pt2", "--", script)
+    assert done.exit_code == 0 and "left out: the structure kept changing" in done.stderr and not (tmp_path / "bw.pt2").exists()
+    assert called("record", "--max-structures", 0, "-o", tmp_path / "bw.pt2", "--", script).exit_code == 2
+    for wrong in (0, -1, True, 2.0):
+        with pytest.raises(ab.InputError, match="expected a positive int"):
+            ab.replay(package, max_structures=wrong)  # type: ignore[arg-type]

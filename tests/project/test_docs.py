@@ -1,0 +1,123 @@
+"""README.md and the guides in docs/ are true: their commands and programs are run, in order, in one folder each. The tests and files that
+docs/reliability.md and CONTRIBUTING.md name are there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    return [(m[1], m[2] or "", m[3]) for m in _BLOCK.finditer(page.read_text())]
+
+
+def commands(text: str) -> list[str]:
+    lines = text.splitlines()
+    assert all(line.startswith("$ ") for line in lines), text
+    return [line.removeprefix("$ ") for line in lines]
+
+
+def run(argv: list[str], folder: Path) -> None:
+    # the command that was installed with this interpreter, wherever it is called from
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}{done.stderr}"
+
+
+PAGES = ("README.md", "docs/usage.md", "docs/replay.md", "docs/training.md", "docs/rebuild.md", "docs/signatures.md", "docs/onnx.md", "docs/cuda.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_program_of_a_page_works(page: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for kind, file, text in blocks(ROOT / page):
+        if kind == "python" and file:
+            (tmp_path / file).write_text(text)
+        elif kind == "python":
+            run([sys.executable, "-W", "error", "-c", text], tmp_path)
+        elif kind == "console":
+            for command in commands(text):
+                if not command.startswith("make "):  # those are below
+                    run(shlex.split(command), tmp_path)
+        else:
+            assert kind == "text"
+
+
+def test_the_makes_that_the_readme_names_are_there() -> None:
+    named = [c for kind, _, text in blocks(ROOT / "README.md") if kind == "console" for c in commands(text) if c.startswith("make ")]
+    assert named == ["make demo", "make test"]
+    for command in named:  # `make test` is this run; `make demo` is run by test_examples.py
+        run([*shlex.split(command), "-n"], ROOT)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def tests_by_name() -> dict[str, list[Path]]:
+    """The files that define each test function."""
+    out: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE):
+            out.setdefault(name, []).append(path)
+    return out
+
+
+def wrong_tests(text: str) -> list[str]:
+    """Of a page in docs/, the links ``[test_name](../tests/FILE.py)`` that lead to a file without a test of that name, each with where it is."""
+    tests, out = tests_by_name(), []
+    for name, target in re.findall(r"\[(test_\w+)\]\(([^)]*)\)", text):
+        if (ROOT / "docs" / target).resolve() not in tests.get(name, []):
+            there = ", ".join(path.relative_to(ROOT).as_posix() for path in tests.get(name, []))
+            out.append(f"{name} is not in {target}, but in: {there or 'no file'}")
+    return out
+
+
+def rows_without_their_tests(text: str, names: Iterable[str]) -> list[str]:
+    """Of ``names``, those called ``test_row_NN_…`` that row NN of the tables does not link to."""
+    rows = {m[1]: m[0] for m in re.finditer(r"^\| (\d+) \|.*$", text, re.MULTILINE)}
+    return sorted(n for n in names if (m := re.match(r"test_row_(\d+)_", n)) and f"[{n}](" not in rows.get(m[1], ""))
+
+
+def test_the_fault_table_and_the_tests_agree() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    assert wrong_tests(text) == []
+    assert rows_without_their_tests(text, tests_by_name()) == []
+    rows = [int(n) for n in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
+    assert sorted(rows) == list(range(1, len(rows) + 1))
+
+
+def test_the_check_of_the_fault_table_can_fail() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    assert wrong_tests(text.replace("[test_nan_and_inf_are_as_in_eager]", "[test_nan_and_inf_are_not]"))
+    (wrong,) = wrong_tests("[test_links_lead_somewhere](../tests/conftest.py)")
+    assert wrong.startswith("test_links_lead_somewhere is not in ../tests/conftest.py, but in: tests/") and wrong.endswith("test_docs.py")
+    names = ["test_row_32_two_exporters_one_target", "test_row_33_two_exporters_one_target"]
+    assert rows_without_their_tests(text, names) == names[1:]
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files and folders of the repository that a page names in backticks and that are not there; NAMES in capitals stand for something else."""
+    named = {p for p in re.findall(r"`([\w.-]+(?:/[\w.-]*)*)`", text) if re.search(r"/|\.(?:py|md|toml|txt|json|pt2)$", p)}
+    return sorted(p for p in named if not re.search(r"\b[A-Z]+\.(?!md)", p) and not (ROOT / p).exists())
+
+
+def test_the_paths_that_contributing_names_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert missing_paths(text) == []
+    makes = set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", text, re.MULTILINE))
+    assert makes <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = "`tests/golden/` `tests/golden/none.pt2` `aot_backward/none.py` `FILE.py` `a / b`"
+    assert missing_paths(named) == ["aot_backward/none.py", "tests/golden/none.pt2"]

@@ -1,0 +1,51 @@
+"""Each example is run as its docstring says, exported by one process and loaded by another: digits by `make demo`, the others by their scripts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def script(*argv: object) -> str:
+    done = subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_digits_by_make_demo(tmp_path: Path) -> None:
+    """In the environment that the tests run in, taken as set up."""
+    venv = Path(sys.executable).parent.parent
+    for name in ("Makefile", "examples", "pyproject.toml", "constraints.txt", "runtime"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    argv = ["make", "demo", f"VENV={venv}", "-o", f"{venv}/.installed"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # accuracies and differences of the losses load.py asserts itself; times are of this machine at this moment
+    for way in ("eager", "eager, Adam(fused=True)", "loaded module", "loaded training step"):
+        assert re.search(rf"^{re.escape(way)} +[0-9.]+ +[0-9.]+ +9[0-9.]+%  [0-9.e+-]+$", done.stdout, re.MULTILINE), done.stdout
+    assert "entry 'step' variant 0: " in done.stdout and f"open file://{tmp_path}/build/digits.html\n" in done.stdout
+    assert (tmp_path / "build" / "digits.html").is_file()
+    assert script(tmp_path / "examples" / "digits" / "export.py", tmp_path / "digits.pt2").endswith("digits.pt2\n")
+
+
+def test_forces_equal_eagers(tmp_path: Path) -> None:
+    package = tmp_path / "forces.pt2"
+    assert script(EXAMPLES / "forces" / "export.py", package).endswith(f"wrote {package}\n")
+    said = script(EXAMPLES / "forces" / "load.py", package)
+    assert "  125 " in said and "the sum drifted by" in said
+
+
+def test_digits_by_a_compiled_step(tmp_path: Path) -> None:
+    package = tmp_path / "digits_step.pt2"
+    assert script(EXAMPLES / "digits_step" / "export.py", package).endswith(f"wrote {package}\n")
+    said = script(EXAMPLES / "digits_step" / "train.py", package)
+    accuracy = re.search(r"test accuracy ([0-9.]+) %", said)
+    assert accuracy is not None and float(accuracy[1]) > 96
+    assert "the same weights, bit for bit: True; the same file: True" in said
+    epochs = re.findall(r"epoch (\d+): (loss .*)", said)
+    assert len(epochs) == 30 and epochs[:15] == epochs[15:]  # the second half is the training that was stopped and resumed

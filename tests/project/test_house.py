@@ -1,0 +1,225 @@
+"""Which room may import which, that nothing imports in a circle, and where private names of torch may stand."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from aot_backward.graph import VERSION
+from aot_backward_runtime import __version__
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {
+    "aot_backward": ROOT / "aot_backward",
+    "aot_backward_exporters": ROOT / "exporters" / "aot_backward_exporters",
+    "aot_backward_runtime": ROOT / "runtime" / "aot_backward_runtime",
+}
+_RUNTIME, _EXPORTERS = "aot_backward_runtime", "aot_backward_exporters"
+_FILES = f"{_RUNTIME}.errors", f"{_RUNTIME}.format", f"{_RUNTIME}.package"
+_CALLS = *_FILES, f"{_RUNTIME}.torch_api", f"{_RUNTIME}.native", f"{_RUNTIME}.operators"
+_LIBRARY = _RUNTIME, "aot_backward.graph", "aot_backward.torch_api"
+ALLOWED = {
+    # room -> what its modules may import besides the room's own; the longest prefix that fits a module holds. A room names none that comes after it
+    f"{_RUNTIME}.errors": (),
+    f"{_RUNTIME}.torch_api": (f"{_RUNTIME}.errors",),
+    f"{_RUNTIME}.format": (f"{_RUNTIME}.errors",),
+    f"{_RUNTIME}.package": (f"{_RUNTIME}.errors", f"{_RUNTIME}.format"),
+    f"{_RUNTIME}.compatibility": _FILES,
+    f"{_RUNTIME}.operators": (*_FILES, f"{_RUNTIME}.torch_api"),
+    f"{_RUNTIME}.native": _CALLS,
+    f"{_RUNTIME}.entries": _CALLS,
+    f"{_RUNTIME}.training": (*_CALLS, f"{_RUNTIME}.entries"),
+    f"{_RUNTIME}.loader": (*_CALLS, f"{_RUNTIME}.compatibility", f"{_RUNTIME}.entries", f"{_RUNTIME}.training"),
+    f"{_RUNTIME}.passes": (*_CALLS, f"{_RUNTIME}.loader"),
+    _RUNTIME: (),  # the façade: see _HOME, which is not an import
+    "aot_backward.graph": (f"{_RUNTIME}.format",),
+    "aot_backward.torch_api": (),
+    "aot_backward.entries": (),
+    "aot_backward.operators": _LIBRARY,
+    "aot_backward.tensor_file": _LIBRARY,
+    f"{_EXPORTERS}.toolchain": _LIBRARY,
+    f"{_EXPORTERS}.cuda": (*_LIBRARY, f"{_EXPORTERS}.toolchain"),
+    f"{_EXPORTERS}.inductor": (*_LIBRARY, f"{_EXPORTERS}.toolchain", f"{_EXPORTERS}.cuda", _EXPORTERS),
+    f"{_EXPORTERS}.portable": (*_LIBRARY, f"{_EXPORTERS}.inductor"),
+    f"{_EXPORTERS}.onnx": _LIBRARY,
+    _EXPORTERS: (),
+    "aot_backward.capture": _LIBRARY,
+    "aot_backward.checks": (*_LIBRARY, "aot_backward.capture"),
+    "aot_backward.packaging": (
+        *(*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.operators", "aot_backward.tensor_file"),
+        *("aot_backward.capture", "aot_backward.checks"),
+    ),
+    "aot_backward.recording": (
+        *(*_LIBRARY, _EXPORTERS, "aot_backward.operators", "aot_backward.tensor_file", "aot_backward.capture", "aot_backward.checks"),
+        "aot_backward.packaging",
+    ),
+    "aot_backward.api": (*_LIBRARY, "aot_backward.entries", "aot_backward.operators", "aot_backward.capture", "aot_backward.packaging"),
+    "aot_backward.onnx": (
+        *(*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.capture", "aot_backward.checks", "aot_backward.packaging"),
+        "aot_backward.api",
+    ),
+    "aot_backward.commands": (*_LIBRARY, _EXPORTERS, "aot_backward.tensor_file"),
+    # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
+    "aot_backward.report": (_RUNTIME, "aot_backward.graph", f"{_EXPORTERS}.portable"),
+    "aot_backward.cli": (
+        *(
+            _RUNTIME,
+            "aot_backward.graph",
+            "aot_backward.tensor_file",
+            "aot_backward.api",
+            "aot_backward.checks.verify",
+            "aot_backward.packaging.rebuild",
+        ),
+        *("aot_backward.recording", "aot_backward.onnx", "aot_backward.commands", "aot_backward.report"),
+    ),
+    "aot_backward": (),  # the façade
+}
+LARGEST_ROOM = 15  # modules
+OUTSIDE = {
+    # what may be imported that is neither the standard library's nor torch
+    "aot_backward_runtime": set(),
+    "aot_backward_exporters": {"sympy", "numpy", "ml_dtypes", "onnx", "onnx_ir", "onnxscript"},
+    "aot_backward_exporters.cuda.cross_compile": {"triton"},  # where it is asked for
+    "aot_backward": {"click", "rich", "safetensors", "sympy", "onnx", "onnxruntime"},
+    "aot_backward_runtime.package.model_signing": {"cryptography", "model_signing"},  # behind the extra "sign"
+}
+PRIVATE_ALLOWED = {"torch.utils._pytree"}  # torch has no public name for it, and never has had
+
+
+def modules() -> list[tuple[str, Path]]:
+    out = []
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            out.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return out
+
+
+def imports(name: str, path: Path, source: str) -> Iterator[str]:
+    """Every module that ``source`` imports, wherever in it; ``from a import b`` is a.b where that is a module of ours, else a."""
+    known = {n for n, _ in modules()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                base = ".".join([*parents[: len(parents) - node.level + 1], *([node.module] if node.module else [])])
+            # `from . import export` in aot_backward is the function's façade, and also the module it lives in
+            yield from (f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names)
+
+
+def private(source: str) -> Iterator[str]:
+    """Dotted names of torch with a component that begins with one underscore."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "torch" and any(p.startswith("_") and not p.startswith("__") for p in parts[1:]):
+                yield name
+
+
+def rule(name: str) -> str:
+    return max((r for r in ALLOWED if name == r or name.startswith(f"{r}.")), key=len)
+
+
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == p or name.startswith(f"{p}.") for p in prefixes)
+
+
+def wrong_imports(name: str, path: Path, source: str) -> list[str]:
+    own = rule(name)
+    ours = [i for i in imports(name, path, source) if i.split(".")[0] in FOLDERS]
+    if name in ("aot_backward", _RUNTIME):  # their TYPE_CHECKING blocks repeat what they offer
+        return []
+    return [i for i in ours if i not in ("aot_backward", _RUNTIME) and not within(i, (*ALLOWED[own], own))]
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Groups of modules each of which is reached from the others."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        todo, seen = [start], set[str]()
+        while todo:
+            for other in graph.get(todo.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        reached[start] = seen
+    groups = {tuple(sorted({a, *(b for b in reached[a] if a in reached.get(b, ()))})) for a in graph if a in reached[a]}
+    return sorted(map(list, groups))
+
+
+def rooms() -> dict[str, list[str]]:
+    out: dict[str, list[str]] = {}
+    for name, path in modules():
+        if path.name != "__init__.py":
+            out.setdefault(name.rpartition(".")[0], []).append(name)
+    return out
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_room_says_what_it_is_for_and_is_not_too_full(room: str) -> None:
+    assert len(rooms()[room]) <= LARGEST_ROOM
+    assert ast.get_docstring(ast.parse((FOLDERS[room.split(".")[0]].joinpath(*room.split(".")[1:]) / "__init__.py").read_text()))
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    facades = {"aot_backward", _RUNTIME}
+    graph = {n: {i for i in imports(n, p, p.read_text()) if i.split(".")[0] in FOLDERS} - facades - {n} for n, p in modules() if n not in facades}
+    assert circles(graph) == []
+    of_rooms: dict[str, set[str]] = {}
+    for name, ours in graph.items():
+        of_rooms.setdefault(rule(name), set()).update({rule(i) for i in ours} - {rule(name)})
+    assert circles(of_rooms) == []
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b"]}) == [["b", "c"]]  # and it can fail
+
+
+@pytest.mark.parametrize(("name", "path"), modules(), ids=[n for n, _ in modules()])
+def test_imports_run_one_way(name: str, path: Path) -> None:
+    source = path.read_text()
+    assert wrong_imports(name, path, source) == []
+    outside = {i.split(".")[0] for i in imports(name, path, source)} - set(FOLDERS) - {"torch", "__future__"}
+    assert outside - sys.stdlib_module_names <= OUTSIDE.get(name, OUTSIDE[name.split(".")[0]])
+
+
+@pytest.mark.parametrize(("name", "path"), modules(), ids=[n for n, _ in modules()])
+def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> None:
+    found = {n for n in private(path.read_text()) if not within(n, tuple(PRIVATE_ALLOWED))}
+    assert name.endswith((".torch_api", ".cuda.cross_compile")) or found == set()
+
+
+@pytest.mark.parametrize(("name", "path"), [(n, p) for n, p in modules() if within(n, _FILES)], ids=[n for n, _ in modules() if within(n, _FILES)])
+def test_what_reads_packages_imports_no_torch(name: str, path: Path) -> None:
+    assert [i for i in imports(name, path, path.read_text()) if i.split(".")[0] == "torch"] == []  # nor where it is first used
+
+
+def test_these_checks_can_fail() -> None:
+    path = FOLDERS["aot_backward_runtime"] / "package" / "archive.py"
+    assert "torch.nn" in list(imports("aot_backward_runtime.package.archive", path, "def f():\n    import torch.nn"))
+    path = FOLDERS["aot_backward_runtime"] / "native" / "plan.py"
+    assert wrong_imports("aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.api import export") == ["aot_backward.api"]
+    path = FOLDERS["aot_backward"] / "cli" / "run.py"
+    assert wrong_imports("aot_backward.cli.run", path, "from ..capture import joint_graph") == ["aot_backward.capture.joint_graph"]
+    assert list(private("import torch._inductor\nx = torch._C._aoti\nfrom torch._dynamo import y")) != []
+
+
+def test_the_runtime_needs_torch_alone() -> None:
+    runtime = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
+    assert [d.split(">")[0] for d in runtime["dependencies"]] == ["torch"]
+    library = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert library["optional-dependencies"]["sign"] == [f"aot-backward-runtime[sign]=={VERSION}"]
+    assert runtime["version"] == library["version"] == VERSION == __version__
+    assert f"aot-backward-runtime=={VERSION}" in library["dependencies"]

@@ -1,0 +1,144 @@
+"""Writes the golden packages of the present format version; see golden/README.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+import aot_backward as ab
+
+from ..golden_operators import cube
+
+
+class Pair(nn.Module):
+    """A module that uses what the format can say: a tie, a buffer that moves, a frozen parameter, nested arguments and results, a symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, more: dict[str, torch.Tensor]) -> dict[str, Any]:
+        self.calls += 1
+        h = torch.tanh(self.first(x)) * self.scale
+        return {"out": self.second(h) + more["bias"], "h": (h, None), "rows": x.shape[0]}
+
+
+def arguments() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    return torch.randn(4, 3, requires_grad=True), {"bias": torch.randn(3)}
+
+
+def backward_passes(batches: Sequence[int]) -> list[list[torch.Tensor]]:
+    """A script's passes: the gradients of a small net's parameters, a list for each batch."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    out = []
+    for n in batches:
+        net.zero_grad()
+        net(torch.randn(n, 4)).square().mean().backward()
+        out.append([p.grad for p in net.parameters() if p.grad is not None])
+    return out
+
+
+def write_passes(path: Path) -> None:
+    with ab.record(path) as recording:
+        backward_passes((3, 5, 6))
+    assert not recording.skipped
+
+
+def write_pair(path: Path) -> None:
+    net = Pair()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return net.first(x).square().sum()
+
+    rows = {0: Dim("rows", min=2, max=64)}
+    ab.export(
+        path,
+        {
+            "pair": ab.Module(net, [ab.Variant(arguments(), dynamic_shapes={"x": rows, "more": {"bias": None}})]),
+            "loss": ab.Grad(loss, [ab.Variant((arguments()[0],), dynamic_shapes={"x": rows})], wrt=["x", "net.first.weight"]),
+        },
+    )
+
+
+def training() -> ab.Step:
+    """A step that uses what the format can say of one: groups, gradients that wait, clipping, skipping, a symbol, weights that are not stored."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW([{"params": net[:2].parameters(), "lr": 1e-3}, {"params": net[3].parameters()}], lr=1e-2)
+    rows = {0: Dim("rows", min=4, max=64)}
+    variant = ab.Variant(samples(8), dynamic_shapes=(rows, rows))
+    return ab.Step(net, [variant], optimizer, loss_fn=nn.functional.cross_entropy, accumulate=True, clip_norm=0.5, skip_nonfinite=True)
+
+
+def samples(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+    return x, x[:, :3].argmax(1)
+
+
+def write_step(path: Path) -> None:
+    ab.export(path, {"fit": training()})
+
+
+class Curved(nn.Module):
+    """Its gradients depend on everything, and its backward on activations that nobody else sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.body, self.head = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 6)), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.nn.functional.silu(self.body(x)))
+
+
+def write_orders(path: Path) -> None:
+    """A module differentiated twice, in a variant for everything and one for its head alone."""
+    rows, x = {0: Dim("rows", min=2, max=64)}, torch.randn(4, 3)
+    subsets = (("x", "parameters"), ("head",))
+    variants = [ab.Variant((x,), dynamic_shapes=(rows,), requires_grad=names, mode="train") for names in subsets]
+    ab.export(path, {"curved": ab.Module(Curved(), variants, order=2)})
+
+
+def bend(x: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(x) * x.sum(1, keepdim=True)).square().mean()
+
+
+def write_targets(path: Path) -> None:
+    """One gradient for two levels of processors, with its portable graph."""
+    rows = {0: Dim("rows", min=2, max=64)}
+    ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])}, target="cpu:avx2,cpu:sse4")
+
+
+def cubed(x: torch.Tensor) -> torch.Tensor:
+    return (cube(x) * x).sum()
+
+
+def write_operators(path: Path) -> None:
+    """A gradient through an operator that PyTorch does not have."""
+    ab.export(path, {"cubed": ab.Grad(cubed, [ab.Variant((torch.ones(4),))])})
+
+
+WRITERS = {
+    "pair": write_pair,
+    "passes": write_passes,
+    "step": write_step,
+    "orders": write_orders,
+    "targets": write_targets,
+    "operators": write_operators,
+}
+
+if __name__ == "__main__":
+    WRITERS[Path(sys.argv[1]).stem.rpartition("-")[2]](Path(sys.argv[1]))

@@ -1,0 +1,84 @@
+"""``python -m tests.tools.coverage [--only op_db,module_db] [--names sort,nn.Linear] [--pieces N --piece I] [--minutes M] [--resume FILE]
+[--docs]``"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.tools import resumable
+
+from . import cases, processes, report
+from .worker import WAYS
+
+RESULTS = processes.ROOT / "build" / "coverage" / "results.jsonl"
+CHUNK = 24  # operators to one worker
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.coverage", description="Gradients of every operator of PyTorch's test databases, against eager."
+    )
+    parser.add_argument("--only", default=",".join(cases.DATABASES), help=f"databases, by default all: {','.join(cases.DATABASES)}")
+    parser.add_argument("--names", help="operators, by default all: sort,nn.Linear")
+    parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces")
+    parser.add_argument("--piece", type=int, default=1, metavar="I", help="which of them, from 1")
+    parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="begin nothing new after so many; run again to go on")
+    parser.add_argument("--resume", type=Path, default=RESULTS, metavar="FILE", help="skip what FILE holds, append to it")
+    parser.add_argument("--again", metavar="VERDICTS", default="", help="run again what FILE gives one of these verdicts: refused,wrong,crashed")
+    parser.add_argument("--way", default="export", choices=list(WAYS), help="how an operator is served")
+    parser.add_argument("--samples", type=int, default=2, metavar="N", help="calls of each operator, by default 2")
+    parser.add_argument("--size", type=int, default=16, metavar="N", help="calls in one package, by default 16")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes, by default one a core")
+    parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds after which an operator's time is out")
+    parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
+    options = parser.parse_args()
+    databases = options.only.split(",")
+    unknown = sorted(set(databases) - {*cases.DATABASES, cases.FAULTS})
+    if unknown:
+        parser.error(f"unknown database {unknown[0]!r}; known: {', '.join(cases.DATABASES)}")
+    every = {database: list(cases.operators(database)) for database in databases}
+    wanted = set(options.names.split(",")) if options.names else {name for names in every.values() for name in names}
+    unknown = sorted(wanted - {name for names in every.values() for name in names})
+    if unknown:
+        parser.error(f"no operator {unknown[0]!r} in {options.only}")
+    operators = [(database, name) for database, names in every.items() for name in names if name in wanted]
+    records = [r for r in resumable.records(options.resume) if r["way"] == options.way]
+    again = set(options.again.split(","))
+    done = {
+        (o["database"], o["operator"])
+        for o in report.operators(report.latest(records))
+        if o["complete"] and o["samples"] >= options.samples and o["verdict"] not in again
+    }
+    chunks = [tuple(operators[i : i + CHUNK]) for i in range(0, len(operators), CHUNK)][options.piece - 1 :: options.pieces]
+    jobs = [processes.Job(left, options.way, options.samples, options.size) for chunk in chunks if (left := tuple(o for o in chunk if o not in done))]
+    options.resume.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.Lock()
+    with options.resume.open("a") as file:
+
+        def record(found: processes.Record) -> None:
+            with lock:
+                records.append(found)
+                print(json.dumps(found, ensure_ascii=False), file=file, flush=True)
+                print("{verdict:12}{seconds:6.1f} s  {database}:{operator}#{sample}  {reason}".format(**found), flush=True)
+
+        complete = processes.run(jobs, record, workers=options.jobs, deadline=time.monotonic() + 60 * options.minutes, limit=options.limit)
+    shown = [r for r in records if r["operator"] in every.get(r["database"], ())]
+    found = report.document(shown, {d: len(names) for d, names in every.items()}, datetime.date.today().isoformat())
+    print(f"\n{report.table(found)}")
+    if options.docs:
+        report.write(options.docs, found)
+    if not complete:
+        print(f"Not all was run within {options.minutes:g} minutes: the same command goes on.")
+    wrong = [r for r in report.latest(shown) if r["verdict"] == "wrong"]
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""One way to serve a case: ``export`` as a ``module`` entry, load the package in a fresh process, compare with eager.
+
+Several cases share a package, so that they are one compilation. Where a package cannot be had, its cases are tried in smaller groups, at
+last alone: each case's verdict is its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._library.custom_ops import OPDEFS
+
+import aot_backward as ab
+from aot_backward.checks.eager_check import Named, compare, doubled, in_float64, rounded_values
+from aot_backward.packaging.builder import Build
+from aot_backward_runtime import load
+from aot_backward_runtime.errors import ExportError
+
+from .cases import SEED, Case, Round, evaluate, first_line
+
+ROOT = Path(__file__).parents[3]
+_FAR = 1e-2  # eager this far from float64 did not compute the same thing
+_LIMIT = 300  # seconds, for a fresh process
+
+Verdict = Callable[[Case, str, str, float], None]
+"""Takes a case, "pass", "refused", "wrong" or "crashed", the reason, and the seconds it took."""
+Running = Callable[[str, Sequence[Case]], None]
+"""Takes what is being done and to which cases: it is their verdict if this process ends now."""
+
+
+class Group(nn.Module):
+    """Several cases as one program."""
+
+    def __init__(self, cases: Sequence[Case]):
+        super().__init__()
+        self.names = [case.name for case in cases]
+        self.members = nn.ModuleList(case.module for case in cases)
+
+    def forward(self, cases: dict[str, list[torch.Tensor]]) -> dict[str, tuple[torch.Tensor, ...]]:
+        return {name: member(*cases[name]) for name, member in zip(self.names, self.members, strict=True)}
+
+
+class Failed(Exception):
+    """The fresh process could not run what was exported."""
+
+
+class _Captured(Build):
+    """Captures entries and compiles nothing."""
+
+    def compile(self, graphs: Any, joint: Any) -> None:
+        pass
+
+
+def settle(cases: Sequence[Case], size: int, running: Running, verdict: Verdict) -> None:
+    """Gives every case its verdict; at most ``size`` of them share a package."""
+    ready: list[Case] = []
+    for case in cases:
+        running("captured", [case])
+        start = time.monotonic()
+        try:
+            _Captured("cpu", Path(), lambda *_: None).add("module", _entry([case]))
+        except Exception as error:
+            verdict(case, *reason(error, [case]), time.monotonic() - start)
+        else:
+            ready.append(case)
+    for group in _groups(ready, size):
+        _settle(group, running, verdict)
+
+
+def _groups(cases: Sequence[Case], size: int) -> list[list[Case]]:
+    """Cases that draw random numbers are alone: another's draws would shift theirs."""
+    out = [[case] for case in cases if case.rounds[0].random]
+    for training in (True, False):
+        alike = [case for case in cases if case.training is training and not case.rounds[0].random]
+        out += [alike[i : i + size] for i in range(0, len(alike), size)]
+    return out
+
+
+def _settle(group: Sequence[Case], running: Running, verdict: Verdict) -> None:
+    running("exported", group)
+    start = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
+            package = ab.export(Path(folder) / "group.pt2", {"module": _entry(group)})
+            rounds = run_fresh(package, group, Path(folder))
+    except Exception as error:
+        if len(group) == 1:
+            verdict(group[0], *reason(error, group), time.monotonic() - start)
+        else:
+            for part in _parts(group, str(error)):
+                _settle(part, running, verdict)
+        return
+    seconds = (time.monotonic() - start) / len(group)
+    for case in group:
+        found = judge(case, [results[case.name] for results in rounds])
+        if found and len(group) > 1:
+            _settle([case], running, verdict)  # what it is when nothing else is in the package
+        else:
+            verdict(case, "wrong" if found else "pass", found, seconds)
+
+
+def _entry(cases: Sequence[Case]) -> ab.Module:
+    inputs = {case.name: list(case.rounds[0].inputs) for case in cases}
+    return ab.Module(Group(cases).train(cases[0].training), [ab.Variant((inputs,))])
+
+
+def _parts(group: Sequence[Case], message: str) -> list[Sequence[Case]]:
+    """The case that the message names and the others; else two halves."""
+    guilty = [c for i, c in enumerate(group) if f"cases[{c.name!r}]" in message or re.search(rf"\bmembers\.{i}\.", message)]
+    output = re.search(r"output\[(\d+)\] (?:is|has)", message)
+    if not guilty and output:
+        owners = [c for c in group for n in c.rounds[0].eager if n.startswith("output[")]
+        guilty = [owners[int(output[1])]]
+    if 0 < len(guilty) < len(group):
+        return [guilty, [c for c in group if c not in guilty]]
+    return [group[: len(group) // 2], group[len(group) // 2 :]]
+
+
+def reason(error: Exception, group: Sequence[Case]) -> tuple[str, str]:
+    """The verdict that an error stands for, and its first line without this tool's names and this machine's paths."""
+    text = first_line(error).replace(f"{ROOT}/", "").replace(f"{Path(torch.__file__).parents[1]}/", "")
+    for i, case in enumerate(group):
+        text = text.replace(f"cases[{case.name!r}]", "inputs").replace(f"[0][0][{case.name!r}]", "inputs").replace(f"members.{i}.", "")
+    if isinstance(error, ExportError):
+        return "refused", text
+    return "crashed", text if isinstance(error, Failed) else f"{type(error).__name__}: {text}"
+
+
+def run_fresh(package: Path, group: Sequence[Case], folder: Path) -> list[dict[str, Named]]:
+    """What a process without compiler makes of the package: per round and case the same names as eager's."""
+    calls = []
+    for number in range(max(len(case.rounds) for case in group)):
+        rounds = {case.name: case.rounds[min(number, len(case.rounds) - 1)] for case in group}
+        calls.append(
+            {
+                name: {"inputs": list(r.inputs), "cotangents": list(r.cotangents), "differentiable": list(r.differentiable)}
+                for name, r in rounds.items()
+            }
+        )
+    imports = _registering(package)
+    torch.save({"training": group[0].training, "seed": SEED, "imports": imports, "calls": calls}, folder / "calls")
+    fresh_process("tests.tools.coverage.fresh", folder, package.name)
+    return torch.load(folder / "results", weights_only=True)  # type: ignore[no-any-return]
+
+
+def fresh_process(module: str, folder: Path, package: str) -> None:
+    """Runs ``python -m MODULE PACKAGE CALLS RESULTS``, all in the folder, without a compiler on the PATH; raises :class:`Failed`."""
+    (folder / "empty").mkdir()
+    argv = [sys.executable, "-m", module, *(str(folder / name) for name in (package, "calls", "results"))]
+    environment = {**os.environ, "PATH": str(folder / "empty")}
+    try:
+        done = subprocess.run(argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"loaded and run: no end after {_LIMIT} s") from error
+    if done.returncode < 0:
+        raise Failed(f"loaded and run: {signal.Signals(-done.returncode).name}")
+    if done.returncode:
+        raise Failed(f"loaded and run: {(done.stderr.strip().splitlines() or [''])[-1]}")
+
+
+def _registering(package: Path) -> list[str]:
+    """The modules that register the package's operators that are written in Python: who loads it must import them."""
+    called = {o.partition(".")[0] for library in load(package).manifest.libraries.values() for o in library.operators}
+    return sorted({OPDEFS[name]._init_fn.__module__ for name in called if name in OPDEFS})
+
+
+def judge(case: Case, results: Sequence[Named]) -> str:
+    """What is wrong with the results of a case's rounds; empty where nothing is."""
+    for number, (expected, actual) in enumerate(zip(case.rounds, results, strict=False)):
+        truth, moved = _truth(case, expected)
+        try:
+            differences = compare(actual, expected.eager, truth, moved)
+        except ExportError as error:
+            return f"round {number}: {error}"
+        for d in differences:
+            if not d.ratio <= 1:
+                return f"round {number}: {d.name} is off by {d.error:.3g}, {d.allowed:.3g} is allowed"
+    return ""
+
+
+def _truth(case: Case, expected: Round) -> tuple[Named, dict[str, float]]:
+    """Eager in float64 and how far it moves when what goes in is rounded otherwise; or eager itself, where float64 computes something else."""
+    if expected.random or any(t is not None and t.is_complex() for t in expected.eager.values()):
+        return expected.eager, {}
+    inputs, wide = doubled(expected.inputs, {})[0], tuple(c.double() for c in expected.cotangents)
+    try:
+        with in_float64(case.module):
+            truth = evaluate(case.module, inputs, wide).eager
+        with in_float64(case.module, rounded=True):
+            near = evaluate(case.module, rounded_values(inputs), wide).eager
+    except Exception:  # no float64 of this operator
+        return expected.eager, {}
+    moved = {}
+    largest = max((_norm(t) for n, t in truth.items() if n.startswith("gradient")), default=0.0)
+    scale = max((_norm(t) for t in truth.values()), default=0.0)
+    for name, e in expected.eager.items():
+        t, n = truth[name], near[name]
+        if e is None or t is None or n is None:
+            if not (e is None and t is None):
+                return expected.eager, {}
+            continue
+        if e.shape != t.shape or not (torch.isfinite(t).all() and torch.isfinite(n).all()):
+            return expected.eager, {}
+        moved[name] = min(_norm(n.double() - t.double()), 1e-3 * max(_norm(t), largest))
+        if e.is_floating_point() and _norm(e.double() - t.double()) > _FAR * max(_norm(t), 1e-3 * scale) + 100 * moved[name]:
+            return expected.eager, {}
+    return truth, moved
+
+
+def _norm(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None or tensor.numel() == 0 else float(torch.linalg.vector_norm(tensor.double()))

@@ -1,0 +1,68 @@
+"""Gives verdicts about some operators, in a process that may end any time: ``python -m tests.tools.coverage.worker JOB``.
+
+Says in lines of JSON what it is about to do, ``{"stage", "running": [case names]}``, how many cases an operator has, ``{"of": [database,
+operator, number]}``, and what came of each, ``{"case": {…}}``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+WAYS = {"export": "exporting", "record": "recording", "onnx": "onnxing"}
+"""How a case is served: ``settle(cases, size, running, verdict)`` of that module."""
+
+
+def main(job: dict[str, Any], out: TextIO) -> None:
+    """``job``: ``operators`` as ``[database, name]``, ``settled`` case names to leave out, ``samples`` of each, ``size`` of a group, ``way``."""
+    import torch
+
+    from . import cases
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    way = importlib.import_module(f"{__package__}.{WAYS[job['way']]}")
+
+    def say(**line: Any) -> None:
+        print(json.dumps(line), file=out, flush=True)
+
+    def verdict(case: cases.Case, found: str, reason: str, seconds: float) -> None:
+        say(case=_record(case.database, case.operator, case.sample, found, reason, seconds, job["way"]))
+
+    found: list[cases.Case] = []
+    for database in dict.fromkeys(d for d, _ in job["operators"]):
+        known = cases.operators(database)
+        for name in (n for d, n in job["operators"] if d == database):
+            whole = f"{database}:{name}#"
+            say(stage="run in eager", running=[whole])
+            try:
+                made = cases.of(database, name, known[name], job["samples"])
+            except ValueError as error:
+                say(case=_record(database, name, "", "no gradient", str(error), 0.0, job["way"]))
+                continue
+            say(of=[database, name, len(made)])
+            found += [case for case in made if case.name not in job["settled"]]
+
+    def running(stage: str, group: Sequence[cases.Case]) -> None:
+        say(stage=stage, running=[case.name for case in group])
+
+    way.settle(found, job["size"], running, verdict)
+    say(stage="end", running=[])
+
+
+def _record(database: str, operator: str, sample: str, verdict: str, reason: str, seconds: float, way: str) -> dict[str, Any]:
+    where = {"database": database, "operator": operator, "sample": sample, "way": way}
+    return where | {"verdict": verdict, "reason": reason[:400], "seconds": round(seconds, 1)}
+
+
+if __name__ == "__main__":
+    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    main(json.loads(sys.argv[1]), out)
+    out.flush()
+    sys.stderr.flush()
+    os._exit(0)  # torch's own teardown may abort after some operators, and all has been said

@@ -1,0 +1,107 @@
+"""``python -m tests.tools.gpu [--device cpu] [--only native,tiny-step] [--quick] [--docs STEM]``: runs the parts and prints one table last.
+
+Each part is a process of its own, so that a fault in one, which ends a process's use of the GPU, is a row and not the end. Those that measure
+nothing run side by side, as far as there are cores. What has come is written after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from ..benchmarks import report
+from .compared import MEASURED, NOT_RUN, RIGHT
+from .parts import ALONE, PARTS
+
+LIMIT = 290
+"""Seconds for a part."""
+COLUMNS = ("part", "what", "outcome", "figure")
+ROOT = Path(__file__).parents[3]
+
+
+def _one(part: str, device: str, quick: bool) -> None:
+    """In a process of its own: a row of JSON per line, as they come."""
+    try:
+        for row in PARTS[part](device, quick):
+            print(json.dumps([part, *row]), flush=True)
+    except Exception as error:
+        print(json.dumps([part, "", _failed(f"{type(error).__name__}: {error}"), ""]), flush=True)
+
+
+def _failed(why: str) -> str:
+    return f"FAILED: {why.strip().partition(chr(10))[0][:300]}"
+
+
+def _run(part: str, device: str, quick: bool) -> list[list[str]]:
+    started = time.perf_counter()
+    argv = [sys.executable, "-m", "tests.tools.gpu", "--device", device, "--part", part, *(["--quick"] if quick else [])]
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    late = threading.Timer(LIMIT, process.kill)
+    late.start()
+    out, said = process.communicate()
+    late.cancel()
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+    if process.returncode:
+        last = said.strip().splitlines()[-1:] or [""]
+        late_by_itself = time.perf_counter() - started >= LIMIT
+        rows.append([part, "", _failed(f"not done in {LIMIT} s" if late_by_itself else f"it ended with {process.returncode}: {last[0]}"), ""])
+    print(f"{part}: {time.perf_counter() - started:.0f} s, {len(rows)} rows", file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.gpu")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, by default all: {','.join(PARTS)}")
+    parser.add_argument("--quick", action="store_true", help="the smallest of each")
+    parser.add_argument("--docs", type=Path, metavar="STEM", help="also writes STEM.md and STEM.json")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no GPU here; --device cpu runs what needs none")
+    if options.part:
+        _one(options.part, options.device, options.quick)
+        return
+    asked = options.only.split(",")
+    if strangers := [part for part in asked if part not in PARTS]:
+        parser.error(f"there is no part {strangers[0]!r}; there are: {', '.join(PARTS)}")
+    named = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    title = f"{named}\n{report.header(report.machine([torch.get_num_threads()]))}"
+    found: dict[str, list[list[str]]] = {}
+    lock = threading.Lock()
+
+    def run(part: str) -> None:
+        rows = _run(part, options.device, options.quick)
+        with lock:
+            found[part] = rows
+            if options.docs:
+                _write(options.docs, named, title, [row for name in asked for row in found.get(name, [])])
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        list(pool.map(run, [part for part in asked if part not in ALONE]))
+    for part in asked:
+        if part in ALONE:
+            run(part)
+    rows = [row for name in asked for row in found[name]]
+    print(f"{title}\n{report.table(list(COLUMNS), rows)}")
+    sys.exit(any(row[2] not in (RIGHT, MEASURED, NOT_RUN) for row in rows))
+
+
+def _write(stem: Path, named: str, title: str, rows: list[list[str]]) -> None:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    table = [f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|", *(f"| {' | '.join(r)} |" for r in rows)]
+    stem.with_suffix(".md").write_text("\n".join(["# On a GPU", "", "```", title, "```", "", *table]) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps({"gpu": named, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

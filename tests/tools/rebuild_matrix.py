@@ -1,0 +1,245 @@
+"""``python -m tests.tools.rebuild_matrix --other PYTHON``: packages made under one torch, rebuilt and run under another, both ways.
+
+Of each case the builder exports a package, runs it on inputs that are not the example's, and stores what came; the other rebuilds the package
+without the model's source, and compares what its own code gives for those inputs. Compile caches are empty. ``make rebuild-matrix`` calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..support.oracle import RELATIVE
+
+ROOT = Path(__file__).parents[2]
+STEP = "step"
+FACTOR = 10  # of the tests' tolerance against eager: two versions' code, each that far from eager's
+FRESH = 6  # rows
+
+
+def cases() -> list[str]:
+    from ..support import zoo
+
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return [n for n in zoo.NAMES if n not in ("bert", "llama")] + [STEP]
+    return [*zoo.NAMES, STEP]
+
+
+def build(folder: Path) -> None:
+    """Exports every case, and stores what it gives for fresh inputs."""
+    for name in cases():
+        started = time.perf_counter()
+        path = folder / f"{name}.pt2"
+        try:
+            arguments, relative = _exported(path, name)
+        except Exception as error:  # a case that cannot be exported is a row of the table
+            kept: dict[str, Any] = {"error": f"not exported: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        else:
+            seconds = time.perf_counter() - started
+            kept = {"arguments": arguments, "results": results(path, arguments), "seconds": seconds, "relative": relative}
+        torch.save(kept, folder / f"{name}.pt")
+        print(f"{name}: {kept.get('error') or kept['seconds']}", file=sys.stderr, flush=True)
+
+
+def _exported(path: Path, name: str) -> tuple[Any, float | None]:
+    """Arguments that no example had, and the tolerance where it is not the dtype's."""
+    import aot_backward as ab
+
+    from ..support import golden_packages, zoo
+
+    if name == STEP:
+        ab.export(path, {"fit": golden_packages.training()})
+        return golden_packages.samples(FRESH), None
+    case = zoo.make(name)
+    ab.export_module(case.module.train(case.mode == "train"), case.args(case.sizes[0]), dynamic_shapes=case.dynamic_shapes, path=path)
+    return case.args(FRESH), case.relative
+
+
+def rebuild(folder: Path) -> None:
+    """Rebuilds what is in ``folder``, runs it, and writes ``rebuilt.json``."""
+    import aot_backward as ab
+
+    found = []
+    for path in sorted(folder.glob("*.pt")):
+        stored = torch.load(path)
+        package, out = path.with_suffix(".pt2"), folder / f"{path.stem}-rebuilt.pt2"
+        started = time.perf_counter()
+        row: dict[str, Any] = {"case": path.stem, "export_s": stored.get("seconds")}
+        if "error" in stored:
+            found.append(row | {"error": stored["error"]})
+            continue
+        try:
+            ab.rebuild(package, out)
+            row["rebuild_s"] = time.perf_counter() - started
+            row |= looked_at(out) | compared(results(out, stored["arguments"]), stored["results"], stored["relative"])
+        except Exception as error:  # a case that fails is a row of the table
+            row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        found.append(row)
+        print(f"{path.stem}: {row}", file=sys.stderr, flush=True)
+    (folder / "rebuilt.json").write_text(json.dumps({"torch": torch.__version__, "rows": found}))
+
+
+def results(path: Path, arguments: Any) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of a module, or the losses of a training step and what it made of the parameters."""
+    from aot_backward_runtime import load
+
+    package = load(path)
+    torch.manual_seed(11)
+    if "fit" in package.entries:
+        step = package.step()
+        losses = {f"loss {i}": step(*arguments) for i in range(3)}
+        return {n: t.detach().clone() for n, t in (losses | dict(step.parameters)).items()}
+    module = package.module()
+    arguments = [a.detach().clone().requires_grad_(a.requires_grad) for a in arguments]
+    value = pytree.tree_leaves(module(*arguments))
+    outputs = [t for t in value if isinstance(t, torch.Tensor)]
+    differentiable = [t for t in outputs if t.requires_grad]
+    torch.autograd.backward(differentiable, [torch.ones_like(t) for t in differentiable])
+    found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    found |= {f"grad of input {i}": a.grad for i, a in enumerate(arguments) if a.grad is not None}
+    found |= {f"grad of {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return found | {f"buffer {n}": b.clone() for n, b in module.named_buffers()}
+
+
+def looked_at(path: Path) -> dict[str, Any]:
+    from aot_backward_runtime.package.archive import open_package
+
+    archive = open_package(path)
+    libraries = archive.manifest.libraries
+    verdicts = {v.verdict.status for e in archive.manifest.entries.values() for v in e.variants}
+    return {
+        "libraries": len(libraries),
+        "nodes": sum(s.nodes for s in libraries.values()),
+        "library_bytes": sum(archive.members()[s.member].size for s in libraries.values()),
+        "graph_bytes": sum(archive.members()[s.graph].size for s in libraries.values()),
+        "verdict": ", ".join(sorted(verdicts)),
+    }
+
+
+def compared(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float | None) -> dict[str, Any]:
+    """The tensor that differs most, by what is allowed: ‖a − e‖ over tolerance · max(‖e‖, a tenth of the largest gradient). ``relative``: the
+    tolerance, where it is not that of the dtype (bfloat16 inside)."""
+    if actual.keys() != expected.keys():
+        return {"error": f"other results: {sorted(actual.keys() ^ expected.keys())}"}
+    largest = max((float(e.double().norm()) for n, e in expected.items() if n.startswith("grad")), default=0.0)
+    coarsest = relative or FACTOR * max(RELATIVE[e.dtype] for e in expected.values() if e.is_floating_point())
+    worst, name = 0.0, ""
+    for n, e in expected.items():
+        a = actual[n]
+        if (a.dtype, a.shape) != (e.dtype, e.shape):
+            return {"error": f"{n} is {a.dtype} {tuple(a.shape)}, was {e.dtype} {tuple(e.shape)}"}
+        difference = float((a.double() - e.double()).norm())
+        ratio = difference / (coarsest * max(float(e.double().norm()), 0.1 * largest if n.startswith("grad") else 0.0, 1e-6))
+        if ratio > worst or not name:
+            worst, name = ratio, n
+    return {"worst": name, "ratio": worst}
+
+
+def level_sizes(folder: Path) -> list[dict[str, Any]]:
+    """Bytes that each target adds, of three cases that :func:`build` left in ``folder``."""
+    import aot_backward as ab
+    from aot_backward_runtime.package.archive import open_package
+    from aot_backward_runtime.package.targets import targets_of
+
+    rows = []
+    for name in ("mlp", "conv", STEP):
+        out = folder / f"{name}-levels.pt2"
+        started = time.perf_counter()
+        ab.rebuild(folder / f"{name}.pt2", out, target="cpu:sse4,cpu:avx2,cpu:avx512")
+        seconds = time.perf_counter() - started
+        archive = open_package(out)
+        sizes = archive.members()
+        row: dict[str, Any] = {"case": name, "package_bytes": out.stat().st_size, "seconds": seconds}
+        for number, target in enumerate(targets_of(archive.manifest)):
+            row[target.name] = sum(sizes[s.every_build[number].member].size for s in archive.manifest.libraries.values())
+        row["graphs"] = sum(sizes[s.graph].size for s in archive.manifest.libraries.values())
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.rebuild_matrix")
+    parser.add_argument("--other", metavar="PYTHON", help="the interpreter of another torch, with this project installed or on its path")
+    parser.add_argument("--docs", type=Path, metavar="STEM", help="also writes STEM.md and STEM.json")
+    parser.add_argument("--do", choices=("build", "rebuild", "levels"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.do:
+        made = {"build": build, "rebuild": rebuild, "levels": lambda folder: print(json.dumps(level_sizes(folder)))}[options.do](options.folder)
+        assert made is None
+        return
+    if not options.other:
+        parser.error("--other PYTHON: the interpreter of an environment with another torch")
+    ways, sizes = [], []
+    for builder, rebuilder in ((sys.executable, options.other), (options.other, sys.executable)):
+        with tempfile.TemporaryDirectory() as folder:
+            _call(builder, "build", folder)
+            version = subprocess.run(
+                [builder, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            _call(rebuilder, "rebuild", folder)
+            ways.append({"built": version, **json.loads((Path(folder) / "rebuilt.json").read_text())})
+            sizes = sizes or json.loads(_call(builder, "levels", folder))
+    text = page(ways, sizes)
+    print(text)
+    if options.docs:
+        options.docs.with_suffix(".md").write_text(text)
+        options.docs.with_suffix(".json").write_text(json.dumps({"ways": ways, "levels": sizes}, indent=1) + "\n")
+    wrong = [r["case"] for w in ways for r in w["rows"] if "error" in r or not r["ratio"] <= 1]
+    sys.exit(f"differ: {', '.join(wrong)}" if wrong else 0)
+
+
+def _call(python: str, what: str, folder: str) -> str:
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "AOT_BACKWARD_CACHE": cache}
+        argv = [python, "-m", "tests.tools.rebuild_matrix", "--do", what, "--folder", folder]
+        return subprocess.run(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def page(ways: list[dict[str, Any]], sizes: list[dict[str, Any]]) -> str:
+    from .benchmarks import report
+
+    parts = ["# Rebuilding under another torch, and for other processors", "", "```", report.header(report.machine([torch.get_num_threads()])), "```"]
+    for way in ways:
+        parts += ["", f"## Built with torch {way['built']}, rebuilt with torch {way['torch']}", ""]
+        parts += [
+            "| case | libraries | operators | export s | rebuild s | self-check | differs most | of what is allowed |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for r in way["rows"]:
+            if "error" in r:
+                parts.append(f"| {r['case']} | | | | | **{r['error']}** | | |")
+                continue
+            seconds = f"{r['export_s']:.1f} | {r['rebuild_s']:.1f}" if r["export_s"] else f" | {r['rebuild_s']:.1f}"
+            numbers = f"{r['libraries']} | {r['nodes']} | {seconds} | {r['verdict']} | {r['worst']} | {r['ratio']:.3f}"
+            parts.append(f"| {r['case']} | {numbers} |")
+    parts += [
+        "",
+        "Both with an empty compile cache, all cores. Compared: outputs, gradients and buffers of a module, or losses and parameters of a training",
+        f"step, at {FRESH} rows that no example had; allowed is ten times the tests' tolerance against eager.",
+        "",
+        "## What each target adds",
+        "",
+        "| case | cpu:sse4 kB | cpu:avx2 kB | cpu:avx512 kB | graphs as data kB | whole package kB | rebuilding all three s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in sizes:
+        levels = " | ".join(f"{r[level] / 1e3:.0f}" for level in ("cpu:sse4", "cpu:avx2", "cpu:avx512"))
+        parts.append(f"| {r['case']} | {levels} | {r['graphs'] / 1e3:.1f} | {r['package_bytes'] / 1e3:.0f} | {r['seconds']:.1f} |")
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Loaded training steps, beside eager."""
