@@ -19,8 +19,9 @@ from .capture import joint_graph as joints
 from .capture import preserve
 from .capture.cuda_semantics import as_on_gpu
 from .entries import Entries, Grad, Module, Step, Variant
-from .packaging.builder import Build, Progress
+from .packaging.builder import Build
 from .packaging.package_writer import check_destination, write_package
+from .progress import Progress, silent
 
 
 def export(
@@ -50,7 +51,7 @@ def export(
     check_destination(path)
     if target.startswith("cuda:"):
         return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, progress=progress)
-    say = progress or (lambda *_: None)
+    say = progress or silent
     with everything_kept(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         built = Build(target, Path(folder), say, portable=portable)
         for name, entry in entries.items():

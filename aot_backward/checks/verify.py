@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,9 @@ from aot_backward_runtime.package.signature_policy import Key, admission, signat
 from aot_backward_runtime.package.targets import targets_of
 
 from ..capture import preserve
+from ..progress import Progress, silent
 from . import eager_check
 from .eager_check import Named
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
     A ``replay`` entry stores no numbers, and is only reported. With ``run=False`` no native code is opened. Raises
     :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` where the native code cannot run here.
     """
-    say = progress or (lambda *_: None)
+    say = progress or silent
     say("digests", 0, 1)
     archive = open_package(path, admit=admission(None, key))
     archive.verify_digests()

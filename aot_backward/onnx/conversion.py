@@ -14,6 +14,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Manifest
 
 from ..graph import Graph
+from ..progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from aot_backward_runtime.native.plan import Library
 
     from .value_names import Part
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from ..capture.shapes.restore_shapes import stated
 from ..checks import graph_check
 from ..checks.verify import verify_variant
 from ..graph import Graph
-from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
+from ..progress import Progress, silent
+from .conversion import Conversion, OnnxFile, checked_destination, require
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ def convert(
     """
     require()
     path = checked_destination(path)
-    say = progress or (lambda *_: None)
+    say = progress or silent
     archive = open_package(source)
     archive.verify_digests()
     manifest = archive.manifest

@@ -14,7 +14,8 @@ from ..api import check_entries, everything_kept
 from ..entries import Entries, Module
 from ..graph import Artifact, Graph
 from ..packaging.builder import Build
-from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
+from ..progress import Progress, silent
+from .conversion import Conversion, OnnxFile, checked_destination, require
 
 if TYPE_CHECKING:
     from aot_backward_runtime.format.manifest import Manifest
@@ -37,7 +38,7 @@ def export_onnx(
     than 64 MiB. :class:`ExportError` names the operator that has no translation, or the tensor that is wrong; then nothing is written.
     """
     require()
-    say = progress or (lambda *_: None)
+    say = progress or silent
     path = checked_destination(path)
     if not entries:
         raise ExportError("nothing to export: entries is empty")

@@ -29,12 +29,10 @@ from ..capture.user_code import source_location
 from ..checks import eager_check
 from ..entries import Entry, Grad, Module, Step
 from ..graph import VERSION, Artifact, Graph
+from ..progress import Progress
 from .package_writer import library_spec, stem_of
 from .step_entry import add_step
 from .variant_spec import differentiated, prepared, required, requiring, variant_spec
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many steps of it are done, and how many there are."""
 
 Check = Callable[[Package, int, dict[str, torch.Tensor]], Verdict]
 """Compares variant I of a loaded entry with eager; what ``verify`` will need goes to the dict."""

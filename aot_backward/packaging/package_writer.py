@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.atomic_file import replacing as _replacing
+from aot_backward_runtime.format.atomic_file import replacing
 from aot_backward_runtime.format.manifest import (
     EXAMPLES_MEMBER,
     GRAPH_FOLDER,
@@ -129,7 +129,7 @@ def write_package(
         return complete
 
     try:
-        with _replacing(path.resolve()) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        with replacing(path.resolve()) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             return fill(_Writer(archive, file))
     except OSError as error:
         raise ExportError(f"cannot write package {path}: {error.strerror or error}; nothing was changed") from error

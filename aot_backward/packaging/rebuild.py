@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ from ..capture.shapes.restore_shapes import Stated, stated
 from ..capture.shapes.symbolic_shapes import Sizes, expression_of
 from ..checks import eager_check, graph_check
 from ..graph import VERSION, Artifact, Graph
+from ..progress import Progress, silent
 from .package_writer import check_destination, library_spec, stem_of, write_package
 
-Progress = Callable[[str, int, int], None]
 NARROWED = "narrowed by rebuilding"
 """The key of the manifest's note on sizes that this compiler does not serve, and the package's did."""
 
@@ -63,7 +63,7 @@ def rebuild(
     none, or the new code does not give what it should, :class:`IncompatibleError` where nobody has registered an operator that it calls; then nothing
     is written.
     """
-    path, say = Path(path), progress or (lambda *_: None)
+    path, say = Path(path), progress or silent
     check_destination(path)
     names = targets.parsed(target) if target else ()
     if target:
