@@ -92,8 +92,8 @@ def _program_state(entry: EntrySpec) -> list[StateSpec]:
 
 
 def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any]:
-    from aot_backward_runtime.native.guards import dtype_of
     from aot_backward_runtime.format.param_groups import options_of
+    from aot_backward_runtime.native.guards import dtype_of
 
     keys = {s.name: s.weight for s in entry.state}
 
@@ -165,7 +165,7 @@ def _structure(structure: StructureSpec) -> dict[str, Any]:
 
 
 def _pass(spec: PassSpec) -> dict[str, Any]:
-    from aot_backward_runtime.passes.compiled_pass import PassContract
+    from aot_backward_runtime.passes.pass_contract import PassContract
 
     contract = PassContract(spec)
     return {

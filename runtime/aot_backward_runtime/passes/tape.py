@@ -198,22 +198,6 @@ class Tape:
         form["node_of"] = [op.node for op in self.ops]
         return json.dumps(form, sort_keys=True, separators=(",", ":"))
 
-    def interpret(
-        self,
-        inputs: Sequence[torch.Tensor],
-        sizes: Sequence[int] = (),
-        scalars: Sequence[int | float] = (),
-        hooks: Sequence[Any] = (),
-        packed: Sequence[Any] = (),
-    ) -> list[torch.Tensor | None]:
-        """Runs the tape by the engine's own functional backwards: eager's gradients, to the bit. Leaves accumulate into their ``.grad``.
-
-        Only in a process that recorded these node types (:class:`PackageError` otherwise).
-        """
-        from .interpreter import Run
-
-        return Run(inputs, sizes, scalars, hooks, packed).execute(self.ops, self.outputs)
-
 
 def tape_from_json(text: str) -> Tape:
     """The inverse of :meth:`Tape.to_json`; :class:`PackageError` where ``text`` is something else."""

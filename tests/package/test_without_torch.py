@@ -11,7 +11,7 @@ import torch
 
 from aot_backward_runtime.format.dtypes import DTYPES, can_hold, is_floating, rounded
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 SCRIPT = """
 import sys
 sys.modules["torch"] = None  # from now on, importing it raises
