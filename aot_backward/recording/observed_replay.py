@@ -67,8 +67,8 @@ class ObservedReplay(Replaying):
         repeated = {f: s for f, s in self.structures.items() if sum(s.observations.values()) > 1}
         once = len(self.structures) - len(repeated)
         self.skipped[
-            f"the structure kept changing: after {self.table.max_structures} structures (max_structures), further ones were left to eager, and {once} "
-            f"of those that were recorded came once and are not compiled. {_CONSTANTS}"
+            f"the structure kept changing: after {self.table.max_structures} structures (max_structures), further ones were left to eager, "
+            f"and {once} of those that were recorded came once and are not compiled. {_CONSTANTS}"
         ] += 1
         return repeated
 
