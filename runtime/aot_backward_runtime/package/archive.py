@@ -1,4 +1,4 @@
-"""Opens a package and hands out its parts, each checked against the manifest before anyone sees it. Nothing is unpickled, compiled or
+"""Opens a package and hands out its parts, each checked against the manifest before it is handed out. Nothing is unpickled, compiled or
 executed here; ``docs/format.md``, section 8, lists what is refused, in the order in which it is done."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Admit = Callable[[Path, str], None]
 class Archive:
     """An open package. Its descriptor is closed when the object goes; what :meth:`member_memory` handed out lives on.
 
-    Where somebody admits it by its bytes, these, and no others, are what is handed out, whatever becomes of the file meanwhile: the manifest is
-    compared with the bytes that were admitted, every member with the manifest, and none is used from a file that can be written to."""
+    With ``admit`` (a signature check), the bytes that it has hashed, and no others, are handed out, even if the file is written to meanwhile: the
+    manifest is compared with the bytes that were admitted, every member with the manifest, and none is used from a file that can be written to."""
 
     def __init__(self, path: Path, fd: int, admit: Admit | None = None) -> None:
         self.path = path
@@ -151,7 +151,7 @@ class Archive:
             raise self.corrupt("it was written to while it was read; load it again")
 
     def _digests(self, part: Place) -> tuple[str, str]:
-        """SHA-256 of the whole file and of a part of it, which were the same bytes even if somebody writes to the file."""
+        """SHA-256 of the whole file and of a part of it, which were the same bytes even if the file is written to meanwhile."""
         whole, of_part = hashlib.sha256(), hashlib.sha256()
         for offset in range(0, self._status.st_size, _CHUNK):
             chunk = read_at(self._fd, offset, min(_CHUNK, self._status.st_size - offset), self.path)

@@ -134,7 +134,7 @@ def spelled(name: str) -> str:
 def _check_results(
     entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan, made: Sequence[TensorSpec], manifest: Manifest
 ) -> dict[int, list[str]]:
-    """The library's results that the plan gives to somebody, each with what it should be called."""
+    """The library's results that the plan uses, by number, each with the names that it may have."""
     own = {s.name: manifest.weights[s.weight] for s in entry.state}
     used: dict[int, list[str]] = {}
 

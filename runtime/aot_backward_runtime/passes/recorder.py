@@ -146,7 +146,7 @@ class Recorder:
 
     def apply_functional(self, name: str, grads: Sequence[Any], args: Sequence[Any], metadata: Sequence[Any]) -> list[torch.Tensor]:
         if name not in functional and not torch_api.adopt_functional(name, functional):
-            self.refused = self.refused or f"the backward of {name} was bound by somebody else"
+            self.refused = self.refused or f"the backward of {name} was bound by another autograd compiler"
         results, numbers = self._new(len(metadata))
         self._emit("apply", name, (list(grads), *args), numbers)
         return results

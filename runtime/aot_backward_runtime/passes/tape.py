@@ -74,7 +74,7 @@ KINDS = {
 }
 HOOKS = frozenset(k for k in KINDS if k.endswith("_hook"))
 CALLS_OUT = HOOKS | {"custom"}
-"""Operations that call Python code of the person's."""
+"""Operations that call user code in Python."""
 
 
 @dataclass(frozen=True)
