@@ -273,10 +273,10 @@ class Interval:
 @dataclass(frozen=True)
 class NumberSpec:
     """A number that the graphs of a step read when they run, so that a learning-rate scheduler may change it: ``param_groups[group][key]``,
-    ``[position]`` of it where that is a list. Group -1 is the entry's own: "clip_norm", "clip_value", "loss_scale". ``allowed``: where the code that was compiled holds
-    (``weight_decay`` may not become 0 where it was not); nothing: anywhere. Its place in the vector of numbers is its place in this list plus
-    2; of the first two elements one is 1 where gradients are added to those that have been accumulated (else they replace them), the other where
-    the optimizer has no state yet (else 0)."""
+    ``[position]`` of it where that is a list. Group -1 is the entry's own: "clip_norm", "clip_value", "loss_scale". ``allowed``: where the code
+    that was compiled holds (``weight_decay`` may not become 0 where it was not); nothing: anywhere. Its place in the vector of numbers is its
+    place in this list plus 2; of the first two elements one is 1 where gradients are added to those that have been accumulated (else they
+    replace them), the other where the optimizer has no state yet (else 0)."""
 
     group: int
     key: str
