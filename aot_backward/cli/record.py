@@ -27,7 +27,7 @@ def record(context: click.Context, output: Path, entry: str, target: str, as_jso
 
     Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the script fails.
     """
-    from aot_backward_runtime.passes.session import MAX_STRUCTURES
+    from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
     from ..recording.record import record as recording
 

@@ -45,7 +45,7 @@ def replay(
 
     A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why.
     """
-    from aot_backward_runtime.passes.session import MAX_STRUCTURES
+    from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
     from ..recording.replay import replay as replaying
 

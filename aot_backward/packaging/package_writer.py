@@ -33,7 +33,7 @@ from aot_backward_runtime.format.safetensors_header import ALIGNMENT, size_of, s
 from aot_backward_runtime.format.zip_directory import PADDING
 from aot_backward_runtime.native.tensor_bytes import dtype_name, tensor_chunks
 from aot_backward_runtime.native.weights import layout_problem
-from aot_backward_runtime.package.archive import GRAPH_NAME, LIBRARY_FOLDER
+from aot_backward_runtime.package.validate import GRAPH_NAME, LIBRARY_FOLDER
 
 from ..graph import Artifact, Graph
 from ..operators import operators_of

@@ -1,8 +1,8 @@
 """Passes that a replay interpreted, as a file: their graphs and the values to check them by; no native code, no pickle.
 
 The file is a zip of ``passes.json`` and ``numbers.safetensors``. It is written when the replaying context closes: the autograd engine hands out
-the functional backward of a node type once in a process, when it first runs a node of it, and a pass that is read from a file cannot be traced
-without it.
+the functional backward of a node type once in a process, when it first meets a node of it, and a pass that is read from a file cannot be traced
+without them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from aot_backward_runtime.format.manifest import Ambient
-from aot_backward_runtime.passes.compiled_pass import Operands
+from aot_backward_runtime.passes.pass_contract import Operands
 from aot_backward_runtime.passes.tape import Tape
 
 from ..capture.ambient import current_ambient

@@ -9,10 +9,12 @@ import torch
 
 from aot_backward_runtime.loader import Package
 from aot_backward_runtime.passes import origin
-from aot_backward_runtime.passes.compiled_pass import Operands, Structure
 from aot_backward_runtime.passes.custom_function import PlainContext
 from aot_backward_runtime.passes.interpreter import Run
-from aot_backward_runtime.passes.session import MAX_STRUCTURES, Replaying
+from aot_backward_runtime.passes.pass_contract import Operands
+from aot_backward_runtime.passes.session import Replaying
+from aot_backward_runtime.passes.structure import Structure
+from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 from aot_backward_runtime.passes.tape import Tape, slots
 
 from .observation import Observation
@@ -40,7 +42,7 @@ class ObservedReplay(Replaying):
         return any(s.observations for s in self.structures.values())
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
-        if not self.keeps(structure):
+        if not self.table.knows(structure):
             return super().interpret(structure, operands)
         recorded = self._recorded_structure(structure.tape, operands)
         observation = Observation.of(operands, structure.tape)
@@ -60,13 +62,13 @@ class ObservedReplay(Replaying):
 
     def structures_to_compile(self) -> dict[str, RecordedStructure]:
         """All structures, or, where ``max_structures`` was reached, those that came more than once; ``skipped`` says how many were dropped."""
-        if not self.full:
+        if not self.table.full:
             return self.structures
         repeated = {f: s for f, s in self.structures.items() if sum(s.observations.values()) > 1}
         once = len(self.structures) - len(repeated)
         self.skipped[
-            f"the structure kept changing: after {self.max_structures} structures (max_structures), further ones were left to eager, and {once} of "
-            f"those that were recorded came once and are not compiled. {_CONSTANTS}"
+            f"the structure kept changing: after {self.table.max_structures} structures (max_structures), further ones were left to eager, "
+            f"and {once} of those that were recorded came once and are not compiled. {_CONSTANTS}"
         ] += 1
         return repeated
 

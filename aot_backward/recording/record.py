@@ -9,7 +9,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.loader import load
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
-from aot_backward_runtime.passes.session import MAX_STRUCTURES
+from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
 from ..progress import Progress

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from aot_backward_runtime.loader import Package, load
 from aot_backward_runtime.package.signature_policy import Key, Policy
-from aot_backward_runtime.passes.session import MAX_STRUCTURES, Replaying
+from aot_backward_runtime.passes.session import Replaying
 from aot_backward_runtime.passes.session import replay as runtime_replay
+from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
 from .observed_replay import ObservedReplay

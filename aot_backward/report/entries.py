@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from aot_backward_runtime.format.manifest import EntrySpec, PassSpec, StructureSpec, TensorSpec, Tree, VariantSpec, Verdict
+from aot_backward_runtime.format.param_groups import options_of
 from aot_backward_runtime.native.pytree import describe, signature
 from aot_backward_runtime.package.archive import Archive
 from aot_backward_runtime.package.targets import targets_of
-from aot_backward_runtime.training.param_groups import options_of
 
 from .blocks import SHOWN, code, facts, folded, line, section
 from .entry_state import program_state

@@ -309,7 +309,7 @@ def test_one_bit_changed_after_signing_and_signed_again(tiny: Path, keys: Path, 
 _WATCHED = """
 import os, sys
 import aot_backward_runtime, torch
-from aot_backward_runtime import signing_library  # the libraries' own maps and files are not counted
+from aot_backward_runtime.package import model_signing  # the libraries' own maps and files are not counted
 seen = []
 def hook(event, arguments):
     if event == "mmap.__new__" or event == "open" and os.environ["AOT_BACKWARD_CACHE"] in str(arguments[0]):

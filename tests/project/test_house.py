@@ -204,7 +204,14 @@ def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> Non
     assert name.endswith((".torch_api", ".cuda.cross_compile")) or found == set()
 
 
+@pytest.mark.parametrize(("name", "path"), [(n, p) for n, p in modules() if within(n, _FILES)], ids=[n for n, _ in modules() if within(n, _FILES)])
+def test_what_reads_packages_imports_no_torch(name: str, path: Path) -> None:
+    assert [i for i in imports(name, path, path.read_text()) if i.split(".")[0] == "torch"] == []  # nor where it is first used
+
+
 def test_these_checks_can_fail() -> None:
+    path = FOLDERS["aot_backward_runtime"] / "package" / "archive.py"
+    assert "torch.nn" in list(imports("aot_backward_runtime.package.archive", path, "def f():\n    import torch.nn"))
     path = FOLDERS["aot_backward_runtime"] / "native" / "plan.py"
     assert wrong_imports("aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.api import export") == ["aot_backward.api"]
     path = FOLDERS["aot_backward"] / "cli" / "run.py"

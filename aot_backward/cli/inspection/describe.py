@@ -85,8 +85,8 @@ def describe(archive: Archive) -> dict[str, Any]:
 
 
 def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any]:
+    from aot_backward_runtime.format.param_groups import options_of
     from aot_backward_runtime.native.guards import dtype_of
-    from aot_backward_runtime.training.param_groups import options_of
 
     keys = {s.name: s.weight for s in entry.state}
 
@@ -158,7 +158,7 @@ def _structure(structure: StructureSpec) -> dict[str, Any]:
 
 
 def _pass(spec: PassSpec) -> dict[str, Any]:
-    from aot_backward_runtime.passes.compiled_pass import PassContract
+    from aot_backward_runtime.passes.pass_contract import PassContract
 
     contract = PassContract(spec)
     return {
