@@ -300,7 +300,7 @@ def test_files_whose_numbers_are_absurd(adam: Any, tmp_path: Path) -> None:
     rms = load(package("RMSprop")).step()
     rms.save(tmp_path / "rms")
     _rewritten(tmp_path / "rms", tmp_path / "bad", lambda a, _: a.update(accumulated=2))
-    with pytest.raises(StateError, match="gradients of 2 calls wait in it, which this step was exported without"):
+    with pytest.raises(StateError, match="it holds accumulated gradients of 2 calls, which this step was exported without"):
         rms.resume(tmp_path / "bad")
 
 
