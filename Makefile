@@ -2,11 +2,12 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 # The first of these that is there and new enough; the packages ask for 3.11 or newer and pip refuses an older one.
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow bench coverage models fuzz endurance rebuild-matrix cross gpu lint venv clean
+.PHONY: demo test test-slow bench coverage models fuzz endurance rebuild-matrix cross gpu docs lint venv clean
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -71,6 +72,11 @@ GPU_PYTHON ?= python3
 gpu:
 	@PYTHONPATH=.:runtime:exporters $(GPU_PYTHON) -m tests.tools.gpu --docs $(or $(DOCS),docs/benchmarks/$$(date +%F)-gpu)
 
+# The pages of docs/ as a site. A link, an anchor or a public name that leads nowhere is an error; nothing is fetched, neither here nor by a reader.
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "open build/site/index.html"
+
 lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -83,6 +89,10 @@ $(STAMP): pyproject.toml runtime/pyproject.toml constraints.txt
 	@command -v g++ >/dev/null || { echo "error: no C++ compiler: apt-get install g++" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./runtime -e '.[test]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 clean:

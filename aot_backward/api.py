@@ -15,8 +15,7 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 
 from . import operators
-from .capture import joint_graph as joints
-from .capture import preserve
+from .capture import preserve, program_module
 from .capture.cuda_semantics import as_on_gpu
 from .entries import Entries, Grad, Module, Step, Variant
 from .packaging.builder import Build, Progress
@@ -165,7 +164,7 @@ def everything_kept(entries: Entries) -> Iterator[None]:
     """Buffers and random state are put back: tracing and checking run the program. Only one thread is within at a time."""
     fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
     fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]
-    programs = [p if isinstance(p, nn.Module) else joints.FunctionModule(p) for p in fns]
+    programs = [p if isinstance(p, nn.Module) else program_module.FunctionModule(p) for p in fns]
     buffers = [b for p in programs for b in p.buffers()]
     kept = [b.detach().clone() for b in buffers]
     with exclusive(), preserve.random_state_kept(), contextlib.ExitStack() as stack:

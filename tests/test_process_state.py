@@ -15,7 +15,8 @@ from torch import nn
 
 import aot_backward
 from aot_backward import torch_api
-from aot_backward.capture import joint_graph
+from aot_backward.capture.program_module import FunctionModule
+from aot_backward.capture.trace import trace_program
 from aot_backward.process_state import exclusive, patched, patched_items, without_convolution_libraries
 
 
@@ -116,7 +117,7 @@ def test_a_trace_that_fails_puts_everything_back() -> None:
         raise ValueError("on purpose")
 
     with pytest.raises(aot_backward.ExportError, match="on purpose"):
-        joint_graph.trace(joint_graph.FunctionModule(fails), (torch.ones(2),), {}, None, signature=fails)
+        trace_program(FunctionModule(fails), (torch.ones(2),), {}, None, signature=fails)
     assert list(replaced()) == before
 
 
@@ -134,8 +135,8 @@ def test_two_exports_in_two_threads_do_not_mix(tmp_path: Path) -> None:
         x = torch.linspace(0, 1, 5)
         start.wait()
         path = aot_backward.export_grad(loss, (x,), path=tmp_path / f"{name}.pt2")
-        _, (gradient,) = aot_backward.load(path).grad()(x)
-        return gradient
+        _, gradients = aot_backward.load(path).grad()(x)
+        return gradients["x"]
 
     with ThreadPoolExecutor(2) as pool:
         gradients = list(pool.map(export, ("a", "b")))

@@ -1,8 +1,8 @@
 """The gradients of a program as a program of its own, to be differentiated again.
 
-A compiled backward cannot be: what it was given of the forward has forgotten what it comes from. So the whole of (inputs, incoming gradients) to
-gradients is traced with ``create_graph=True``, and cut in two like any other program: run once more with what autograd knows of the inputs, it
-gives the same gradients and what their own backward needs.
+Saved tensors are detached, so a partitioned backward cannot be differentiated again. Instead the whole of (inputs, incoming gradients) to gradients
+is traced with ``create_graph=True``, and partitioned like any other program: run once more on inputs that autograd follows, it gives the same
+gradients and what their own backward needs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Tree
 
 from .. import torch_api
-from . import preserve
-from .joint_graph import INNER, Described, Joint, Wrapper, joint_of, state_of
+from . import fx_graph, preserve
+from .joint_graph import Joint
+from .program_module import FlatProgram, inner_name, state_of
+from .trace import Described, joint_of
 
 aten = torch.ops.aten
-_PREFIX = INNER + "."
 
 
 class _Gradients(nn.Module):
@@ -46,12 +47,12 @@ class _Gradients(nn.Module):
 
     @property
     def innermost(self) -> nn.Module:
-        """The person's program. No attribute: it would be a submodule again, under a second name."""
+        """The caller's program. No attribute: it would be a submodule again, under a second name."""
         return self.program.innermost if isinstance(self.program, _Gradients) else self.program
 
     def own_name(self, name: str) -> str:
-        """Of a parameter or buffer of this module: its name in the person's program."""
-        name = name.removeprefix(_PREFIX)
+        """Of a parameter or buffer of this module: its name in the caller's program."""
+        name = inner_name(name)
         return self.program.own_name(name) if isinstance(self.program, _Gradients) else name
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
@@ -101,11 +102,11 @@ def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str
     while True:
         try:
             with preserve.slots_kept(program), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
-                made, shared = joint_of(Wrapper(module, (inputs, {}), copied, False), inputs, about, lambda _: joint.sizes)
+                made, shared = joint_of(FlatProgram(module, (inputs, {}), copied, False), inputs, about, lambda _: joint.sizes)
         except ExportError:
             raise
-        except Exception as error:  # the person's own program ran in there, and may raise anything
-            raise ExportError(_no_second(error)) from error
+        except Exception as error:  # the user's own program ran in there, and may raise anything
+            raise ExportError(_undifferentiable(error)) from error
         if made is not None:
             shared = frozenset(i for i, o in enumerate(made.outputs) if isinstance(o, tuple))  # an incoming gradient itself
             if not shared:
@@ -121,19 +122,19 @@ def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str
         )
     random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in made.graph.graph.nodes)
     own = module.own_name
-    _leave_buffers(made, own)
+    _drop_buffer_updates(made, own)
     gives = tuple(f"{kind}:{where}" for (kind, where), o in zip(module.parts, made.outputs, strict=True) if o is not None)
     return Differentiated(_renamed(made, own), gives, random, module, (inputs, {}))
 
 
-def _no_second(error: Exception) -> str:
+def _undifferentiable(error: Exception) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "attention" in text:
         return f"order=2: {text}: call the attention within torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has a second derivative"
     return f"order=2: the gradients could not be differentiated: {type(error).__name__}: {text}"
 
 
-def _leave_buffers(joint: Joint, own: Callable[[str], str]) -> None:
+def _drop_buffer_updates(joint: Joint, own: Callable[[str], str]) -> None:
     """The first forward has updated them; where a gradient also reads what it has updated, running it again would read something else."""
     graph, written = joint.graph, set()
     for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default):
@@ -143,7 +144,7 @@ def _leave_buffers(joint: Joint, own: Callable[[str], str]) -> None:
             node.replace_all_uses_with(value)
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
-    results = list(next(iter(graph.graph.find_nodes(op="output"))).args[0])[joint.forward_values - len(joint.outputs) :]
+    results = fx_graph.results_of(graph)[joint.forward_values - len(joint.outputs) :]
     seen, todo = set(), [r for r in results if isinstance(r, torch.fx.Node)]
     while todo:
         node = todo.pop()

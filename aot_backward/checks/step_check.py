@@ -27,8 +27,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Verdict
 from aot_backward_runtime.loader import Package
 
-from ..capture import joint_graph as joints
-from ..capture import preserve
+from ..capture import preserve, program_module
 from ..capture.step import step_graph as steps
 from ..capture.step.optimizer_spec import Settings
 from . import eager_check
@@ -50,7 +49,7 @@ class Example:
 class Case:
     """What is exported: the program, its optimizer, and whether gradients can wait. ``names``: of the optimizer's parameters by identity."""
 
-    program: steps.Fit
+    program: steps.ProgramWithLoss
     optimizer: torch.optim.Optimizer
     settings: Settings
     names: dict[int, str]
@@ -155,7 +154,7 @@ def _eager(case: Case, example: Example, args: Any, kwargs: Any, waiting: bool, 
     torch.manual_seed(eager_check.SEED)
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
     everything = [*case.program.parameters(), *case.program.buffers()]
-    loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in joints.state_of(case.program.loss_fn).items()}
+    loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in program_module.state_of(case.program.loss_fn).items()}
     tensors = {f"t{i}": t for i, t in enumerate(everything)}
     with preserve.in_mode(module, example.mode), preserve.slots_kept(case.program), eager_check.undone(tensors), _state_kept(optimizer):
         try:

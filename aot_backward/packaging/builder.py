@@ -21,8 +21,7 @@ from aot_backward_runtime.native.pytree import describe
 from aot_backward_runtime.package.targets import seen_as
 
 from .. import torch_api
-from ..capture import higher_order, partition, preserve
-from ..capture import joint_graph as joints
+from ..capture import higher_order, joint_graph, partition, preserve, program_module, trace
 from ..capture.shapes import dynamic_shapes
 from ..capture.shapes.symbolic_shapes import Sizes
 from ..capture.user_code import source_location
@@ -73,16 +72,16 @@ class Build:
     def _add(self, name: str, entry: Module | Grad) -> None:
         is_module = isinstance(entry, Module)
         fn = entry.module if isinstance(entry, Module) else entry.fn
-        program = fn if isinstance(fn, nn.Module) else joints.FunctionModule(fn)
+        program = fn if isinstance(fn, nn.Module) else program_module.FunctionModule(fn)
         signature = program.forward if isinstance(fn, nn.Module) else fn
-        state = joints.state_of(program)
+        state = program_module.state_of(program)
         weights = {n: (self.key(name, n, t), t.detach()) for n, t in state.items()}
         variants, examples = [], []
         asked: tuple[tuple[str, Any], ...] = ()
         for i, variant in enumerate(entry.variants):
             self.say(f"capture {name}", i, len(entry.variants))
             args, kwargs = prepared(variant, signature, self.specs[0].device)
-            shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
+            shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
             mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
             wanted: list[tuple[str, str]] | None
             if isinstance(entry, Grad):
@@ -95,11 +94,11 @@ class Build:
             with (
                 preserve.in_mode(program, mode),
                 requiring(program, wanted, args, kwargs) as (args, kwargs),
-                source_location.added(program, args, kwargs),
+                source_location.errors_located(program, args, kwargs),
             ):
                 kind = "module" if is_module else "grad"
-                joint = joints.trace(program, args, kwargs, shapes, signature=signature, kind=kind, first_only=not is_module)
-                for fixed in dynamic_shapes.specialised(dynamic_shapes.given(shapes, signature, args, kwargs), joint.input_names, joint.inputs):
+                joint = trace.trace_program(program, args, kwargs, shapes, signature=signature, kind=kind, first_only=not is_module)
+                for fixed in dynamic_shapes.left_fixed(dynamic_shapes.declared(shapes, signature, args, kwargs), joint.input_names, joint.inputs):
                     self.say(f"capture {name}: Dim.AUTO came out fixed, {fixed}", i, len(entry.variants))
                 if isinstance(entry, Grad) and not entry.has_aux and joint.out_tree.kind != "tensor":
                     raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
@@ -131,7 +130,7 @@ class Build:
 
         def check(package: Any, i: int, stored: Any) -> Verdict:
             example = examples[i]
-            with source_location.added(program, example.args, example.kwargs):
+            with source_location.errors_located(program, example.args, example.kwargs):
                 return eager_check.check(package, name, i, program, example, stored)
 
         persistent = set(program.state_dict(keep_vars=True))
@@ -150,7 +149,7 @@ class Build:
         self._checks[name] = check
 
     def _further(
-        self, order: int, program: nn.Module, arguments: Any, joint: joints.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]
+        self, order: int, program: nn.Module, arguments: Any, joint: joint_graph.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]
     ) -> list[higher_order.Differentiated]:
         """The gradients as programs of their own, from the first that can be differentiated again up to ``order - 1`` times."""
         out: list[higher_order.Differentiated] = []
@@ -159,7 +158,7 @@ class Build:
             program, arguments, joint = out[-1].program, out[-1].arguments, out[-1].joint
         return out
 
-    def compile(self, graphs: Sequence[Graph], joint: joints.Joint) -> None:
+    def compile(self, graphs: Sequence[Graph], joint: joint_graph.Joint) -> None:
         folder = self.folder / f"g{len(self.artifacts)}"
         folder.mkdir()
         for number, (name, spec) in enumerate(zip(self.targets, self.specs, strict=True)):
@@ -257,7 +256,7 @@ class Build:
         return eager_check.loaded(seen_as(manifest, number), paths, self.weights)
 
 
-def _asked(wanted: Sequence[tuple[str, str]], joint: joints.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
+def _asked(wanted: Sequence[tuple[str, str]], joint: joint_graph.Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
     """``wanted`` as the joint graph names it: inputs by number, a tied parameter by its first name."""
     first: dict[str, str] = {}
     for name, (key, _) in weights.items():
@@ -271,7 +270,7 @@ def _coarse(graph: Graph) -> bool:
     return any(isinstance(v, torch.Tensor) and v.dtype in (torch.float16, torch.bfloat16) for v in values)
 
 
-def _settled(joint: joints.Joint) -> dict[Any, Any]:
+def _settled(joint: joint_graph.Joint) -> dict[Any, Any]:
     """What is known of the sizes of inputs; those that come from data are the compiler's own."""
     replacements = joint.sizes.shape_env.replacements
     return {symbol: value for symbol, value in replacements.items() if not torch_api.free_unbacked_symbols(symbol)}

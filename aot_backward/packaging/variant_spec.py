@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 
-from ..capture import joint_graph as joints
-from ..capture import partition, preserve, pytrees
+from ..capture import joint_graph, partition, preserve, program_module, pytrees
 from ..entries import Variant
 
 
@@ -79,7 +78,7 @@ def requiring(program: nn.Module, wanted: Sequence[tuple[str, str]] | None, args
         yield args, kwargs
         return
     names = {n for k, n in wanted if k == "parameter"}
-    inputs, _ = pytrees.input_names(joints.forward_of(program), args, kwargs)
+    inputs, _ = pytrees.input_names(program_module.forward_of(program), args, kwargs)
     chosen = {n for k, n in wanted if k == "input"}
     flat, spec = pytree.tree_flatten((args, kwargs))
     flat = [v.detach().requires_grad_(n in chosen) if isinstance(v, torch.Tensor) else v for n, v in zip(inputs, flat, strict=True)]
@@ -95,7 +94,7 @@ def required(state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> tuple
     return (*(f"parameter:{n}" for n, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad), *inputs)
 
 
-def variant_spec(mode: str, joint: joints.Joint, pieces: partition.Pieces) -> VariantSpec:
+def variant_spec(mode: str, joint: joint_graph.Joint, pieces: partition.Partitions) -> VariantSpec:
     sizes = joint.sizes
     tensors = [(i, o) for i, o in enumerate(joint.outputs) if o is not None]
     outputs = []

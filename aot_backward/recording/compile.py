@@ -25,7 +25,7 @@ from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, Segment, StructureSpec, Verdict, WeightSpec
 from aot_backward_runtime.native.cuda_library import library_on
 from aot_backward_runtime.native.guards import laid_out
-from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package.archive import Archive, open_package
 from aot_backward_runtime.passes.compiled_pass import PassContract

@@ -22,9 +22,10 @@ from aot_backward_runtime.passes.interpreter import Run
 from aot_backward_runtime.passes.tape import CALLS_OUT, Op, Slot, Tape, slots
 
 from .. import torch_api
-from ..capture.joint_graph import decompositions, tracing
-from ..capture.partition import lift_constants, root_of
+from ..capture.bind_graph import lift_constants
+from ..capture.fx_graph import root_of
 from ..capture.shapes.symbolic_shapes import Sizes, expression_of
+from ..capture.trace_environment import decompositions, tracing
 from ..graph import Graph
 from .infer_shapes import Shapes
 

@@ -17,9 +17,11 @@ from .entries.grad import LoadedGrad
 from .entries.module import LoadedModule
 from .errors import AotBackwardError, InputError, WeightsError
 from .format.manifest import EntrySpec, Manifest, StructureSpec
+from .native.bound_state import BoundState, check_weight
 from .native.cuda_graphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .native.cuda_library import library_on
-from .native.plan import ROLES, Library, State, check_weight
+from .native.library import Library
+from .native.plan import ROLES
 from .native.weights import filled, load_weights
 from .operators import check_registered, import_modules
 from .package.archive import Archive, open_package
@@ -109,7 +111,7 @@ class Package:
         libraries = self._open(used)
         own = {s.weight for s in spec.state}
         fixed = {c.weight: self._weights[c.weight] for n in used for c in manifest.libraries[n].constants if c.weight not in own}
-        entry = Entry(name, spec, libraries, State(spec, manifest.weights, fixed, self.device), self._types, self.device)
+        entry = Entry(name, spec, libraries, BoundState(spec, manifest.weights, fixed, self.device), self._types, self.device)
         tensors = {k: self._weights[k] for k in own}
         others = {s.weight for n, e in manifest.entries.items() if n != name for s in e.state}
         if spec.kind == "step":

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from aot_backward.capture import joint_graph, partition
+from aot_backward.capture import partition, trace
 
 
 class Block(nn.Module):
@@ -22,7 +22,7 @@ class Block(nn.Module):
 def test_sizes_are_carried_where_the_first_input_is_one() -> None:
     """Under autocast the partitioner puts sizes before the tensors."""
     net, x = Block(), torch.randn(5, 3, 8, requires_grad=True)
-    traced = joint_graph.trace(net, (x,), {}, {"x": {0: Dim("batch", min=2, max=64)}}, signature=net.forward)
+    traced = trace.trace_program(net, (x,), {}, {"x": {0: Dim("batch", min=2, max=64)}}, signature=net.forward)
     weights = {n: (n, p.detach()) for n, p in net.named_parameters()}
     pieces = partition.split_module(traced, "net", weights, forward_only=False)
     assert pieces.backward is not None and pieces.backward.call is not None

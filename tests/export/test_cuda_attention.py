@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 from torch.fx import GraphModule, Interpreter
 
-from aot_backward.capture import joint_graph, partition
+from aot_backward.capture import partition, program_module, trace
 from aot_backward.capture.shapes import dynamic_shapes
 from aot_backward_exporters.cuda import attention
 from aot_backward_exporters.cuda.devices import DEVICES
@@ -100,8 +100,8 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-def captured(program: nn.Module, args: tuple[Any, ...], shapes: Any) -> tuple[partition.Pieces, Any]:
-    traced = joint_graph.trace(program, args, {}, dynamic_shapes.spelled(shapes, program.forward, args, {}), signature=program.forward)
+def captured(program: nn.Module, args: tuple[Any, ...], shapes: Any) -> tuple[partition.Partitions, Any]:
+    traced = trace.trace_program(program, args, {}, dynamic_shapes.normalized(shapes, program.forward, args, {}), signature=program.forward)
     return partition.split_module(traced, "net", {}, forward_only=False), traced.fake_mode
 
 
@@ -194,7 +194,7 @@ def test_forward_and_backward_in_one_graph() -> None:
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return net(q, k, v).square().sum()
 
-    traced = joint_graph.trace(joint_graph.FunctionModule(loss), (q, k, v), {}, None, signature=loss, first_only=True)
+    traced = trace.trace_program(program_module.FunctionModule(loss), (q, k, v), {}, None, signature=loss, first_only=True)
     (graph,) = partition.split_grad(traced, "loss", {}, [("input", i) for i in range(3)]).graphs
     moved = retarget(graph, traced.fake_mode, DEVICES["sm_90"], torch.device("cpu"))
     assert targets(moved.module) & {CPU, CPU_BACKWARD, *KERNELS} == {EFFICIENT, EFFICIENT_BACKWARD}

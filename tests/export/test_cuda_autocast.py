@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aot_backward as ab
-from aot_backward.capture import cuda_semantics, joint_graph, partition
+from aot_backward.capture import cuda_semantics, partition, trace
 from aot_backward.packaging.rebuild import _refuse_other_autocast
 from aot_backward_exporters.inductor import compile
 from aot_backward_runtime.errors import ExportError
@@ -124,13 +124,13 @@ def test_forward_and_backward_are_captured_so(device: str) -> None:
     net, x = Normed(device), torch.randn(5, 4, requires_grad=True)
     plain = Normed()
     with torch.autocast("cpu", torch.bfloat16):
-        before = joint_graph.trace(plain, (x,), {}, None, signature=plain.forward).graph.code  # what torch remembers of it may not come back
+        before = trace.trace_program(plain, (x,), {}, None, signature=plain.forward).graph.code  # what torch remembers of it may not come back
     with switched_on(device), cuda_semantics.as_on_gpu():
-        traced = joint_graph.trace(net, (x,), {}, None, signature=net.forward)
+        traced = trace.trace_program(net, (x,), {}, None, signature=net.forward)
         out = net(x)
         assert traced.ambient.autocast == ("" if device else "bfloat16")
     with torch.autocast("cpu", torch.bfloat16):
-        assert joint_graph.trace(plain, (x,), {}, None, signature=plain.forward).graph.code == before != traced.graph.code
+        assert trace.trace_program(plain, (x,), {}, None, signature=plain.forward).graph.code == before != traced.graph.code
     assert out.dtype is torch.float32  # a softmax in float32
     pieces = partition.split_module(traced, "net", {n: (n, p.detach()) for n, p in net.named_parameters()}, forward_only=False)
     forward, backward = (g.module for g in pieces.graphs)
@@ -213,22 +213,22 @@ def test_autocast_made_before_is_refused() -> None:
 def test_dropout_in_attention_is_refused_but_for_the_formula() -> None:
     net = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.25)
     x = torch.randn(3, 2, 8)
-    joint_graph.trace(net, (x,), {}, None, signature=net.forward)
+    trace.trace_program(net, (x,), {}, None, signature=net.forward)
     with cuda_semantics.as_on_gpu():
         with pytest.raises(ExportError, match=r"with dropout 0.25: .* Export on a GPU \(target='cuda'\), or call it.*sdpa_kernel\(SDPBackend.MATH\)"):
-            joint_graph.trace(net, (x,), {}, None, signature=net.forward)
+            trace.trace_program(net, (x,), {}, None, signature=net.forward)
         net.eval()
-        joint_graph.trace(net, (x,), {}, None, signature=net.forward)
+        trace.trace_program(net, (x,), {}, None, signature=net.forward)
         net.train()
         with sdpa_kernel(SDPBackend.MATH):
-            traced = joint_graph.trace(net, (x,), {}, None, signature=net.forward)
+            traced = trace.trace_program(net, (x,), {}, None, signature=net.forward)
             net(x).sum().backward()
         assert traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default)
         double = net.double()  # for which a GPU has nothing else
-        traced = joint_graph.trace(double, (x.double(),), {}, None, signature=double.forward)
+        traced = trace.trace_program(double, (x.double(),), {}, None, signature=double.forward)
         assert traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default)
         net.float()
-    joint_graph.trace(net, (x,), {}, None, signature=net.forward)
+    trace.trace_program(net, (x,), {}, None, signature=net.forward)
     net(x).sum().backward()
 
 

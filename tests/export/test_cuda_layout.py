@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from aot_backward.capture import joint_graph, partition
+from aot_backward.capture import partition, trace
 from aot_backward.capture.shapes import dynamic_shapes
 from aot_backward_exporters.cuda.devices import DEVICES
 from aot_backward_exporters.cuda.retarget import retarget
@@ -31,7 +31,7 @@ class Singular(nn.Module):
 
 def forward_of(net: nn.Module, shapes: Any = None) -> tuple[Any, Any, Any]:
     x = torch.randn(4, 3, 3, requires_grad=True)
-    traced = joint_graph.trace(net, (x,), {}, dynamic_shapes.spelled(shapes, net.forward, (x,), {}), signature=net.forward)
+    traced = trace.trace_program(net, (x,), {}, dynamic_shapes.normalized(shapes, net.forward, (x,), {}), signature=net.forward)
     return partition.split_module(traced, "net", {}, forward_only=False).graphs[0], traced.fake_mode, x.detach()
 
 

@@ -121,7 +121,7 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(spoil: str, tmp_
     target.write_bytes(b"the old package")
     finish = partition._finish_backward
 
-    def spoilt(pieces: partition.Pieces, cut: Any, *rest: Any) -> Any:
+    def spoilt(pieces: partition.Partitions, cut: Any, *rest: Any) -> Any:
         graph = cut.graph.graph
         output = next(iter(graph.find_nodes(op="output")))
         results = list(output.args[0])

@@ -60,8 +60,17 @@ def test_the_makes_that_the_readme_names_are_there() -> None:
         run([*shlex.split(command), "-n"], ROOT)
 
 
+def test_the_start_page_gives_commands_that_other_tests_run() -> None:
+    demo = subprocess.run(["make", "-n", "demo", "BIN=BIN"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tested = {line.replace("BIN/", "").replace("build/", "") for line in demo.splitlines()}  # by test_examples.py
+    tested |= {c for kind, _, text in blocks(ROOT / "README.md") if kind == "console" for c in commands(text)}
+    named = [c for kind, _, text in blocks(ROOT / "docs/index.md") if kind == "console" for c in commands(text)]
+    assert len(named) == 2
+    assert set(named) - tested == set()
+
+
 def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 

@@ -9,7 +9,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ... import torch_api
-from ..joint_graph import decompositions
+from ..fx_graph import call
+from ..trace_environment import decompositions
 
 FIRST_NUMBER = 2
 """The vector begins with two flags: whether gradients are added to what has been accumulated, or replace it; and whether the optimizer has no
@@ -29,7 +30,7 @@ def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, 
     traced.graph.set_codegen(torch.fx.CodeGen())  # flat arguments
     traced.recompile()
 
-    class Again(torch.fx.Interpreter):
+    class WithTensors(torch.fx.Interpreter):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
             if target is torch.ops.aten.scalar_tensor.default and isinstance(args[0], torch.Tensor):
                 return args[0]
@@ -42,18 +43,18 @@ def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, 
                 return super().call_function(target, tuple(wide), kwargs).to(narrow)
             return super().call_function(target, args, kwargs)
 
-    def again(grads: Any, params: Any, states: Any, numbers: torch.Tensor) -> Any:
+    def run(grads: Any, params: Any, states: Any, numbers: torch.Tensor) -> Any:
         each = [numbers.select(0, i) for i in range(FIRST_NUMBER, numbers.shape[0])]
-        return Again(traced).run(*grads, *params, *states, numbers.select(0, 1), *each)
+        return WithTensors(traced).run(*grads, *params, *states, numbers.select(0, 1), *each)
 
-    made = make_fx(again, decomposition_table=decompositions())(gradients, parameters, slots, vector)
+    made = make_fx(run, decomposition_table=decompositions())(gradients, parameters, slots, vector)
     made.graph.set_codegen(torch.fx.CodeGen())
     made.graph = torch_api.fx_graph_cse(made.graph)
     made.graph.eliminate_dead_code()
-    return torch.fx.GraphModule(made, _staged(made.graph, len(gradients)))
+    return torch.fx.GraphModule(made, _numbers_first(made.graph, len(gradients)))
 
 
-def _staged(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
+def _numbers_first(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
     """The graph with what is computed from numbers alone (bias corrections) done first, and read from memory by the loops over parameters.
 
     Else the compiler writes the computation into each loop: two ``pow`` for every eight elements. These scalars also wait for every gradient,
@@ -70,14 +71,14 @@ def _staged(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
     out = torch.fx.Graph()
     new: dict[torch.fx.Node, torch.fx.Node] = {}
 
-    def copied(nodes: Sequence[torch.fx.Node]) -> None:
+    def copy(nodes: Sequence[torch.fx.Node]) -> None:
         for node in nodes:
             new[node] = out.node_copy(node, lambda n: new[n])
 
     order = [n for n in graph.nodes if n.op != "output"]
-    copied([n for n in order if n.op == "placeholder"])
-    copied([n for n in order if n in pure and n.op != "placeholder"])
-    never = known_with(out, [new[n] for n in order[:gradients]])
+    copy([n for n in order if n.op == "placeholder"])
+    copy([n for n in order if n in pure and n.op != "placeholder"])
+    never = false_after(out, [new[n] for n in order[:gradients]])
     stages: dict[torch.dtype, list[torch.fx.Node]] = {}
     for node in order:
         loops = [u for u in node.users if u not in pure and u.op != "output"]
@@ -90,43 +91,38 @@ def _staged(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
         for node in nodes:
             part = new[node]
             if node.meta["val"].dtype is not dtype:
-                part = _call(out, torch.ops.prims.convert_element_type.default, part, dtype)
-            part = _waiting(out, never, part)
-            parts.append(_call(out, torch.ops.aten.unsqueeze.default, part, 0))
-        together = _call(out, torch.ops.aten.cat.default, parts if len(parts) > 1 else parts * 2)
+                part = call(out, torch.ops.prims.convert_element_type.default, part, dtype)
+            part = _after(out, never, part)
+            parts.append(call(out, torch.ops.aten.unsqueeze.default, part, 0))
+        together = call(out, torch.ops.aten.cat.default, parts if len(parts) > 1 else parts * 2)
         for i, node in enumerate(nodes):
-            loaded[node] = _call(out, torch.ops.aten.select.int, together, 0, i)
+            loaded[node] = call(out, torch.ops.aten.select.int, together, 0, i)
     for node in order:
         if node not in new:
             new[node] = out.node_copy(node, lambda n: loaded.get(n, new[n]))
     for node in next(iter(graph.find_nodes(op="output"))).args[0]:
         if node in pure:
-            new[node] = _waiting(out, never, new[node])
+            new[node] = _after(out, never, new[node])
     out.output(torch.fx.node.map_arg(next(iter(graph.find_nodes(op="output"))).args[0], lambda n: new[n]))
     return out
 
 
-def known_with(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
-    """A 0-d False that is known only when all ``tensors`` are there."""
+def false_after(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
+    """A 0-d False that can be computed only once all ``tensors`` have been."""
     aten = torch.ops.aten
     out: torch.fx.Node | None = None
     for tensor in tensors:
         if tensor.meta["val"].numel():
             for dim in range(tensor.meta["val"].dim() - 1, -1, -1):
-                tensor = _call(graph, aten.select.int, tensor, dim, 0)
-            odd = _call(graph, aten.isnan.default, tensor)
-            neither = _call(graph, aten.logical_and.default, odd, _call(graph, aten.logical_not.default, odd))
-            out = neither if out is None else _call(graph, aten.logical_or.default, out, neither)
+                tensor = call(graph, aten.select.int, tensor, dim, 0)
+            odd = call(graph, aten.isnan.default, tensor)
+            neither = call(graph, aten.logical_and.default, odd, call(graph, aten.logical_not.default, odd))
+            out = neither if out is None else call(graph, aten.logical_or.default, out, neither)
     return out
 
 
-def _waiting(graph: torch.fx.Graph, never: torch.fx.Node | None, scalar: torch.fx.Node) -> torch.fx.Node:
+def _after(graph: torch.fx.Graph, never: torch.fx.Node | None, scalar: torch.fx.Node) -> torch.fx.Node:
+    """``scalar``, computed once ``never`` (of :func:`false_after`) has been."""
     if never is None:
         return scalar
-    return _call(graph, torch.ops.aten.where.self, never, _call(graph, torch.ops.aten.neg.default, scalar), scalar)
-
-
-def _call(graph: torch.fx.Graph, target: Any, *args: Any) -> torch.fx.Node:
-    made = graph.call_function(target, args)
-    made.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
-    return made
+    return call(graph, torch.ops.aten.where.self, never, call(graph, torch.ops.aten.neg.default, scalar), scalar)

@@ -1,6 +1,6 @@
 """A ``torch.optim`` optimizer, as one graph: from parameters, gradients and state to what ``optimizer.step()`` would make of them.
 
-The person's own object is traced, the single-tensor form of its ``step``, on fake tensors. Two things are other than in eager:
+The user's own object is traced, the single-tensor form of its ``step``, on fake tensors. Two things are other than in eager:
 
 - The numbers of its parameter groups (learning rate, weight decay, betas, …) are symbols while it is traced, so that what it computes from
   them in Python stands in the graph, in float64, and what it decides by them becomes a condition on the number (``weight_decay != 0``).
@@ -28,9 +28,9 @@ from aot_backward_runtime.format.manifest import Interval, NumberSpec
 
 from ... import torch_api
 from ...process_state import patched_items
-from ..joint_graph import tracing
+from ..trace_environment import tracing
 from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
-from .optimizer_spec import Optimized, Settings, form, twin
+from .optimizer_spec import OptimizerSpec, Settings, duplicate, single_tensor_form
 
 _CAPTURABLE = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 """Their other form decides by the value of a tensor which formula holds."""
@@ -38,7 +38,7 @@ _CAPTURABLE = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 
 @dataclass(frozen=True)
 class Update:
-    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``Optimized.trained``; the slots; the vector of numbers.
+    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``OptimizerSpec.trained``; the slots; the vector of numbers.
     It returns new parameters, new slots, and, where they were asked for, the gradients' norm and whether all of them were finite."""
 
     graph: torch.fx.GraphModule
@@ -49,7 +49,7 @@ class Update:
     in_place: bool  # whether it works element by element, and so allocates nothing once it has begun to change the state
 
 
-def trace(about: Optimized, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], fake_mode: Any, settings: Settings) -> Update:
+def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], fake_mode: Any, settings: Settings) -> Update:
     """Traces ``about.optimizer``'s step on fake ``gradients`` and ``parameters``. :class:`ExportError` where it does what a graph cannot."""
     for name, gradient in zip(about.trained, gradients, strict=True):
         if gradient.layout != torch.strided:
@@ -69,7 +69,7 @@ def trace(about: Optimized, gradients: Sequence[torch.Tensor], parameters: Seque
 
     kind = type(about.optimizer).__qualname__
     try:
-        with fake_mode, tracing(), torch.no_grad(), _lenient(type(about.optimizer)):
+        with fake_mode, tracing(), torch.no_grad(), _min_and_max_of_tensors(type(about.optimizer)):
             traced = make_fx(torch.func.functionalize(update, remove="mutations"))(list(gradients), list(parameters), slots, vector[1], symbols)
     except ExportError:
         raise
@@ -101,13 +101,15 @@ def _in_place(graph: torch.fx.GraphModule, gradients: int) -> bool:
             continue
         if node.meta["val"].dim() > 0 or any(n.meta["val"].dim() > 0 for n in node.all_input_nodes if n in dependent and n.op != "placeholder"):
             tags = getattr(node.target, "tags", ())
-            if torch.Tag.pointwise not in tags and not _STILL.intersection({getattr(node.target, "_opname", "")}):
+            if torch.Tag.pointwise not in tags and not _ALLOCATE_NOTHING.intersection({getattr(node.target, "_opname", "")}):
                 return False
         dependent.add(node)
     return True
 
 
-_STILL = {"copy", "clone", "select", "unsqueeze", "cat", "convert_element_type", "view_as_real", "view_as_complex", "full", "zeros_like", "full_like"}
+_ALLOCATE_NOTHING = {
+    "copy", "clone", "select", "unsqueeze", "cat", "convert_element_type", "view_as_real", "view_as_complex", "full", "zeros_like", "full_like",
+}  # fmt: skip
 """What is not called element-wise, and allocates nothing either where the compiler fuses it."""
 
 
@@ -117,7 +119,7 @@ def _symbol(env: Any, name: str, value: float) -> Any:
     return env.create_symfloatnode(symbol, hint=value, source=source)
 
 
-def _update(about: Optimized, settings: Settings, grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
+def _update(about: OptimizerSpec, settings: Settings, grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
     """One step as a function of tensors. ``first``: 1 where the optimizer has no state yet."""
     own, clips = list(numbers[: len(about.numbers)]), list(numbers[len(about.numbers) :])
     norm = finite = None
@@ -133,7 +135,7 @@ def _update(about: Optimized, settings: Settings, grads: Any, params: Any, state
             limit = clips.pop(0)
             grads = [_clamped(g, -limit, limit) for g in grads]
         started = None
-        if _starts_otherwise(about.optimizer):
+        if _first_step_differs(about.optimizer):
             started = _stepped(about, own, grads, [p.clone() for p in params], None)
         new, after = _stepped(about, own, grads, params, states)
         if started is not None:
@@ -142,19 +144,19 @@ def _update(about: Optimized, settings: Settings, grads: Any, params: Any, state
     return new, after, [v for v in (norm, finite) if v is not None]
 
 
-def _starts_otherwise(optimizer: torch.optim.Optimizer) -> bool:
+def _first_step_differs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether no state stands for "none yet": SGD's first momentum is the gradient itself, whatever the dampening."""
     return isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] and g["dampening"] for g in optimizer.param_groups)
 
 
-def _stepped(about: Optimized, numbers: Sequence[Any], grads: Any, params: Any, states: Any) -> tuple[list[Any], list[Any]]:
-    """The person's optimizer on ``params``, which it changes: they and its state afterwards. ``states`` None: it has none yet."""
+def _stepped(about: OptimizerSpec, numbers: Sequence[Any], grads: Any, params: Any, states: Any) -> tuple[list[Any], list[Any]]:
+    """The user's optimizer on ``params``, which it changes: they and its state afterwards. ``states`` None: it has none yet."""
     optimizer = about.optimizer
     by_name = dict(zip(about.trained, params, strict=True))
-    other = twin(optimizer)
+    other = duplicate(optimizer)
     other.param_groups, other.state = [], defaultdict(dict)
     for n, group in enumerate(optimizer.param_groups):
-        made = {**group, **form(group)}
+        made = {**group, **single_tensor_form(group)}
         if isinstance(optimizer, _CAPTURABLE):
             made["capturable"] = True
         for number, symbol in zip(about.numbers, numbers, strict=True):
@@ -171,13 +173,13 @@ def _stepped(about: Optimized, numbers: Sequence[Any], grads: Any, params: Any, 
             count = state.dim() == 0 and state.dtype is torch.float32 and (slot.key == "step" or by_name[slot.parameters[0]].dim() > 0)
             for name in slot.parameters:  # each gets one of its own, which it may count up in place
                 other.state[by_name[name]][slot.key] = state.double() if count else state.clone()
-        _fixed_state(about, by_name, other.state)
+        _copy_constant_state(about, by_name, other.state)
     type(optimizer).step(other)
     after = [other.state[by_name[s.parameters[0]]][s.key].to(s.value.dtype) for s in about.slots]
     return [by_name[n] for n in about.trained], after
 
 
-def _fixed_state(about: Optimized, by_name: Mapping[str, Any], state: Any) -> None:
+def _copy_constant_state(about: OptimizerSpec, by_name: Mapping[str, Any], state: Any) -> None:
     """What of the state is no tensor: None, or a number that never changes."""
     for p, slots in about.optimizer.state.items():
         name = about.names.get(id(p), "")
@@ -248,7 +250,7 @@ def _written_out(base: str, args: Any, number: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _lenient(kind: Any) -> Iterator[None]:
+def _min_and_max_of_tensors(kind: Any) -> Iterator[None]:
     """``min`` and ``max`` of the optimizer's own module take tensors too: Adafactor and ASGD ask them for the smaller of two numbers."""
 
     def chosen(builtin: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:

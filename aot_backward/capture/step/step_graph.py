@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +24,22 @@ from aot_backward_runtime.format.manifest import GradientSlot, OptimizerStateSpe
 from aot_backward_runtime.training.param_groups import plain
 
 from ...graph import Graph
-from .. import partition
-from ..joint_graph import FunctionModule, Joint
-from ..partition import Pieces
+from .. import fx_graph, partition
+from ..bind_graph import GraphBinder, Weights
+from ..fx_graph import add_placeholder, by_name, call, output_of
+from ..joint_graph import Joint
+from ..partition import Partitions
+from ..program_module import FunctionModule
 from . import hyperparameters, optimizer_graph
 from .optimizer_graph import Update
-from .optimizer_spec import Optimized, Settings
+from .optimizer_spec import OptimizerSpec, Settings
 
 aten = torch.ops.aten
 MODULE = "module."
 NUMBERS = "numbers"
 
-Weights = Mapping[str, tuple[str, torch.Tensor]]
-"""State name -> (weight key, tensor)."""
 
-
-class Fit(nn.Module):
+class ProgramWithLoss(nn.Module):
     """``loss_fn(module(inputs…), target)``, the target being the last positional argument; without a ``loss_fn`` what the module returns."""
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None):
@@ -80,17 +80,17 @@ class Fit(nn.Module):
 
 
 @dataclass(frozen=True)
-class Shared:
+class StepState:
     """What the variants of a step have in common. ``tensors``: state that is neither parameter nor buffer, by its name in the entry."""
 
-    optimized: Optimized
+    optimized: OptimizerSpec
     settings: Settings
     tensors: dict[str, torch.Tensor]
     spec: StepSpec
     gradients: dict[str, str]  # parameter -> name of the tensor that accumulates its gradient
 
 
-def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bool) -> Shared:
+def step_state(optimized: OptimizerSpec, settings: Settings, program: ProgramWithLoss, *, waiting: bool) -> StepState:
     """``waiting``: whether gradients are also accumulated. Names the state, and gives it its first values."""
     parameters = dict(program.module.named_parameters())
     tensors, slots = {}, []
@@ -123,142 +123,140 @@ def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bo
         norm=settings.clip_norm is not None,
         finite=settings.skip_nonfinite,
     )
-    return Shared(optimized, settings, tensors, spec, gradients)
+    return StepState(optimized, settings, tensors, spec, gradients)
 
 
-def scale_the_loss(joint: Joint, shared: Shared, unscaled: Node) -> None:
-    """``unscaled``, the loss's own gradient, becomes the scale, and every gradient is scaled back, as ``torch.amp.GradScaler`` does."""
+def with_scaled_loss(joint: Joint, state: StepState, loss_gradient: str) -> Joint:
+    """A copy in which the loss's own gradient, the node ``loss_gradient``, is the scale, and every gradient is scaled back, as
+    ``torch.amp.GradScaler`` does."""
+    joint = _with_step_state(joint.copy(), state)
     graph = joint.graph
-    numbers = _state(graph, joint, shared, NUMBERS)
-    place = hyperparameters.FIRST_NUMBER + len(shared.optimized.numbers) + list(shared.settings.numbers).index("loss_scale")
+    unscaled = by_name(graph)[loss_gradient]
+    numbers = _placeholder_of(graph, joint, state, NUMBERS)
+    place = hyperparameters.FIRST_NUMBER + len(state.optimized.numbers) + list(state.settings.numbers).index("loss_scale")
     convert = torch.ops.prims.convert_element_type.default
     with graph.graph.inserting_after(unscaled), joint.fake_mode:
         placed = graph.graph.call_function(aten.select.int, (numbers, 0, place))
     placed.meta["val"] = aten.select.int(numbers.meta["val"], 0, place)
     with graph.graph.inserting_after(placed), joint.fake_mode:
-        scale = _call(graph, convert, placed, unscaled.meta["val"].dtype)
+        scale = call(graph.graph, convert, placed, unscaled.meta["val"].dtype)
     unscaled.replace_all_uses_with(scale)
     graph.graph.erase_node(unscaled)
-    joint.gradients.update({target: scale for target, gradient in joint.gradients.items() if gradient is unscaled})
-    output = _output(graph)
+    gradients = {target: scale if gradient is unscaled else gradient for target, gradient in joint.gradients.items()}
+    output = output_of(graph.graph)
     with graph.graph.inserting_before(output), joint.fake_mode:
-        back = _call(graph, convert, _call(graph, aten.reciprocal.default, placed), torch.float32)
-        made = {node: _call(graph, aten.mul.Tensor, node, back) for node in dict.fromkeys(joint.gradients.values()) if isinstance(node, Node)}
-    results = partition.results_of(graph)
-    gradients = [made.get(node, node) for node in results[joint.forward_values :]]
-    output.args = ((*results[: joint.forward_values], *gradients),)
-    for target, node in joint.gradients.items():
-        joint.gradients[target] = made.get(node, node)
+        back = call(graph.graph, convert, call(graph.graph, aten.reciprocal.default, placed), torch.float32)
+        made = {node: call(graph.graph, aten.mul.Tensor, node, back) for node in dict.fromkeys(gradients.values()) if isinstance(node, Node)}
+    results = fx_graph.results_of(graph)
+    output.args = ((*results[: joint.forward_values], *(made.get(node, node) for node in results[joint.forward_values :])),)
     graph.recompile()
+    return dataclasses.replace(joint, gradients={target: made.get(node, node) for target, node in gradients.items()})
 
 
 def gets_gradient(joint: Joint) -> Callable[[str], bool]:
     return lambda name: joint.gradients.get(("parameter", MODULE + name)) is not None
 
 
-def split_step(joint: Joint, name: str, weights: Weights, shared: Shared) -> tuple[Pieces, Update]:
-    """The graphs of one variant, and the traced optimizer. The joint graph must have been made :func:`split.from_a_scalar`."""
-    trained = shared.optimized.trained
+def split_step(joint: Joint, name: str, weights: Weights, state: StepState) -> tuple[Partitions, Update]:
+    """The graphs of one variant, and the traced optimizer. ``joint``: of :func:`.partition.with_scalar_loss`."""
+    joint = _with_step_state(joint, state)
+    trained = state.optimized.trained
     gradients = {p: joint.gradients[("parameter", MODULE + p)] for p in trained}
     parameters = {n: node for n, node in _parameters(joint, joint.graph).items() if n in gradients}
     values = [node.meta["val"] for node in gradients.values()], [parameters[p].meta["val"] for p in trained]
-    update = optimizer_graph.trace(shared.optimized, *values, joint.fake_mode, shared.settings)
-    pieces = Pieces()
-    graph = GraphModule(joint.graph, partition.copied(joint.graph.graph))
-    nodes = _by_name(graph)
-    extra = _put_update(graph, joint, shared, update, [nodes[gradients[p].name] for p in trained])
-    pieces.step = _finish(pieces, joint, graph, f"{name}.step", weights, extra)
-    if shared.gradients:
-        graph = GraphModule(joint.graph, partition.copied(joint.graph.graph))
-        nodes = _by_name(graph)
-        _put_accumulation(graph, joint, shared, {p: nodes[gradients[p].name] for p in trained})
-        pieces.accumulate = _finish(pieces, joint, graph, f"{name}.accumulate", weights, [])
-    pieces.graphs = [dataclasses.replace(g, round_as_eager=update.coarse or g.round_as_eager) for g in pieces.graphs]
-    return pieces, update
+    update = optimizer_graph.trace(state.optimized, *values, joint.fake_mode, state.settings)
+    partitions = Partitions()
+    graph, nodes = fx_graph.copy_of(joint.graph)
+    extra = _append_update(graph, joint, state, update, [nodes[gradients[p]] for p in trained])
+    partitions.step = _finish(partitions, joint, graph, f"{name}.step", weights, extra)
+    if state.gradients:
+        graph, nodes = fx_graph.copy_of(joint.graph)
+        _append_accumulation(graph, joint, state, {p: nodes[gradients[p]] for p in trained})
+        partitions.accumulate = _finish(partitions, joint, graph, f"{name}.accumulate", weights, [])
+    partitions.graphs = [dataclasses.replace(g, round_as_eager=update.coarse or g.round_as_eager) for g in partitions.graphs]
+    return partitions, update
 
 
-def update_alone(joint: Joint, name: str, weights: Weights, shared: Shared, update: Update) -> tuple[Graph, Plan]:
+def update_alone(joint: Joint, name: str, weights: Weights, state: StepState, update: Update) -> tuple[Graph, Plan]:
     """The optimizer on accumulated gradients, as a graph without inputs. ``joint``: of any variant."""
+    joint = _with_step_state(joint, state)
     graph = GraphModule(nn.Module(), torch.fx.Graph())
     graph.graph.output(())
     for p, node in _parameters(joint, joint.graph).items():
-        if p in shared.gradients:
-            made = _placeholder(graph, node.name, node.meta["val"])
-            assert made.name == node.name
-    gradients = [_state(graph, joint, shared, shared.gradients[p]) for p in shared.optimized.trained]
-    extra = _put_update(graph, joint, shared, update, gradients)
+        if p in state.gradients:
+            add_placeholder(graph, node.name, node.meta["val"])
+    gradients = [_placeholder_of(graph, joint, state, state.gradients[p]) for p in state.optimized.trained]
+    extra = _append_update(graph, joint, state, update, gradients)
     if not extra:  # a call must have a result
-        with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
-            flag = _call(graph, aten.select.int, _state(graph, joint, shared, NUMBERS), 0, 0)
-            extra = [_call(graph, aten.clone.default, flag)]
-    pieces = Pieces()
-    partition.truncate(graph, extra)
-    cut = partition.Cut(joint, partition.joint_passes(graph, joint), f"{name}.update", weights)
-    for node in partition.results_of(cut.graph):
-        cut.result(node)
-    plan = cut.plan(pieces)
-    return dataclasses.replace(pieces.graphs[0], round_as_eager=update.coarse or pieces.graphs[0].round_as_eager), plan
+        with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:
+            flag = call(graph.graph, aten.select.int, _placeholder_of(graph, joint, state, NUMBERS), 0, 0)
+            extra = [call(graph.graph, aten.clone.default, flag)]
+    partitions = Partitions()
+    fx_graph.truncate(graph, extra)
+    binder = GraphBinder(joint, partition.joint_passes(graph, joint.device), f"{name}.update", weights)
+    for node in fx_graph.results_of(binder.graph):
+        binder.result(node)
+    plan = binder.plan(partitions.graphs)
+    return dataclasses.replace(partitions.graphs[0], round_as_eager=update.coarse or partitions.graphs[0].round_as_eager), plan
 
 
-def _finish(pieces: Pieces, joint: Joint, graph: GraphModule, name: str, weights: Weights, extra: list[Node]) -> Plan:
-    forward = partition.results_of(joint.graph)[: joint.forward_values]
-    nodes = _by_name(graph)
-    partition.truncate(graph, [*(nodes[n.name] if isinstance(n, Node) else n for n in forward), *extra])
-    cut = partition.Cut(joint, partition.joint_passes(graph, joint), name, weights)
-    results = partition.results_of(cut.graph)
-    outputs = partition.current_outputs(joint, cut, results)
+def _finish(partitions: Partitions, joint: Joint, graph: GraphModule, name: str, weights: Weights, extra: list[Node]) -> Plan:
+    fx_graph.truncate(graph, [*fx_graph.results_of(graph)[: joint.forward_values], *extra])
+    binder = GraphBinder(joint, partition.joint_passes(graph, joint.device), name, weights)
+    results = fx_graph.results_of(binder.graph)
+    outputs = binder.outputs(results)
     for node in results[joint.forward_values :]:
-        cut.result(node)
-    return cut.plan(pieces, outputs=outputs)
+        binder.result(node)
+    return binder.plan(partitions.graphs, outputs=outputs)
 
 
-def _put_update(graph: GraphModule, joint: Joint, shared: Shared, update: Update, gradients: list[Node]) -> list[Node]:
+def _append_update(graph: GraphModule, joint: Joint, state: StepState, update: Update, gradients: list[Node]) -> list[Node]:
     """Appends the optimizer; the nodes of the gradients' norm and of their finiteness, where there are such."""
     by_name = _parameters(joint, graph)
-    parameters = [by_name[p] for p in shared.optimized.trained]
-    slots = [_state(graph, joint, shared, s.state) for s in shared.spec.state]
-    numbers = _state(graph, joint, shared, NUMBERS)
+    parameters = [by_name[p] for p in state.optimized.trained]
+    slots = [_placeholder_of(graph, joint, state, s.state) for s in state.spec.state]
+    numbers = _placeholder_of(graph, joint, state, NUMBERS)
     for node in update.graph.graph.find_nodes(op="get_attr"):
         setattr(graph, str(node.target), getattr(update.graph, str(node.target)))
     given = dict(zip(update.graph.graph.find_nodes(op="placeholder"), [*gradients, *parameters, *slots, numbers], strict=True))
-    _hold_back(graph, joint, gradients)
-    with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
+    _delay_buffer_updates(graph, joint, gradients)
+    with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:
         made = pytree.tree_leaves(graph.graph.graph_copy(update.graph.graph, dict(given)))
         targets = [*parameters, *slots]
         news, extra = made[: len(targets)], made[len(targets) :]
         finite = extra[-1] if update.finite else None
         for target, new in zip(targets, news, strict=True):
             if finite is not None:
-                new = _call(graph, aten.where.self, finite, new, target)
+                new = call(graph.graph, aten.where.self, finite, new, target)
             if new is not target:
-                _call(graph, aten.copy_.default, target, new)
+                call(graph.graph, aten.copy_.default, target, new)
     return extra
 
 
-def _hold_back(graph: GraphModule, joint: Joint, gradients: Sequence[Node]) -> None:
+def _delay_buffer_updates(graph: GraphModule, joint: Joint, gradients: Sequence[Node]) -> None:
     """Buffers that the forward updates wait for every gradient too: a call that fails on the way has changed nothing."""
     buffers = [n for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"]
     if not buffers:
         return
-    with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
-        never = hyperparameters.known_with(graph.graph, gradients)
+    with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:
+        never = hyperparameters.false_after(graph.graph, gradients)
         for node in buffers:
             target, value = node.args
             if never is not None:
-                value = _call(graph, aten.where.self, never, target, value)
-            node.replace_all_uses_with(_call(graph, aten.copy_.default, target, value))
+                value = call(graph.graph, aten.where.self, never, target, value)
+            node.replace_all_uses_with(call(graph.graph, aten.copy_.default, target, value))
             graph.graph.erase_node(node)
 
 
-def _put_accumulation(graph: GraphModule, joint: Joint, shared: Shared, gradients: dict[str, Node]) -> None:
-    numbers = _state(graph, joint, shared, NUMBERS)
-    _hold_back(graph, joint, list(gradients.values()))
-    with graph.graph.inserting_before(_output(graph)), joint.fake_mode:
-        keep = _call(graph, aten.ne.Scalar, _call(graph, aten.select.int, numbers, 0, 0), 0)
+def _append_accumulation(graph: GraphModule, joint: Joint, state: StepState, gradients: dict[str, Node]) -> None:
+    numbers = _placeholder_of(graph, joint, state, NUMBERS)
+    _delay_buffer_updates(graph, joint, list(gradients.values()))
+    with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:
+        keep = call(graph.graph, aten.ne.Scalar, call(graph.graph, aten.select.int, numbers, 0, 0), 0)
         for parameter, gradient in gradients.items():
-            slot = _state(graph, joint, shared, shared.gradients[parameter])
-            both = _call(graph, aten.add.Tensor, slot, gradient)
-            _call(graph, aten.copy_.default, slot, _call(graph, aten.where.self, keep, both, gradient))
+            slot = _placeholder_of(graph, joint, state, state.gradients[parameter])
+            both = call(graph.graph, aten.add.Tensor, slot, gradient)
+            call(graph.graph, aten.copy_.default, slot, call(graph.graph, aten.where.self, keep, both, gradient))
 
 
 def _parameters(joint: Joint, graph: GraphModule) -> dict[str, Node]:
@@ -271,36 +269,19 @@ def _parameters(joint: Joint, graph: GraphModule) -> dict[str, Node]:
     return out
 
 
-def _state(graph: GraphModule, joint: Joint, shared: Shared, name: str) -> Node:
-    """The placeholder of a tensor of ``Shared.tensors``, which becomes a constant when the graph is finished."""
-    for node in graph.graph.find_nodes(op="placeholder"):
-        if joint.placeholders.get(node.name) == ("buffer", name):
-            return node
-    real = shared.tensors[name]
+def _placeholder_of(graph: GraphModule, joint: Joint, state: StepState, name: str) -> Node:
+    """The placeholder of a tensor of ``StepState.tensors``, which becomes a constant when the graph is finished."""
+    placeholder = next(node for node, place in joint.placeholders.items() if place == ("buffer", name))
+    existing = next((n for n in graph.graph.find_nodes(op="placeholder") if n.name == placeholder), None)
+    if existing is not None:
+        return existing
+    real = state.tensors[name]
     with joint.fake_mode:
         value = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
-    made = _placeholder(graph, f"of_the_step_{list(shared.tensors).index(name)}", value)
-    joint.placeholders[made.name] = ("buffer", name)
-    return made
+    return add_placeholder(graph, placeholder, value)
 
 
-def _placeholder(graph: GraphModule, name: str, value: torch.Tensor) -> Node:
-    existing = list(graph.graph.find_nodes(op="placeholder"))
-    with graph.graph.inserting_after(existing[-1]) if existing else graph.graph.inserting_before(_output(graph)):
-        made = graph.graph.placeholder(name)
-    made.meta["val"] = value
-    return made
-
-
-def _call(graph: GraphModule, target: Any, *args: Any) -> Node:
-    made = graph.graph.call_function(target, args)
-    made.meta["val"] = args[0].meta["val"] if target is aten.copy_.default else target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
-    return made
-
-
-def _output(graph: GraphModule) -> Node:
-    return next(iter(graph.graph.find_nodes(op="output")))
-
-
-def _by_name(graph: GraphModule) -> dict[str, Node]:
-    return {n.name: n for n in graph.graph.nodes}
+def _with_step_state(joint: Joint, state: StepState) -> Joint:
+    """With names for the placeholders of ``StepState.tensors``, as of buffers."""
+    own = {f"step_state_{i}": ("buffer", name) for i, name in enumerate(state.tensors)}
+    return dataclasses.replace(joint, placeholders={**joint.placeholders, **own})

@@ -14,7 +14,7 @@ from . import source_location
 
 
 @contextlib.contextmanager
-def noted(program: nn.Module) -> Iterator[dict[str, str]]:
+def recorded_writes(program: nn.Module) -> Iterator[dict[str, str]]:
     """Yields what will hold, by name, where the program assigned a tensor that was there already; tensors are put back at the end."""
     names = {id(m): f"{n}." if n else "" for n, m in program.named_modules()}
     kept = [(m.__dict__, {n: v for n, v in m.__dict__.items() if v is None or isinstance(v, torch.Tensor)}) for m in program.modules()]
@@ -44,6 +44,6 @@ def name_of(program: nn.Module, tensor: torch.Tensor) -> str:
     return ""
 
 
-def plain(program: nn.Module) -> list[str]:
+def plain_tensors(program: nn.Module) -> list[str]:
     """The names of attributes that are tensors, and neither parameters nor buffers."""
     return [f"{p}.{n}" if p else n for p, m in program.named_modules() for n, v in m.__dict__.items() if isinstance(v, torch.Tensor)]

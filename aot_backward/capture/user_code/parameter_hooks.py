@@ -7,6 +7,7 @@ program's own parameters and buffers stays bound to them; other tensors that it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,33 +17,36 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from aot_backward_runtime.errors import ExportError
 
 from ... import torch_api
-from ..joint_graph import Joint, decompositions, tracing
+from .. import fx_graph
+from ..joint_graph import Joint
+from ..trace_environment import decompositions, tracing
 from . import source_location
 
 aten = torch.ops.aten
 
 
-def put(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> None:
-    """Puts ``joint.hooks`` behind the gradients of their parameters, which must have been summed over ties. ``weights``: state name -> (key, tensor).
-
-    :class:`ExportError` names a hook that cannot be traced."""
+def with_hooks(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Joint:
+    """Puts ``joint.hooks`` behind the gradients of their parameters, which must have been summed over ties, in the FX graph of ``joint``, a copy.
+    ``weights``: state name -> (key, tensor). :class:`ExportError` names a hook that cannot be traced."""
+    gradients = dict(joint.gradients)
     hooks = {weights[name][0]: (name, found) for name, found in joint.hooks.items()}
-    output = next(iter(joint.graph.graph.find_nodes(op="output")))
-    results = list(output.args[0])
+    output = fx_graph.output_of(joint.graph.graph)
+    results = fx_graph.results_of(joint.graph)
     for position, target in enumerate(joint.gradient_slots, start=joint.forward_values):
-        if target not in joint.gradients or target is None or target[0] != "parameter" or weights[target[1]][0] not in hooks:
+        if target not in gradients or target is None or target[0] != "parameter" or weights[target[1]][0] not in hooks:
             continue
         gradient = results[position]
         if isinstance(gradient, Node):
             name, found = hooks[weights[target[1]][0]]
-            results[position] = joint.gradients[target] = _behind(gradient, name, found, joint, output)
+            results[position] = gradients[target] = _apply_hooks(gradient, name, found, joint, output)
     output.args = (results,)
+    return replace(joint, gradients=gradients)
 
 
-def _behind(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]], joint: Joint, output: Node) -> Node:
+def _apply_hooks(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]], joint: Joint, output: Node) -> Node:
     """What ``hooks`` make of ``gradient``, in their order, in front of ``output``."""
     for hook in hooks:
-        traced = _traced(hook, name, gradient.meta["val"], joint.fake_mode)
+        traced = _traced_hook(hook, name, gradient.meta["val"], joint.fake_mode)
         given: dict[Node, Any] = {next(iter(traced.graph.find_nodes(op="placeholder"))): gradient}
         with joint.graph.graph.inserting_before(output):
             for node in traced.graph.find_nodes(op="get_attr"):
@@ -51,9 +55,9 @@ def _behind(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]], join
     return gradient
 
 
-def _traced(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode: Any) -> GraphModule:
+def _traced_hook(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode: Any) -> GraphModule:
     def called(gradient: torch.Tensor) -> torch.Tensor:
-        with _no_writes(hook, name):
+        with _refuse_writes(hook, name):
             made = hook(gradient.clone())  # which it may change in place
         if not isinstance(made, torch.Tensor) or (made.shape, made.dtype) != (gradient.shape, gradient.dtype):
             what = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__name__}"
@@ -68,7 +72,7 @@ def _traced(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode:
             traced = make_fx(torch.func.functionalize(called, remove="mutations"), decomposition_table=decompositions())(value)
     except ExportError:
         raise
-    except Exception as error:  # the person's own hook ran in there, and may raise anything
+    except Exception as error:  # the user's own hook ran in there, and may raise anything
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         decides = "it decides by the value of a tensor: use torch.where, or " if "data-dependent" in first or "_local_scalar_dense" in first else ""
         raise ExportError(
@@ -79,7 +83,7 @@ def _traced(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode:
     return traced
 
 
-def _no_writes(hook: Callable[..., Any], name: str) -> Any:
+def _refuse_writes(hook: Callable[..., Any], name: str) -> Any:
     """A dispatch mode in which no tensor may be written that was there before."""
 
     class NoWrites(torch_api.TorchDispatchMode):

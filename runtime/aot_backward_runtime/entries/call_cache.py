@@ -54,7 +54,7 @@ class CachedCall:
             return False
         self._variant.check_ambient()
         if self._written is not None:
-            self.runnable.refuse_its_own(self._written, args, self._variant.spec.inputs)
+            self.runnable.refuse_overlap(self._written, args, self._variant.spec.inputs)
         return True
 
     def value(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:

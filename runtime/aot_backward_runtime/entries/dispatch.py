@@ -12,9 +12,11 @@ from .. import torch_api
 from ..errors import InputError, WeightsError
 from ..format.manifest import EntrySpec
 from ..native import tensor_values
+from ..native.bound_state import BoundState
 from ..native.guards import Fast
-from ..native.plan import Library, State, Variant
+from ..native.library import Library
 from ..native.pytree import Types, signature
+from ..native.variant import Variant
 
 _REMEMBERED = 8  # signatures with a fast check; each costs one failing check for the ones behind it
 _RESOLVED = 1024  # signatures whose variant is known
@@ -35,7 +37,7 @@ class MatchedCall:
 class Entry:
     """An entry's variants and state."""
 
-    def __init__(self, name: str, spec: EntrySpec, libraries: Mapping[str, Library], state: State, types: Types, device: torch.device):
+    def __init__(self, name: str, spec: EntrySpec, libraries: Mapping[str, Library], state: BoundState, types: Types, device: torch.device):
         self.name, self.spec, self.state, self.types, self.device = name, spec, state, types, device
         self.libraries = libraries
         self.variants = [Variant(v, libraries, device) for v in spec.variants]
@@ -88,7 +90,7 @@ class Entry:
         if key in self._resolved:
             candidates.sort(key=lambda v: v is not self._resolved[key])
         elif self.specialised:
-            candidates.sort(key=lambda v: (len(v.gradient_targets), len(v.covered)))
+            candidates.sort(key=lambda v: (len(v.wrt), len(v.covered)))
         short: MatchedCall | None = None  # what serves the arguments, and has not all gradients that are asked for
         for variant in candidates:
             try:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..errors import AotBackwardError, ExecutionError
+from ..native.library import Binding
 from ..native.memory import Ranges
-from ..native.plan import Binding, Runnable
+from ..native.plan import Runnable
 from .bound_parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
 from .call_cache import CachedCall
 from .dispatch import Entry, MatchedCall
@@ -114,7 +115,7 @@ class LoadedGrad:
         runnable = matched.variant.plans["gradient"]
         written = runnable.written(binding, self._held) if runnable.writes else None
         if written is not None:
-            runnable.refuse_its_own(written, matched.given, matched.variant.spec.inputs)
+            runnable.refuse_overlap(written, matched.given, matched.variant.spec.inputs)
         call = _GradCall(entry, matched, runnable, self._held, written)
         if call.writes:
             torch.autograd.graph.increment_version(call.writes)

@@ -17,8 +17,8 @@ from ..errors import InputError
 from ..format.expressions import evaluate
 from ..format.manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
 from ..native.guards import Contract, Fast, check_ambient, check_kind, laid_out
+from ..native.library import Library
 from ..native.memory import meet
-from ..native.plan import Library
 from ..operators import unregistered
 from ..package.recorded_pass_checks import check_against
 from .interpreter import Run

@@ -17,8 +17,9 @@ from ..entries.bound_parameter import BoundParameter, StepParameter, Watch, boun
 from ..entries.call_cache import CachedCall
 from ..entries.dispatch import Entry, MatchedCall
 from ..errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
+from ..native.library import Binding, reason_of
 from ..native.memory import Ranges
-from ..native.plan import Binding, Runnable, reason_of
+from ..native.plan import Runnable
 from . import allocator, checkpoint_contents, eager_state, rng_state
 from .gradient_hooks import add_through_hooks, refuse_hooks_that_never_run
 from .loss_scale import LossScale
@@ -202,7 +203,7 @@ class LoadedStep(torch.optim.Optimizer):
             self._share_buffers()
             runnable = matched.variant.plans["accumulate" if apart else "step"]
             written = runnable.written(binding, self._held)
-            runnable.refuse_its_own(written, matched.given, matched.variant.spec.inputs)
+            runnable.refuse_overlap(written, matched.given, matched.variant.spec.inputs)
             ready = _StepCall(entry, matched, runnable, self._held, written, apart)
             with torch.no_grad():
                 results = self._run(ready, lambda: runnable.bound(binding, matched.flat, matched.sizes), update, hooked)

@@ -1,0 +1,192 @@
+"""One graph on its way to the compiler: its parameters and buffers become constants, and its inputs and outputs a plan of the runtime.
+
+Parameters and buffers become ``get_attr`` nodes, which AOTInductor turns into constants that the runtime binds by pointer: they are never passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import Call, Gradient, Plan, TensorSpec
+
+from ..graph import Graph
+from . import fx_graph
+from .joint_graph import Joint
+from .shapes.symbolic_shapes import expression_of
+
+aten = torch.ops.aten
+
+Weights = Mapping[str, tuple[str, torch.Tensor]]
+"""State name -> (weight key, tensor)."""
+
+
+class GraphBinder:
+    """Collects the results of ``graph``, which it changes, binds its constants, and says how it is called. ``joint``: what the graph is a part of."""
+
+    def __init__(self, joint: Joint, graph: GraphModule, name: str, weights: Weights):
+        self.joint, self.graph, self.name, self.weights = joint, graph, name, weights
+        self.placeholders = dict(joint.placeholders)
+        self.results: list[Node] = []
+        self.names: list[str] = []
+        self.saved: dict[str, int] = {}  # placeholder name -> index among the saved tensors
+        self.origins: dict[str, str] = {}  # of saved tensors that are inputs or outputs, too, by placeholder name: what they are called there
+        self.donated: frozenset[int] = frozenset()  # saved tensors that nothing else refers to
+
+    def result(self, node: Node, name: str = "") -> str:
+        """The node as an output of the compiled graph, ``result:I``; a repeat is not computed twice."""
+        if node not in self.results:
+            self.results.append(node)
+            self.names.append(name or node.name)
+        return f"result:{self.results.index(node)}"
+
+    def outputs(self, results: list[Any]) -> tuple[str, ...]:
+        """The flat output tensors of the program as sources; ``results`` are the graph's, in the joint graph's order."""
+        first = self.joint.forward_values - len(self.joint.outputs)
+        sources = []
+        for i, output in enumerate(self.joint.outputs):
+            if isinstance(output, tuple):
+                sources.append(f"{'input' if output[0] == 'input' else 'parameter'}:{output[1]}")
+            elif output is not None:
+                sources.append(self.result(results[first + i], f"output[{i}]"))
+        return tuple(sources)
+
+    def plan(
+        self,
+        graphs: list[Graph],
+        *,
+        outputs: tuple[str, ...] = (),
+        saved: tuple[str, ...] = (),
+        watched: tuple[str, ...] = (),
+        gradients: tuple[Gradient, ...] = (),
+    ) -> Plan:
+        """Binds constants, adds the graph to ``graphs`` where it computes anything, and returns the plan."""
+        joint, graph = self.joint, self.graph
+        fx_graph.truncate(graph, self.results)
+        constants: dict[str, tuple[str, torch.Tensor]] = {}
+        operands: list[str] = []
+        inputs: list[TensorSpec] = []
+        reads: list[str] = []
+        writes: list[str] = []
+        attributes: dict[str, Node] = {}
+        donated: list[tuple[int, int]] = []  # (input of the graph, saved tensor)
+        self._replace_sizes()
+        for node in graph.graph.find_nodes(op="placeholder"):
+            kind, index = self.placeholders.get(node.name, ("saved", None))
+            if kind in ("parameter", "buffer") and node.name not in self.saved:
+                if node.users:
+                    if any(u.target is aten.copy_.default and u.args[0] is node for u in node.users):
+                        writes.append(index)
+                    reads.append(index)
+                    key = self.weights[index][0]
+                    if key not in attributes:
+                        attributes[key] = _attribute(graph, node, index, self.weights[index], constants)
+                    node.replace_all_uses_with(attributes[key])
+                graph.graph.erase_node(node)
+                continue
+            if not node.users and node.name not in self.saved:
+                graph.graph.erase_node(node)
+                continue
+            if node.name in self.saved:
+                number = self.saved[node.name]
+                if number in self.donated:
+                    donated.append((len(operands), number))
+                # its name says again what the plan says of it: a reader compares the two
+                more = ", consumed" if number in self.donated else f" = {self.origins[node.name]}" if node.name in self.origins else ""
+                operands.append(f"saved:{number}")
+                inputs.append(joint.sizes.spec(f"saved[{number}]{more}", node.meta["val"], False))
+            elif kind == "input":
+                operands.append(f"input:{index}")
+                inputs.append(joint.sizes.spec(joint.input_names[index], node.meta["val"], False))
+            elif kind == "cotangent":
+                operands.append(f"cotangent:{joint.cotangents.index(index)}")
+                inputs.append(joint.sizes.spec(f"gradient of output[{index}]", node.meta["val"], False))
+            elif kind == "size":
+                operands.append(f"size:{index}")
+                inputs.append(joint.sizes.spec(f"size {index}", node.meta["val"], False))
+            else:
+                raise ExportError(f"{self.name}: the graph needs {node.name}, which nothing provides")
+        lift_constants(graph, constants, joint.device)
+        graph.graph.lint()
+        graph.recompile()
+        count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
+        specs = tuple(joint.sizes.spec(n, node.meta["val"], False) for n, node in zip(self.names, self.results, strict=True))
+        if self.results:
+            rounds = fx_graph.rounds_to_16_bits(graph)
+            graphs.append(Graph(self.name, graph, tuple(inputs), specs, constants, count, rounds, donated=tuple(i for i, _ in donated)))
+        call = Call(self.name, tuple(operands)) if self.results else None
+        consumes = tuple(i for _, i in donated)
+        return Plan(call, outputs, saved, watched, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), gradients, consumes)
+
+    def _replace_sizes(self) -> None:
+        """Size placeholders become sizes of tensor placeholders; where no tensor shows the size, an empty one of shape (size, 0) carries it."""
+        graph, joint = self.graph, self.joint
+        for node in graph.graph.find_nodes(op="placeholder"):
+            if "val" not in node.meta:  # an argument that is no tensor: its value is in the graph already
+                graph.graph.erase_node(node)
+        placeholders = list(graph.graph.find_nodes(op="placeholder"))
+        shown: dict[Any, tuple[Node, int]] = {}
+        for node in placeholders:
+            if isinstance(node.meta["val"], torch.Tensor) and (node.users or self.placeholders.get(node.name, ("saved",))[0] == "cotangent"):
+                for d, size in enumerate(node.meta["val"].shape):
+                    shown.setdefault(expression_of(size), (node, d))
+        for node in placeholders:
+            value = node.meta["val"]
+            if isinstance(value, torch.Tensor):
+                continue
+            if node.users:
+                expression = expression_of(value)
+                if expression not in shown:
+                    first = next(iter(graph.graph.find_nodes(op="placeholder")))  # of those that are left
+                    with graph.graph.inserting_before(first), joint.fake_mode:
+                        carrier = graph.graph.placeholder(f"carrier_{len(shown)}")
+                        carrier.meta["val"] = torch.empty((value, 0), device=joint.device)
+                    self.placeholders[carrier.name] = ("size", str(joint.sizes.size(value)))
+                    shown[expression] = (carrier, 0)
+                tensor, d = shown[expression]
+                with graph.graph.inserting_after(list(graph.graph.find_nodes(op="placeholder"))[-1]):
+                    made = graph.graph.call_function(aten.sym_size.int, (tensor, d))
+                made.meta["val"] = value
+                node.replace_all_uses_with(made)
+            graph.graph.erase_node(node)
+
+
+def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, torch.Tensor], constants: dict[str, tuple[str, torch.Tensor]]) -> Node:
+    attribute = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+    if attribute[0].isdigit():  # of nn.Sequential; the compiler would rename it so, and the library's name must be the graph's
+        attribute = f"constant_{attribute}"
+    while attribute in constants:
+        attribute += "_"
+    graph.register_buffer(attribute, weight[1])
+    constants[attribute] = weight
+    with graph.graph.inserting_after(list(graph.graph.find_nodes(op="placeholder"))[-1]):
+        made = graph.graph.get_attr(attribute)
+    made.meta = dict(node.meta)
+    return made
+
+
+def lift_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]], device: torch.device) -> None:
+    """Tensors that the program made or closed over are stored like weights, and bound like them, by content: each trace names them anew. Where the
+    graph is for a GPU, numbers (0-d tensors on the CPU) go there, as eager takes them along."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if node.target not in constants:
+            value = operator.attrgetter(node.target)(graph)
+            if not isinstance(value, torch.Tensor):
+                continue  # a subgraph of a control-flow operator
+            if value.dim() == 0 and value.device.type == "cpu" and device.type == "cuda":
+                path, _, last = str(node.target).rpartition(".")
+                value = value.to(device)
+                setattr(graph.get_submodule(path), last, value)
+            constants[node.target] = (f"constants.{_digest(value)}", value.detach())
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous()
+    about = f"{plain.dtype} {tuple(plain.shape)} {tensor.stride()} {tensor.device.type}".encode()
+    return hashlib.sha256(about + plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:32]

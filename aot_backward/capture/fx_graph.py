@@ -1,0 +1,125 @@
+"""FX graphs: their outputs, copies, new nodes, and which nodes share memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .. import torch_api
+
+aten = torch.ops.aten
+_VIEWS = {
+    aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default, aten._unsafe_view.default,
+    aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int,
+    aten.alias.default, aten.detach.default, aten.as_strided.default, aten.diagonal.default, aten.unfold.default,
+}  # fmt: skip
+"""Operators whose result shares its first argument's memory and costs nothing to make again."""
+_SOMETIMES_VIEWS = {aten.reshape.default, aten.contiguous.default, aten._to_copy.default, aten.to.dtype}
+
+
+def output_of(graph: Graph) -> Node:
+    return next(iter(graph.find_nodes(op="output")))
+
+
+def results_of(graph: GraphModule) -> list[Any]:
+    return list(output_of(graph.graph).args[0])  # type: ignore[arg-type]
+
+
+def by_name(graph: GraphModule) -> dict[str, Node]:
+    return {n.name: n for n in graph.graph.nodes}
+
+
+def truncate(graph: GraphModule, results: Iterable[Any]) -> None:
+    """Makes ``results`` the graph's outputs, and removes what none of them needs."""
+    output = output_of(graph.graph)
+    output.args = (tuple(results),)
+    output.meta = {}
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def copy_of(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
+    """A module over a copy of the graph, with flat arguments, and the copy of each node, which has the node's name. Attributes are shared."""
+    graph = Graph()
+    nodes: dict[Node, Node] = {}
+    output = graph.output(graph.graph_copy(module.graph, nodes))
+    output.meta = dict(output_of(module.graph).meta)
+    out = GraphModule(module, graph)
+    out.meta = dict(module.meta)
+    return out, nodes
+
+
+def call(graph: Graph, target: Any, *args: Any) -> Node:
+    """A call at the graph's insertion point, with its fake value; of ``copy_`` that of what is written."""
+    made = graph.call_function(target, args)
+    if target is aten.copy_.default:
+        made.meta["val"] = args[0].meta["val"]
+    else:
+        made.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+    return made
+
+
+def add_placeholder(graph: GraphModule, name: str, value: Any) -> Node:
+    """Behind those that there are."""
+    existing = list(graph.graph.find_nodes(op="placeholder"))
+    with graph.graph.inserting_after(existing[-1]) if existing else graph.graph.inserting_before(output_of(graph.graph)):
+        made = graph.graph.placeholder(name)
+    made.meta["val"] = value
+    return made
+
+
+def clone_of(graph: GraphModule, source: Node, fake_mode: Any) -> Node:
+    anchor = source if source.op != "placeholder" else list(graph.graph.find_nodes(op="placeholder"))[-1]
+    with graph.graph.inserting_after(anchor), fake_mode:
+        return call(graph.graph, aten.clone.default, source)
+
+
+def root_of(node: Node) -> Node:
+    """The node whose memory ``node`` is a view of; itself where it is none."""
+    while node.op == "call_function" and node.target in _VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def overlaps(node: Node) -> bool:
+    """Whether elements share memory, as in sliding windows."""
+    if torch_api.is_non_overlapping_and_dense(node.meta["val"]):
+        return False
+    while node.op == "call_function" and node.target in _VIEWS:
+        if node.target in (aten.unfold.default, aten.expand.default, aten.as_strided.default):
+            return True
+        node = node.args[0]  # type: ignore[assignment]
+    return False
+
+
+def is_fresh(node: Node) -> bool:
+    """Whether the operator always makes new memory."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    target = maker.target  # type: ignore[union-attr]
+    if not isinstance(target, torch_api.OpOverload) or target._schema.is_mutable:
+        return False
+    return target not in _SOMETIMES_VIEWS and all(r.alias_info is None for r in target._schema.returns)
+
+
+def written_placeholders(graph: GraphModule) -> set[str]:
+    return {n.args[0].name for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"}
+
+
+def rounds_to_16_bits(graph: GraphModule) -> bool:
+    """Whether a value is cast to 16 bits and back, which is how a program rounds; the compiler would leave both casts out."""
+
+    def bits(node: Node) -> int:
+        casts = node.target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+        dtype = node.meta["val"].dtype if casts else None
+        return torch.finfo(dtype).bits if dtype is not None and dtype.is_floating_point else 0
+
+    return any(bits(n) == 16 and any(bits(u) > 16 for u in n.users) for n in graph.graph.nodes)
+
+
+def depends_on_nodes(args: Iterable[Any]) -> bool:
+    """Whether a node is among ``args``, which may be nested lists."""
+    return any(depends_on_nodes(a) if isinstance(a, list | tuple) else isinstance(a, Node) for a in args)

@@ -1,0 +1,116 @@
+"""What is traced: a module or a function as a module of flat tensors, and the names of its state and its arguments."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.errors import ExportError
+
+from .shapes import output_aliasing
+
+_INNER = "program"  # the attribute of FlatProgram below which the caller's module hangs
+
+
+class FlatProgram(nn.Module):
+    """A program as a function of its flat tensors; other arguments are fixed (the tracer would make symbols of integers).
+
+    Outputs that share memory with an input or with each other get memory of their own: a graph compiled to native code cannot hand autograd
+    a view of something outside it.
+    """
+
+    def __init__(self, program: nn.Module, arguments: tuple[Any, ...], copied: frozenset[int], first_only: bool):
+        """``arguments``: the fake ``(args, kwargs)``. ``copied``: the flat outputs that get memory of their own. ``first_only``: only the first
+        output is differentiated."""
+        super().__init__()
+        self.program, self.copied, self.first_only = program, copied, first_only
+        self.flat, self.spec = pytree.tree_flatten(arguments)
+        self.places: dict[int, output_aliasing.Place] = {}  # where the flat outputs lay before they were copied
+        self.constants: dict[int, Any] = {}  # flat outputs that are no tensors, as they were (the traced graph makes True a 1)
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.flat], self.spec)
+        flat, spec = pytree.tree_flatten(self.program(*args, **kwargs))
+        self.constants = {i: v for i, v in enumerate(flat) if not isinstance(v, torch.Tensor)}
+        self.places = output_aliasing.places(flat, (*tensors, *state_of(self.program).values()))
+        for i, value in enumerate(flat):
+            if i in self.copied:
+                value = value.clone()
+            if self.first_only and i and isinstance(value, torch.Tensor) and value.requires_grad:
+                value = value.detach()
+            flat[i] = value
+        return pytree.tree_unflatten(flat, spec)
+
+
+class FunctionModule(nn.Module):
+    """A plain function as a module. Modules that it closes over become its submodules, so that their parameters have names."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+        for name, value in _names_used(function).items():
+            if isinstance(value, nn.Module):
+                self.add_module(name, value)
+            elif any(isinstance(v, nn.Module) or (isinstance(v, torch.Tensor) and v.requires_grad) for v in pytree.tree_leaves(value)):
+                raise ExportError(
+                    f"the function closes over {name!r}, whose tensors require gradients and would become constants; close over the module that they "
+                    f"belong to, or pass them as arguments"
+                )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _names_used(function: Callable[..., Any]) -> dict[str, Any]:
+    """The globals that the function loads, what it closes over, and, for a bound method, ``self``."""
+    if isinstance(function, type) or not callable(function):
+        raise ExportError(f"{function!r} is not a function or module")
+    out: dict[str, Any] = {}
+    owner = getattr(function, "__self__", None)  # a bound method's object
+    if isinstance(owner, nn.Module):
+        out["self"] = owner
+    code = inspect.unwrap(function)
+    if inspect.isfunction(code) or inspect.ismethod(code):
+        found = inspect.getclosurevars(code)
+        loaded = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}  # getclosurevars takes attributes for globals, too
+        out.update({n: v for n, v in found.globals.items() if n in loaded} | dict(found.nonlocals))
+    return out
+
+
+class SignatureOwner(nn.Module):
+    """What ``make_fake_inputs`` asks for: something with a ``forward`` whose signature names the arguments."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        code = inspect.unwrap(function)
+        self.forward = function if hasattr(code, "__code__") else (lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def forward_of(program: nn.Module) -> Callable[..., Any]:
+    """The function whose signature names the program's arguments."""
+    return program.function if isinstance(program, FunctionModule) else program.forward
+
+
+def state_of(program: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; a tied tensor under each of its names."""
+    return dict(program.named_parameters(remove_duplicate=False)) | dict(program.named_buffers(remove_duplicate=False))
+
+
+def inner_name(name: str) -> str:
+    """Of a parameter or buffer of :class:`FlatProgram`: its name in the program itself."""
+    return name.removeprefix(f"{_INNER}.")
+
+
+def device_type(args: Any, kwargs: Any, program: nn.Module) -> str:
+    """The device of the first tensor among arguments and parameters; "cpu" where there is none."""
+    for value in [*pytree.tree_leaves((args, kwargs)), *program.parameters()]:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    return "cpu"

@@ -1,0 +1,303 @@
+"""A module or a function, with example inputs, to its joint graph: forward and backward in one functional ATen graph.
+
+The trace is ``aot_export_joint_with_descriptors`` on the module itself, so that custom backwards, hooks inside the forward, autocast and
+checkpointing are seen by real autograd. Descriptors, never order or names, say which placeholder is which parameter, buffer, input or
+cotangent, and which output is whose gradient. ``partition.py`` makes of it the graphs that are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import Ambient, Tree
+
+from .. import torch_api
+from . import diagnostics, fx_graph, preserve, pytrees
+from .ambient import current_ambient
+from .joint_graph import Joint
+from .program_module import FlatProgram, SignatureOwner, device_type, inner_name, state_of
+from .shapes import dynamic_shapes as spellings
+from .shapes import output_aliasing
+from .shapes.symbolic_shapes import Sizes, expression_of, write
+from .trace_environment import decompositions, no_unseen_randomness, tracing
+from .user_code import attribute_writes, hooks, source_lines
+
+
+@dataclass(frozen=True)
+class _Example:
+    """What is traced, and on what."""
+
+    program: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dynamic_shapes: Any
+    signature: Callable[..., Any]
+    first_only: bool
+
+
+def trace_program(
+    program: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    *,
+    signature: Callable[..., Any],
+    kind: str = "module",
+    first_only: bool = False,
+) -> Joint:
+    """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them). ``kind``: of the entry.
+
+    ``first_only``: only the first output is differentiated; the others are carried along.
+    Raises :class:`ExportError` where the gradients could not be had rightly, naming what stands in the way.
+    """
+    diagnostics.refuse_inputs(args, kwargs)
+    example = _Example(program, args, kwargs, dynamic_shapes, signature, first_only)
+    with (
+        attribute_writes.recorded_writes(program) as written,
+        diagnostics.errors_of_a_trace(program, written),
+        preserve.slots_kept(program),
+        hooks.refused_or_traced(program),
+        no_unseen_randomness(),
+    ):
+        on_parameters = hooks.of_parameters(program, kind)
+        joint = _traced_with_retries(example)
+    diagnostics.refuse_assigned_buffers(program, written)
+    return replace(joint, hooks=on_parameters)
+
+
+def _traced_with_retries(example: _Example) -> Joint:
+    """Tries again, each for one reason and once at most, but for the copies, of which another try can show that more are needed:
+
+    - A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it.
+    - What ``torch.cond`` and its like compiled when they ran in eager before is in the way of tracing them. It is made again when it is needed.
+    - Outputs that turn out to be views get memory of their own.
+    """
+    copied: frozenset[int] = frozenset()
+    size_one, reset = example.dynamic_shapes is not None, False
+    while True:
+        try:
+            with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=size_one):
+                joint, views = _traced(example, copied)
+        except (torch_api.ConstraintViolationError, torch_api.GuardOnDataDependentSymNode):
+            if not size_one:
+                raise
+            size_one = False  # the program treats a size of 1 otherwise: serve 2 and more
+            continue
+        except torch_api.Unsupported:
+            if reset:
+                raise
+            torch.compiler.reset()
+            reset = True
+            continue
+        if joint is not None:
+            return joint
+        if copied >= views:
+            raise ExportError(f"outputs {sorted(views)} still share memory with an input after being copied")
+        copied |= views
+
+
+def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, frozenset[int]]:
+    """One try: fake inputs, the joint graph, and the sizes that its guards leave. As :func:`joint_of`."""
+    args, kwargs, signature, shapes = example.args, example.kwargs, example.signature, example.dynamic_shapes
+    names, argument_names = pytrees.input_names(signature, args, kwargs)
+    owner = SignatureOwner(signature)
+    labels = _dim_names(owner, args, kwargs, shapes)
+    fake_mode, fake_args, fake_kwargs, equalities, original, checked = torch_api.make_fake_inputs(owner, args, kwargs, shapes)
+    flat = FlatProgram(example.program, (fake_args, fake_kwargs), copied, example.first_only)
+    inputs = tuple(v for v in flat.flat if isinstance(v, torch.Tensor))
+    tensor_names = tuple(n for n, v in zip(names, flat.flat, strict=True) if isinstance(v, torch.Tensor))
+    _guard_bounds(spellings.declared(shapes, signature, args, kwargs), inputs, tensor_names)
+
+    def settle(graph: GraphModule) -> Sizes:
+        # raises where the trace narrowed a declared size; may also put one symbol for another, so sizes are read off afterwards
+        torch_api.produce_guards_and_solve_constraints(fake_mode, graph, checked, equalities, original)
+        fake_mode.shape_env.frozen = False  # the partitioner's and the compiler's guards are still to come
+        return Sizes.of_inputs(fake_mode.shape_env, inputs, labels)
+
+    ambient = current_ambient(device_type(args, kwargs, example.program))
+    about = Described(fake_mode, ambient, tensor_names, argument_names, _in_tree(args, kwargs))
+    required = [t.requires_grad for t in inputs]
+    joint, views = joint_of(flat, inputs, about, settle)
+    if joint is None:
+        return None, views
+    for i, name in enumerate(tensor_names):
+        if ("input", i) in joint.gradients and not required[i]:
+            raise ExportError(
+                f"the forward calls requires_grad_() on its input {name!r}, which changes the caller's tensor; write {name} = "
+                f"{name}.detach().requires_grad_(), or export with an example that requires a gradient"
+            )
+    return replace(joint, shared=output_aliasing.shared(flat.places, joint.outputs, joint.output_requires_grad, joint.sizes)), views
+
+
+def _guard_bounds(declared: Sequence[tuple[int, int, Any]], inputs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """torch.export 2.13 does not look at the bounds of a hint: a comparison makes each a guard, which narrows the symbol's range."""
+    for number, dim, hint in declared:
+        if spellings.is_hint(hint):
+            size = inputs[number].shape[dim]
+            if not ((hint.min is None or size >= hint.min) and (hint.max is None or size <= hint.max)):
+                raise ExportError(f"{names[number]}.shape[{dim}] of the example is {size}, not within {hint!r}")
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a joint graph's trace does not say itself."""
+
+    fake_mode: Any
+    ambient: Ambient
+    input_names: tuple[str, ...]
+    argument_names: tuple[str, ...]
+    in_tree: Tree
+
+
+def joint_of(
+    flat: FlatProgram, inputs: tuple[torch.Tensor, ...], about: Described, settle: Callable[[GraphModule], Sizes]
+) -> tuple[Joint | None, frozenset[int]]:
+    """The joint graph of ``flat`` on fake ``inputs``; or None, and the outputs that it must copy. ``settle``: the sizes, once it is traced."""
+    with contextlib.ExitStack() as stack, torch.enable_grad(), tracing():
+        with source_lines.recorded_lines(flat.program, FlatProgram.forward.__code__):
+            described = torch_api.aot_export_joint_with_descriptors(
+                stack, flat, inputs, decompositions=decompositions(), keep_inference_input_mutations=True
+            )
+        captured, meta = described._aot_graph_capture, described._aot_state.fw_metadata
+        graph = captured.graph_module
+        source_lines.spread(graph)
+        parameters, buffers = ([inner_name(n) for n in spec] for spec in (described.params_spec, described.buffers_spec))
+        diagnostics.refuse_mutations(meta, parameters, buffers, about.input_names)
+        diagnostics.refuse_nodes(graph, flat.program)
+        views = _views(meta) | _repeats(graph, meta)
+        if views:
+            return None, views
+        joint = _described_joint(flat, inputs, about, settle(graph), described, [*parameters, *buffers])
+    return joint, frozenset()
+
+
+def _described_joint(
+    flat: FlatProgram, inputs: tuple[torch.Tensor, ...], about: Described, sizes: Sizes, described: Any, state: Sequence[str]
+) -> Joint:
+    """What the descriptors say of the traced graph's placeholders and outputs. ``state``: the names of parameters and buffers, in its order."""
+    captured, meta = described._aot_graph_capture, described._aot_state.fw_metadata
+    graph = captured.graph_module
+    placeholders = {node.name: _place_of(node.meta["desc"]) for node in graph.graph.find_nodes(op="placeholder")}
+    output_node = fx_graph.output_of(graph.graph)
+    results = list(pytree.tree_leaves(output_node.args[0]))
+    descriptors = list(output_node.meta["desc"])
+    if len(results) != len(descriptors):  # None leaves would shift one against the other
+        results = list(pytree.tree_flatten(output_node.args[0], is_leaf=lambda v: v is None)[0])
+
+    first = len(meta.mutated_inp_runtime_indices)
+    count = first + meta.num_outputs + meta.num_intermediate_bases + meta.num_outputs_rng_offset
+    outputs: list[Any] = []
+    for value, info in zip(results[first:], meta.output_info, strict=False):
+        if info.output_type is torch_api.OutputType.is_input:
+            outputs.append(("state", state[info.base_idx]) if info.base_idx < len(state) else ("input", info.base_idx - len(state)))
+        else:
+            outputs.append(value if isinstance(value, Node) and isinstance(value.meta["val"], torch.Tensor) else None)
+    slots = tuple(_place_of(d.grad_of) if isinstance(d, torch_api.GradAOTOutput) else None for d in descriptors[count:])
+    gradients = {t: v if isinstance(v, Node) else None for t, v in zip(slots, results[count:], strict=True) if t is not None}
+    return Joint(
+        graph=graph,
+        fake_mode=about.fake_mode,
+        sizes=sizes,
+        placeholders=placeholders,
+        outputs=tuple(outputs),
+        output_requires_grad=tuple(bool(o.requires_grad) for o in meta.output_info),
+        forward_values=count,
+        gradients=gradients,
+        gradient_slots=slots,
+        cotangents=tuple(index for kind, index in placeholders.values() if kind == "cotangent"),
+        cotangent_values=tuple(n.meta["val"] for n in graph.graph.find_nodes(op="placeholder") if placeholders[n.name][0] == "cotangent"),
+        inputs=inputs,
+        state=state_of(flat.program),
+        input_names=about.input_names,
+        argument_names=about.argument_names,
+        in_tree=about.in_tree,
+        out_tree=_out_tree(described.out_spec, results[first : first + meta.num_outputs], outputs, flat.constants, sizes),
+        ambient=about.ambient,
+        trace_inputs=captured.updated_flat_args,
+    )
+
+
+def _place_of(descriptor: Any) -> tuple[str, Any]:
+    """What :attr:`Joint.placeholders` and :attr:`Joint.gradients` say of an input's descriptor."""
+    if isinstance(descriptor, torch_api.ParamAOTInput):
+        return "parameter", inner_name(descriptor.target)
+    if isinstance(descriptor, torch_api.BufferAOTInput):
+        return "buffer", inner_name(descriptor.target)
+    if isinstance(descriptor, torch_api.PlainAOTInput):
+        return "input", descriptor.idx
+    if isinstance(descriptor, torch_api.TangentAOTInput) and isinstance(descriptor.output, torch_api.PlainAOTOutput):
+        return "cotangent", descriptor.output.idx
+    raise ExportError(f"the trace needs an input of a kind that a package does not know: {descriptor}")
+
+
+def _views(meta: Any) -> frozenset[int]:
+    """Outputs that share memory with an input or with another output."""
+    own = (torch_api.OutputType.non_alias, torch_api.OutputType.unsafe_view_alias, torch_api.OutputType.is_input)
+    return frozenset(i for i, o in enumerate(meta.output_info) if o.output_type not in own)
+
+
+def _repeats(graph: GraphModule, meta: Any) -> frozenset[int]:
+    """Outputs that are the same value as an earlier one: autograd could not tell their incoming gradients apart."""
+    flat = pytree.tree_flatten(fx_graph.output_of(graph.graph).args[0], is_leaf=lambda v: v is None)[0]
+    first = len(meta.mutated_inp_runtime_indices)
+    seen: set[Any] = set()
+    out = set()
+    for i, (value, info) in enumerate(zip(flat[first : first + meta.num_outputs], meta.output_info, strict=True)):
+        if isinstance(value, Node) and info.output_type is not torch_api.OutputType.is_input:
+            if value in seen:
+                out.add(i)
+            seen.add(value)
+    return frozenset(out)
+
+
+def _in_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+    count = iter(range(1 << 30))
+
+    def leaf(value: Any, path: str) -> Tree:
+        return Tree("tensor", index=next(count)) if isinstance(value, torch.Tensor) else pytrees.constant(value, path)
+
+    return pytrees.describe((args, kwargs), leaf)
+
+
+def _out_tree(spec: Any, results: list[Any], outputs: list[Any], constants: dict[int, Any], sizes: Sizes) -> Tree:
+    """``outputs`` lists every flat result; those that are tensors are numbered, the others written into the tree."""
+    position = iter(range(1 << 30))
+
+    def leaf(i: int, path: str) -> Tree:
+        if outputs[i] is not None:
+            return Tree("tensor", index=next(position))
+        value = results[i]
+        if isinstance(value, Node):
+            value = value.meta["val"]
+        if isinstance(value, torch.SymInt):
+            return Tree("size", expression=write(expression_of(value), sizes.names))
+        return pytrees.constant(constants[i], f"output{path}")
+
+    return pytrees.describe(pytree.tree_unflatten(list(range(len(results))), spec), leaf)
+
+
+def _dim_names(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> dict[tuple[int, int], str]:
+    """(flat tensor, dimension) -> the name of the ``torch.export.Dim`` that was given for it."""
+    if dynamic_shapes is None:
+        return {}
+    combined = torch_api._combine_args(owner, args, kwargs)
+    try:
+        torch_api._process_dynamic_shapes(combined, dynamic_shapes)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ExportError(
+            f"dynamic_shapes does not fit the example: {first}; give them by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, None for one "
+            "whose sizes are fixed"
+        ) from error
+    declared = spellings.declared(dynamic_shapes, owner.forward, args, kwargs)
+    return {(i, d): size.__name__ for i, d, size in declared if isinstance(size, Dim) and size.__name__.isidentifier()}

@@ -1,0 +1,101 @@
+"""What holds while something is traced: libraries and layers that a trace can take, decompositions, and no random numbers that it would not see."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from aot_backward_runtime.errors import ExportError
+
+from .. import torch_api
+from ..process_state import without_convolution_libraries
+from .layer_patches import traceable_layers
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Libraries take their traceable paths, and recurrent layers are traced as plain operators."""
+    with (
+        without_convolution_libraries(),
+        warnings.catch_warnings(),
+        torch_api._compiling_state_context(),
+        _checks_as_plain_operators(),
+        traceable_layers(),
+    ):
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond
+        yield
+
+
+@contextlib.contextmanager
+def _checks_as_plain_operators() -> Iterator[None]:
+    """Within, the check by which linear algebra raises for a singular matrix is a node like any other, which nothing removes.
+
+    torch 2.13 threads it through the graph by tokens, as further inputs and outputs of it.
+    """
+    check = torch.ops.aten._linalg_check_errors.default
+    effect = torch_api._get_effect(check) if torch_api.minor() == "2.13" else None
+    if effect is None:
+        yield
+        return
+    torch_api.has_side_effect(check)
+    torch_api._register_effectful_op(check, None)
+    try:
+        yield
+    finally:
+        torch_api._register_effectful_op(check, effect)
+
+
+@contextlib.contextmanager
+def no_unseen_randomness() -> Iterator[None]:
+    """Refuses a program that consumes random numbers of Python or NumPy, which a trace does not see; their generators are put back."""
+    numpy: Any = sys.modules.get("numpy")
+    before, numpy_before = random.getstate(), numpy and numpy.random.get_state(legacy=False)
+    try:
+        yield
+        consumed = ["random"] if random.getstate() != before else []
+        if numpy:
+            pairs = zip(_numbers(numpy_before), _numbers(numpy.random.get_state(legacy=False)), strict=True)
+            consumed += ["numpy.random"] if any(numpy.any(a != b) for a, b in pairs) else []
+    finally:
+        random.setstate(before)
+        if numpy:
+            numpy.random.set_state(numpy_before)
+    if consumed:
+        raise ExportError(
+            f"the forward draws numbers with Python's {consumed[0]}, and a package would have the same ones at every call: draw them with torch, or "
+            "outside, and pass them as a tensor"
+        )
+
+
+def _numbers(state: Any) -> list[Any]:
+    return [*state["state"].values(), state["has_gauss"], state["gauss"]]
+
+
+_DECOMPOSITIONS: dict[Any, Any] = {}
+
+
+def decompositions() -> dict[Any, Any]:
+    """Inductor's table as it is with ``fallback_random`` (without ``native_dropout``: its masks are then eager's to the bit), without the
+    matrix products, which it decomposes by size: that would guard a dynamic batch into a corner (``batch <= 16``), and without the pooling
+    that eager's own kernels do faster (``inductor.compile.KERNELS``)."""
+    if not _DECOMPOSITIONS:
+        _ = torch_api.partition_fn  # brings in the lowerings, which some decompositions look up
+        with torch_api.inductor_config.patch(fallback_random=True):
+            _DECOMPOSITIONS.update(torch_api.select_decomp_table())
+        aten = torch.ops.aten
+        products = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+        pooling = (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
+        for operator in (aten.native_dropout.default, *products, *pooling):
+            _DECOMPOSITIONS.pop(operator, None)
+        _DECOMPOSITIONS[aten._efficientzerotensor.default] = _zeros  # the gradient of sgn: native code would return it without memory
+    return _DECOMPOSITIONS
+
+
+def _zeros(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> torch.Tensor:
+    return torch.full(size, 0, dtype=dtype, device=device)

@@ -1,0 +1,297 @@
+"""The plots of the site, drawn from the JSON files under docs/, each for a light and a dark page."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+THEMES = {
+    "light": {"ink": "#3b3f4a", "grid": "#d9dce3"},
+    "dark": {"ink": "#c9ccd6", "grid": "#41454f"},
+}
+_MODULE, _GRAD, _EAGER, _TORCH, _OTHER = (
+    "#3f8fe0",
+    "#5a5fd8",
+    "#9aa0ad",
+    "#e08a2e",
+    "#3aa57a",
+)  # one colour a way, on every plot; legible on both pages
+_VERDICTS = {"pass": "#3aa57a", "right": "#3aa57a", "refused": "#e0b23e", "no gradient": "#9aa0ad", "wrong": "#d64545", "crashed": "#8c2f6b"}
+
+
+@dataclass(frozen=True)
+class Plot:
+    text: str
+    rows: float  # inches high
+    draw: Callable[[Figure, Path], None]
+
+
+def draw(docs: Path) -> dict[str, str]:
+    """SVG by "name-theme"."""
+    return {f"{name}-{theme}": _svg(plot, docs, theme) for name, plot in FIGURES.items() for theme in THEMES}
+
+
+def _svg(plot: Plot, docs: Path, theme: str) -> str:
+    ink, grid = THEMES[theme]["ink"], THEMES[theme]["grid"]
+    style = {
+        "svg.hashsalt": "aot-backward",
+        "font.size": 9,
+        "axes.titlesize": 9,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.edgecolor": grid,
+        "grid.color": grid,
+        "grid.linewidth": 0.6,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.titlecolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "legend.frameon": False,
+        "savefig.transparent": True,
+    }
+    with plt.rc_context(style):
+        figure = plt.figure(figsize=(7.6, plot.rows), layout="constrained")
+        plot.draw(figure, docs)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+        plt.close(figure)
+    return out.getvalue()
+
+
+@cache
+def measurements(docs: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Every measurement under docs/benchmarks, the oldest first."""
+    return [(path, json.loads(path.read_text())) for path in sorted((docs / "benchmarks").glob("*.json"))]
+
+
+def newest(docs: Path, subject: str) -> tuple[Path, dict[str, Any]]:
+    """The last file that has figures of ``subject``, and those."""
+    found = [(path, s) for path, d in measurements(docs) if not d.get("quick") for s in d.get("subjects", ()) if s["subject"] == subject]
+    if not found:
+        raise ValueError(f"no file under {docs / 'benchmarks'} has figures of {subject!r}, which a plot is drawn from")
+    return found[-1]
+
+
+def seconds(row: dict[str, Any], way: str) -> float:
+    """The median, of which a row of `replay` has nothing else."""
+    found = row["times"][way]
+    return found["median_s"] if isinstance(found, dict) else found
+
+
+def _plain(axis: Any) -> None:
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def _dots(axes: Axes, names: list[str], values: dict[str, list[float]], colours: dict[str, str]) -> None:
+    """A line for each name, the first on top, with a dot for each way."""
+    for line in range(len(names)):
+        found = [v[line] for v in values.values()]
+        axes.plot([min(found), max(found)], [line, line], color=_EAGER, linewidth=0.8, zorder=1)
+    for way, found in values.items():
+        axes.scatter(found, range(len(names)), s=26, color=colours[way], label=way, zorder=2)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xscale("log")
+    _plain(axes.xaxis)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+
+
+def _steps(figure: Figure, docs: Path) -> None:
+    _, subject = newest(docs, "steps")
+    ways = {"eager": "eager", "torch.compile": "compile", "module entry": "module", "grad entry": "grad"}
+    colours = dict(zip(ways, (_EAGER, _TORCH, _MODULE, _GRAD), strict=True))
+    rows = [r for r in subject["data"] if r["threads"] == 1]
+    sizes = sorted({r["rows"] for r in rows})
+    every = figure.subplots(1, len(sizes), sharey=True)
+    for axes, size in zip(every, sizes, strict=True):
+        chosen = [r for r in rows if r["rows"] == size]
+        values = {label: [1e3 * seconds(r, way) for r in chosen] for label, way in ways.items()}
+        _dots(axes, [r["model"] for r in chosen], values, colours)
+        axes.set_title(f"{size} rows")
+        axes.set_xlabel("milliseconds a call")
+    _legend(figure, every[0])
+
+
+def _start(figure: Figure, docs: Path) -> None:
+    _, subject = newest(docs, "cold")
+    ways = {"eager": _EAGER, "module": _MODULE, "grad": _GRAD, "aoti": _OTHER, "compile": _TORCH}
+    labels = {
+        "eager": "eager",
+        "module": "module entry",
+        "grad": "grad entry",
+        "aoti": "AOTInductor, of a traced gradient",
+        "compile": "torch.compile, caches warm",
+    }
+    rows = [r for r in subject["data"] if r["threads"] == 1]
+    every = figure.subplots(1, len(rows), sharey=True, sharex=True)
+    for axes, row in zip(every, rows, strict=True):
+        values = [seconds(row, way) for way in ways]
+        bars = axes.barh(range(len(ways)), values, color=list(ways.values()), height=0.6)
+        axes.bar_label(bars, [f"{v:.1f}" for v in values], padding=3, color=plt.rcParams["text.color"])
+        axes.axvline(seconds(row, "import"), color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(ways)), [labels[way] for way in ways])
+        axes.set_ylim(len(ways) - 0.5, -0.5)
+        axes.set_title(f"{row['model']}, a package of {row['package_bytes'] / 1e6:.1f} MB")
+        axes.set_xlim(right=8)
+        axes.grid(False, axis="y")
+    figure.supxlabel("seconds; dotted: import torch alone", fontsize="medium")
+
+
+def _overhead(figure: Figure, docs: Path) -> None:
+    _, subject = newest(docs, "overhead")
+    rows = [r for r in subject["data"] if r["threads"] == 1]
+    axes = figure.subplots()
+    for kind, colour in {"returned": _TORCH, "passed": _MODULE, "bound": _OTHER}.items():
+        chosen = [r for r in rows if r["kind"] == kind]
+        axes.plot([r["number"] for r in chosen], [1e6 * r["over_s"] for r in chosen], marker="o", markersize=4, color=colour, label=f"tensors {kind}")
+    asked = sorted({(r["number"], 1e6 * r["asked_s"]) for r in rows if r["kind"] != "bound"})  # bound ones are to cost nothing each
+    axes.plot(*zip(*asked, strict=True), color=_EAGER, linestyle="--", linewidth=1, label="allowed: 5 µs + 0.3 µs a tensor")
+    axes.set(xscale="log", yscale="log", xlabel="number of tensors", ylabel="µs over the raw runner")
+    axes.set_xticks([x for x, _ in asked])
+    axes.minorticks_off()
+    _plain(axes.xaxis)
+    _plain(axes.yaxis)
+    axes.legend()
+
+
+def _replay(figure: Figure, docs: Path) -> None:
+    _, subject = newest(docs, "replay")
+    titles = {"hit": "a pass seen before", "first": "the first pass of its structure"}
+    ways = {"eager": ("eager", _EAGER), "torch": ("compiled autograd, empty body", _TORCH), "ours": ("replay", _MODULE)}
+    every = figure.subplots(1, 2, sharey=True)
+    for axes, (what, title) in zip(every, titles.items(), strict=True):
+        rows = [r for r in subject["data"] if r["what"] == what]
+        for way, (label, colour) in ways.items():
+            points = [(r["number"], 1e6 * r["times"][way]) for r in rows if r["times"].get(way) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
+        axes.set(xscale="log", yscale="log", xlabel="nodes of the pass", title=title)
+        _plain(axes.xaxis)
+        _plain(axes.yaxis)
+    every[0].set_ylabel("µs a backward pass")
+    _legend(figure, every[0])
+
+
+def _training(figure: Figure, docs: Path) -> None:
+    _, subject = newest(docs, "onnx_step")
+    rows = [r for r in subject["data"] if r["threads"] == 1]
+    ways = {"step entry": ("step", _MODULE), "onnxruntime on the converted graph": ("onnx", _OTHER)}
+    axes = figure.subplots()
+    names = [f"{r['model']}, {r['rows']} row{'s' * (r['rows'] != 1)}" for r in rows]
+    values = {label: [seconds(r, "fused") / seconds(r, way) for r in rows] for label, (way, _) in ways.items()}
+    _dots(axes, names, values, {label: colour for label, (_, colour) in ways.items()})
+    axes.axvline(1, color=_EAGER, linewidth=1.2, linestyle="--")
+    axes.set_xticks([0.2, 0.5, 1, 2, 5])
+    axes.minorticks_off()
+    axes.set_xlabel("times as fast as eager with AdamW(fused=True)")
+    _legend(figure, axes)
+
+
+def _memory(figure: Figure, docs: Path) -> None:
+    _, subject = newest(docs, "memory")
+    rows = {r["peer"]: r for r in subject["data"] if r["threads"] == 1}
+    base = rows.pop("import")["own_bytes"]
+    colours = {"eager": _EAGER, "module": _MODULE, "grad": _GRAD}
+    axes = figure.subplots()
+    names = list(rows)
+    values = [(rows[name]["own_bytes"] - base) / 1e6 for name in names]
+    bars = axes.barh(range(len(names)), values, height=0.6, color=[colours.get(name, _TORCH) for name in names])
+    axes.bar_label(bars, [f"{v:.0f}" for v in values], padding=3, color=plt.rcParams["text.color"])
+    labels = {
+        "module": "module entry",
+        "grad": "grad entry",
+        "compile, warm": "torch.compile, caches warm",
+        "compile, cold": "torch.compile, caches cold",
+    }
+    axes.set_yticks(range(len(names)), [labels.get(name, name) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(False, axis="y")
+    axes.set_xlabel("peak MB of the process itself over import torch")
+
+
+def _endurance(figure: Figure, docs: Path) -> None:
+    run = [d for _, d in measurements(docs) if "parts" in d][-1]
+    axes = figure.subplots()
+    names = {"module": "module", "grad": "grad", "step": "step", "replay": "replay", "rejected": "refused calls", "loads": "loads"}
+    names |= {"bindings": "weights bound again", "structures": "new structures"}
+    for colour, (part, found) in zip(plt.get_cmap("tab10").colors, run["parts"].items(), strict=False):
+        samples = found["samples"]
+        warm = samples[len(samples) // 5 - 1]["private"]
+        share = [100 * (i + 1) / len(samples) for i in range(len(samples))]
+        label = f"{names.get(part, part)}, {found['asked']:,} times"
+        axes.plot(share, [(s["private"] - warm) / 2**20 for s in samples], color=colour, linewidth=1.4, label=label)
+    axes.axhline(4, color=_EAGER, linestyle="--", linewidth=1, label="allowed")
+    axes.set(xlabel="% of the repetitions", ylabel="MiB over the first fifth's end", ylim=(-2, 5))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+
+
+def _stacked(axes: Axes, names: list[str], counts: list[dict[str, int]]) -> None:
+    left = [0.0] * len(names)
+    for verdict, colour in _VERDICTS.items():
+        share = [100 * c.get(verdict, 0) / sum(c.values()) for c in counts]
+        if any(share):
+            axes.barh(range(len(names)), share, left=left, color=colour, label=verdict, height=0.66)
+            left = [a + b for a, b in zip(left, share, strict=True)]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, 100)
+    axes.grid(False, axis="y")
+
+
+WAYS = {"coverage": "packages", "coverage-record": "recorded passes", "coverage-onnx": "ONNX graphs"}
+
+
+def _coverage(figure: Figure, docs: Path) -> None:
+    every = figure.subplots(1, len(WAYS), sharey=True)
+    for axes, (file, title) in zip(every, WAYS.items(), strict=True):
+        databases = json.loads((docs / f"{file}.json").read_text())["databases"]
+        counts = [{verdict: d.get(verdict, 0) for verdict in _VERDICTS} for d in databases.values()]
+        _stacked(axes, [f"{name} ({sum(c.values())})" for name, c in zip(databases, counts, strict=True)], counts)
+        axes.set_title(title)
+        axes.set_xlabel("% of the operators")
+    _legend(figure, every[-1])
+
+
+def _models(figure: Figure, docs: Path) -> None:
+    rows = json.loads((docs / "models.json").read_text())
+    ways = list(dict.fromkeys(r["way"] for r in rows))
+    counts = [{verdict: sum(r["way"] == way and r["verdict"] == verdict for r in rows) for verdict in _VERDICTS} for way in ways]
+    axes = figure.subplots()
+    _stacked(axes, ways, counts)
+    axes.set_xlabel(f"% of {sum(counts[0].values())}: each model with static and with dynamic sizes")
+    _legend(figure, axes)
+
+
+FIGURES = {
+    "steps": Plot("Milliseconds of one forward and backward, by model: eager, torch.compile, a module entry, a grad entry", 3.6, _steps),
+    "start": Plot("Seconds from the start of a process to its first gradient", 2.2, _start),
+    "overhead": Plot("Microseconds that a call of a grad entry costs over the raw runner, by the number of tensors", 3.2, _overhead),
+    "training": Plot("How many times as fast as fused eager AdamW a whole training step is, by model and batch", 4.2, _training),
+    "replay": Plot("Microseconds of one backward pass by its number of nodes: eager, compiled autograd, replay", 3.2, _replay),
+    "memory": Plot("Peak memory of a fresh process over import torch, in megabytes", 2.0, _memory),
+    "endurance": Plot("Private memory of a process over a million calls of each kind", 3.4, _endurance),
+    "coverage": Plot("Share of PyTorch's operator databases that is served, by way", 2.3, _coverage),
+    "models": Plot("Share of the models that each way serves", 1.7, _models),
+}
