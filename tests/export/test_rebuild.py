@@ -472,7 +472,7 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "missing weight": (missing_weight, "reads the weight 'nonsuch', which the package does not have"),
     "fewer outputs": (fewer_outputs, "inputs and 1 outputs, its library|outputs, its library"),
     "no output": (lambda form: [form[k].pop() for k in ("nodes", "names", "looks", "places")] and None, "has no list of outputs"),
-    "donated": (lambda form: form.update(donated=[99]), "gives away inputs that it does not have"),
+    "donated": (lambda form: form.update(donated=[99]), "donates inputs that it does not have"),
     "no JSON": (lambda form: b"{", "the portable graph net.0.forward is no JSON"),
     "no graph": (lambda form: b"[]", "the portable graph net.0.forward lacks one of nodes"),
     "a version to come": (lambda form: form.update(version=99), "has version 99; this reader knows 1"),

@@ -262,7 +262,7 @@ def test_files_whose_numbers_are_absurd(adam: Any, tmp_path: Path) -> None:
         (lambda a: a.update(accumulated=-1), "accumulated is -1"),
         (lambda a: a.update(skipped=1.0), "skipped is 1.0"),
         (lambda a: a.update(fresh=3), "fresh is 3; expected true or false"),
-        (lambda a: a.update(groups=[]), "parameter groups are others"),
+        (lambda a: a.update(groups=[]), "parameter groups are not this step's"),
         (lambda a: a.update(groups=3), "does not fit this step"),
         (lambda a: a.update(groups=[3, 4]), "does not fit this step"),
         (lambda a: a.update(scaler={}), "it has a loss scale"),
@@ -300,7 +300,7 @@ def test_files_whose_numbers_are_absurd(adam: Any, tmp_path: Path) -> None:
     rms = load(package("RMSprop")).step()
     rms.save(tmp_path / "rms")
     _rewritten(tmp_path / "rms", tmp_path / "bad", lambda a, _: a.update(accumulated=2))
-    with pytest.raises(StateError, match="gradients of 2 calls wait in it, which this step was exported without"):
+    with pytest.raises(StateError, match="it holds accumulated gradients of 2 calls, which this step was exported without"):
         rms.resume(tmp_path / "bad")
 
 

@@ -132,7 +132,7 @@ def test_gradients_are_added_up_forgotten_or_used() -> None:
     with pytest.raises(InputError, match="eval"):
         step(*batch(0))
     step.train()
-    with pytest.raises(InputError, match=r"no gradients have been added up: call step\(…, update=False\) first"):
+    with pytest.raises(InputError, match=r"no gradients have been accumulated: call step\(…, update=False\) first"):
         step.step()
     before = everything(other)
     assert step.gradients == {}

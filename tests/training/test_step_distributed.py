@@ -124,7 +124,7 @@ def test_a_killed_rank_ends_the_training(when: str, tmp_path: Path) -> None:
     [survivor] = seen
     assert survivor["rank"] == 0 and survivor["count"] == 5
     assert survivor["error"].startswith("DistributedError: rank 0 of 2: ") and "; resume from the last saved state" in survivor["error"]
-    assert "ExecutionError: the state is not whole" in survivor["again"] and "nothing was saved" in survivor["saving"]
+    assert "ExecutionError: the state is inconsistent" in survivor["again"] and "nothing was saved" in survivor["saving"]
 
 
 def test_a_bad_argument_on_one_rank_ends_the_training(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_checkpoints_of_one_process(tmp_path: Path) -> None:
 def test_calls_in_two_parts_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that wait cost no look at every parameter with each call; parameters that were given other memory are seen."""
     looks: list[bool] = []
-    closely = LoadedStep._look_closely
-    monkeypatch.setattr(LoadedStep, "_look_closely", lambda *args: looks.append(args[-1]) or closely(*args))
+    closely = LoadedStep._match_and_call
+    monkeypatch.setattr(LoadedStep, "_match_and_call", lambda *args: looks.append(args[-1]) or closely(*args))
     step, other = runtime.load(package("SGD")).step(), eager("SGD")
     before = everything(other)
     for one in (step, other):
@@ -412,7 +412,7 @@ def refusals() -> dict[str, Any]:
     run(step, range(2))
     assert step.count == 4
     agreed(step)
-    refused(runtime.InputError, "no gradients have been added up", step.step)
+    refused(runtime.InputError, "no gradients have been accumulated", step.step)
 
     # torch.distributed.checkpoint
     import torch.distributed.checkpoint as dcp

@@ -243,10 +243,10 @@ def test_numbers_that_the_code_does_not_hold_for(adam: Any) -> None:
         (lambda: adam.add_param_group({"params": []}), "parameter groups of a compiled step are fixed"),
         (lambda: adam.register_step_post_hook(print), "calls no hooks"),
         (lambda: adam.step(lambda: 1.0), "takes no closure"),
-        (adam.step, "no gradients have been added up"),
+        (adam.step, "no gradients have been accumulated"),
     ):
         _untouched(adam, misuse, InputError, message, lambda: None)
-    _untouched(adam, adam.step, InputError, "no gradients have been added up")
+    _untouched(adam, adam.step, InputError, "no gradients have been accumulated")
     twin = copy.deepcopy(adam)
     for group, value in ((adam.param_groups[0], torch.tensor(0.125)), (twin.param_groups[0], 0.125)):
         group["lr"] = value
@@ -258,7 +258,7 @@ def test_numbers_that_the_code_does_not_hold_for(adam: Any) -> None:
 def test_gradients_that_cannot_wait() -> None:
     step = load(package("RMSprop")).step()
     _train(step, 0)
-    _untouched(step, lambda: step(*batch(1), update=False), InputError, "exported without gradients that wait: export it with accumulate=True")
+    _untouched(step, lambda: step(*batch(1), update=False), InputError, "exported without gradient accumulation: export it with accumulate=True")
 
 
 def _changed(*path: Any, to: Any = ...) -> Callable[[Any], None]:
@@ -523,5 +523,5 @@ def test_an_export_in_the_middle_of_a_training_starts_there_and_leaves_it(tmp_pa
     torch.testing.assert_close(_train(step, 3, 4, 5), _train(other, 3, 4, 5), rtol=1e-4, atol=1e-5)
     schedule.step()
     assert_same_change(step, other, before)
-    with pytest.raises(StateError, match="exported in the middle of a training: it knows no beginning"):
+    with pytest.raises(StateError, match="exported in the middle of a training: it has no initial state"):
         step.load_state_dict(eager("AdamW").state_dict())

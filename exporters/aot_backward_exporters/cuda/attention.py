@@ -1,8 +1,8 @@
 """Scaled dot-product attention, captured with the CPU's kernel, by the kernel that eager takes on a GPU.
 
 ``scaled_dot_product_attention`` chooses a kernel when it is called, and a trace on the CPU holds the CPU's. Forward and backward are graphs of their
-own, linked by the tensors that the forward saves (the result, and the logarithm of the softmax's denominators, one for each row of queries): what is
-chosen depends on nothing but what both have, sizes, dtypes and the mask, so that both choose alike, and what is saved looks as it does on the CPU.
+own, linked by the tensors that the forward saves (the result, and the logarithm of the softmax's denominators, one for each row of queries). The
+choice depends on nothing but what both graphs have (sizes, dtypes, the mask), so that both choose alike; what is saved keeps the CPU's shapes.
 
 The conditions are those of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and ``attention.cpp`` (torch 2.11), with one difference: on H100
 and B200 eager prefers cuDNN's kernel to flash attention where it has one. Without dropout all of them compute the same but for rounding.
@@ -22,7 +22,7 @@ from torch.fx import Node
 from aot_backward import torch_api
 from aot_backward_runtime.errors import ExportError
 
-from .fx_splice import laid_out, spliced
+from .fx_splice import spliced, with_strides
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -36,7 +36,7 @@ _Tensors = tuple[torch.Tensor, ...]
 def kernel_for(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, capability: tuple[int, int]
 ) -> Kernel:
-    """What serves these (B, H, S, D) tensors: what is not known of a dynamic size is taken not to hold."""
+    """What serves these (B, H, S, D) tensors: a condition that is not known of a dynamic size counts as false."""
     known = torch_api.statically_known_true
     depth, half = query.shape[-1], query.dtype in _HALVES
     equal_depths = known(key.shape[-1] == depth) and known(value.shape[-1] == depth)
@@ -73,7 +73,7 @@ def replace(node: Node, values: dict[Node, Any], capability: tuple[int, int]) ->
 
     def called(*operands: torch.Tensor) -> _Tensors:
         own, bias = (operands, None) if mask is None else (operands[:-1], operands[-1])
-        return tuple(laid_out(made.to(wanted.dtype), wanted) for made, wanted in zip(function(*own, bias, causal, scale), like, strict=True))
+        return tuple(with_strides(made.to(wanted.dtype), wanted) for made, wanted in zip(function(*own, bias, causal, scale), like, strict=True))
 
     results, made = spliced(node, called, [*tensors, *([] if mask is None else [mask])], values)
     values |= made
@@ -102,7 +102,7 @@ def _flash_backward(
     scale: float,
 ) -> _Tensors:
     depth = query.shape[-1]
-    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of the dropout that there is not
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # unused without dropout
     unused = torch.empty(0, dtype=torch.uint64, device=query.device)
     padded = (_padded(t, 8) for t in (grad, query, key, value, out))
     lengths = (None, None, query.shape[2], key.shape[2])
@@ -134,7 +134,7 @@ def _efficient_backward(
     key, value, bias = _with_bias(query, _repeated(key, heads), _repeated(value, heads), mask)
     # kernel_forward.h fills up to a multiple of kAlignLSE rows with infinity: their probabilities come out as zeros
     logs = nn.functional.pad(logs.contiguous(), (0, _lacking(rows, 32)), value=math.inf)
-    seed, offset = (torch.empty(1, dtype=torch.int64, device=query.device).view(()) for _ in range(2))  # of the dropout that there is not
+    seed, offset = (torch.empty(1, dtype=torch.int64, device=query.device).view(()) for _ in range(2))  # unused without dropout
     grads = aten._scaled_dot_product_efficient_attention_backward.default(
         grad, query, key, value, bias, out, logs, seed, offset, 0.0, [True, True, True, False], causal, scale=scale
     )
@@ -197,7 +197,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lacking(size: Any, multiple: int) -> Any:
-    """How much brings ``size`` to a multiple. With a symbol in it, a form in which torch sees that the sum is one."""
+    """What is missing from ``size`` to a multiple; of a symbolic size in a form in which torch sees that the sum is a multiple."""
     return (size + multiple - 1) // multiple * multiple - size
 
 

@@ -30,7 +30,7 @@ def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node],
     raise AssertionError("a graph ends with its output")
 
 
-def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def with_strides(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """``tensor``, which has the sizes of ``like``, with its strides: itself, or a copy. For strides without gaps; the result's own show otherwise."""
     known = torch_api.statically_known_true
     if all(known(a == b) for a, b in zip(tensor.stride(), like.stride(), strict=True)):

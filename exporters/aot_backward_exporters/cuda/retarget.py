@@ -16,7 +16,7 @@ from aot_backward_runtime.errors import ExportError
 
 from . import attention
 from .devices import Device
-from .fx_splice import laid_out, spliced
+from .fx_splice import spliced, with_strides
 
 _CPU_ONLY = ("mkldnn.", "mkl.", "aten.mkldnn_")
 
@@ -84,7 +84,7 @@ def _restore_strides(graph: Graph, module: GraphModule, values: dict[Node, Any],
 
 
 def _copied(like: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor]:
-    return (laid_out(result, like),)
+    return (with_strides(result, like),)
 
 
 def _results(module: GraphModule) -> list[Any]:

@@ -1,7 +1,7 @@
 """A graph as canonical JSON: equal for two captures of one computation, different for any two that could compile differently.
 
-Names of nodes and of symbols are replaced by their order of appearance; values of tensors play no part. What cannot reach the code is
-left out by name (``_NOT_COMPILED``). A thing without a canonical form gets a new form each time: such a graph is compiled every time.
+Names of nodes and of symbols are replaced by their order of appearance; values of tensors do not count. What cannot reach the code is
+left out by name (``_NOT_COMPILED``). A value without a canonical form gets a random one, so that its graph is compiled every time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from aot_backward import torch_api
 from aot_backward.graph import Graph
 
-# Where a node came from. ``tensor_meta`` and ``unbacked_bindings`` say again what ``val`` says.
+# Where a node came from. ``tensor_meta`` and ``unbacked_bindings`` repeat what ``val`` has.
 _NOT_COMPILED = {
     "aot_backward_line", "autograd_backward", "desc", "from_node", "fwd_nn_module_stack", "fwd_source_fn_stack", "is_gradient_acc",
     "mutation_region_id",

@@ -134,12 +134,12 @@ def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pr
 
 
 def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
-    """Adds to ``shape_env`` what the compiler assumed, so that the cache leaves the same guards as compiling."""
+    """Adds to ``shape_env`` what the compiler assumed, so that a cached library leaves the same guards as compiling does."""
     known = {str(new): symbol for symbol, new in form.symbols.items()}
     for guard in guards:
         written = sympy.sympify(guard, locals=vars(torch_api.sympy_functions))
         expression = written.xreplace({symbol: known[str(symbol)] for symbol in written.free_symbols})
-        if not shape_env.evaluate_expr(expression):  # asking is what adds it
+        if not shape_env.evaluate_expr(expression):  # which adds it as a guard
             raise ExportError(f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug")
 
 

@@ -13,16 +13,16 @@ FIXED: Options = {
     "aot_inductor.package_constants_in_so": False,
     # Else a tensor of at most 8 elements (a bias) is baked into the code, and new weights give wrong numbers in silence.
     "always_keep_tensor_constants": True,
-    # Likewise a tensor whose elements are equal, a LayerNorm's weight of ones; torch 2.13 runs that pass only where it partitions.
+    # Likewise a tensor of equal elements (a LayerNorm's weight of ones); torch 2.13 runs that pass only where it partitions.
     "joint_graph_constant_folding": False,
     "cpp.weight_prepack": False,
     "freezing": False,
     # With it, gradients of ResNet-18 are off by 7e-2 relative, in 60 of 62 tensors (torch 2.13 on a CPU; torch.compile's are, too).
     "layout_optimization": False,
-    "shape_padding": False,  # asks sizes, and the clock, on a GPU
+    "shape_padding": False,  # on a GPU it guards sizes and times kernels
     "fallback_random": True,  # the dropout masks are eager's
     "cpp.dynamic_threads": True,  # else the builder's number of cores is in the code
-    # What is parallel is decided for so many, wherever it is built. Decided for one, the code of several would run single loops in each thread.
+    # Inductor decides for this number of threads which loops are parallel, not for the builder's. Decided for one, no region spans several loops.
     "cpp.threads": 8,
     "cpp.vec_isa_ok": True,  # without a probe
     "aot_inductor.compile_wrapper_opt_level": "O2",

@@ -42,7 +42,7 @@ class Lowered:
     """``module``: placeholders are the graph's inputs, then ``constants``, then one float64 scalar for each element of ``vector`` that is read.
 
     Its results are the graph's, then the new values of ``updated``. ``constants`` and ``updated`` are attributes, as in ``Graph.constants``.
-    ``inputs``: which of the graph's inputs are left: a size that another one shows needs no tensor to carry it. ``numbers``: the places in the vector
+    ``inputs``: which of the graph's inputs are left; one that only carries a size of another input is dropped. ``numbers``: the places in the vector
     of the scalars.
     """
 
@@ -56,7 +56,7 @@ class Lowered:
 def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lowered:
     """``known``: whether an operator has a translation. ``vector``: the attribute that is an optimizer's vector of numbers, where there is one.
 
-    :class:`ExportError` names the operator that cannot be translated, and the person's line that calls it.
+    :class:`ExportError` names the operator that cannot be translated, and the line of user code that calls it.
     """
     try:
         return _lowered(graph, known, vector)
@@ -65,13 +65,13 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
 
 
 def located(graph: Graph, error: ExportError) -> ExportError:
-    """``error`` with whose gradient or value its operator is part of, and the person's line that calls it."""
+    """``error`` with the gradient or value that its operator is part of, and the line of user code that calls it."""
     part, place = part_of(graph, error.operator), called_at(graph, error.operator)
     return ExportError.of(error.operator, f"{error}{part and f'; it is {part}'}{place and f'; it is called {place}'}")
 
 
 def called_at(graph: Graph, operator: str) -> str:
-    """Where the person's own code calls the operator ("aten.mm.default"), as far as the capture noted it."""
+    """Where user code calls the operator ("aten.mm.default"), as far as the capture recorded it."""
     lines = [n.meta[LINE] for n in graph.module.graph.nodes if str(n.target) == operator and LINE in n.meta]
     line = next((one for one in lines if one.file), None)
     if line is None:
@@ -80,14 +80,14 @@ def called_at(graph: Graph, operator: str) -> str:
 
 
 def part_of(graph: Graph, operator: str) -> str:
-    """What the operator's first call is there for: the gradients that hang on it, else the value of what it is computed from."""
+    """What the operator's first call is part of: the gradients that depend on it, else what it is computed from."""
     first = next((n for n in graph.module.graph.nodes if str(n.target) == operator), None)
     if first is None:
         return ""
     behind, before = _closure([first], lambda n: n.users), _closure([first], lambda n: n.all_input_nodes)
     results = next(iter(graph.module.graph.find_nodes(op="output"))).args[0]
     reached = [spec.name for spec, node in zip(graph.outputs, results, strict=True) if node in behind]
-    if not any(name.startswith("output") for name in reached):  # the loss does not hang on it: it belongs to the backward
+    if not any(name.startswith("output") for name in reached):  # the loss does not depend on it: it belongs to the backward
         gradients = [name.removeprefix("gradient of ").partition(" from ")[0] for name in reached if name.startswith("gradient of ")]
         gradients = gradients or [_parameter(graph, n) for n in behind if n.target is aten.copy_.default and n.args[0].op == "get_attr"]  # type: ignore[union-attr]
         if named := list(dict.fromkeys(filter(None, gradients))):
@@ -99,7 +99,7 @@ def part_of(graph: Graph, operator: str) -> str:
 
 
 def _closure(found: Iterable[Node], further: Callable[[Node], Iterable[Node]]) -> list[Node]:
-    """``found`` and whatever they lead to, in the order in which it is met."""
+    """``found`` and all nodes that ``further`` reaches from them, breadth first."""
     seen = dict.fromkeys(found)
     waiting = list(seen)
     for node in waiting:
@@ -132,12 +132,12 @@ def _lowered(graph: Graph, known: Callable[[Any], bool], vector: str) -> Lowered
     length = graph.constants[vector][1].shape[0] if vector else 0
     fake_mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False, shape_env=torch_api.ShapeEnv())
     symbols = _symbols(graph.inputs, fake_mode.shape_env)
-    carried = _carried(graph.inputs)
+    carried = _size_carriers(graph.inputs)
     with fake_mode:
         inputs = [_fake(spec, symbols) for i, spec in enumerate(graph.inputs) if i not in carried]
         held = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for _, t in (graph.constants[a] for a in constants)]
         scalars = [torch.empty((), dtype=torch.float64) for _ in range(length)]
-    again = _Again(graph, carried, constants, alike, vector)
+    interpreter = _FunctionalInterpreter(graph, carried, constants, alike, vector)
     table = _decompositions(known)
     with (
         fake_mode,
@@ -145,7 +145,7 @@ def _lowered(graph: Graph, known: Callable[[Any], bool], vector: str) -> Lowered
         torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
         torch.fx.traceback.preserve_node_meta(),
     ):
-        flat = _traced(again, table, inputs, held, scalars)
+        flat = _traced(interpreter, table, inputs, held, scalars)
     if fixed := [name for name, size in symbols.items() if not size.node.expr.is_Symbol]:
         raise ExportError(f"{graph.name}: the ONNX translation would hold for one value of {', '.join(fixed)} only; make that dimension static")
     flat.graph.set_codegen(torch.fx.CodeGen())
@@ -157,12 +157,12 @@ def _lowered(graph: Graph, known: Callable[[Any], bool], vector: str) -> Lowered
     torch_api.InsertTypePromotion(flat).run()
     widen(flat)
     used = _without_unused(flat, len(inputs) + len(constants), length)
-    return Lowered(flat, tuple(i for i in range(len(graph.inputs)) if i not in carried), constants, tuple(again.updated), used)
+    return Lowered(flat, tuple(i for i in range(len(graph.inputs)) if i not in carried), constants, tuple(interpreter.updated), used)
 
 
-def _traced(again: _Again, table: Mapping[Any, Any], inputs: Any, held: Any, scalars: Any) -> GraphModule:
+def _traced(interpreter: _FunctionalInterpreter, table: Mapping[Any, Any], inputs: Any, held: Any, scalars: Any) -> GraphModule:
     def run(*given: Any) -> Any:
-        return again.traced(*given)
+        return interpreter.traced(*given)
 
     try:
         return make_fx(run, decomposition_table=dict(table), tracing_mode="symbolic")(inputs, held, scalars)
@@ -171,13 +171,14 @@ def _traced(again: _Again, table: Mapping[Any, Any], inputs: Any, held: Any, sca
     except Exception as error:  # whatever a decomposition, PyTorch's or ours, raises
         first = (str(error).splitlines() or [""])[0]
         raise ExportError.of(
-            again.at, f"{again.at} as it is called here has no ONNX translation ({type(error).__name__}: {first}): leave this part to eager"
+            interpreter.current,
+            f"{interpreter.current} as it is called here has no ONNX translation ({type(error).__name__}: {first}): leave this part to eager",
         ) from error
 
 
 def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.SymInt]:
-    """The sizes anew, with example values that no constant of a program equals by chance: a decomposition may compare the two, and would take a
-    batch of 3 for the 3 channels of an image. They can be divided by whatever a program is likely to divide by."""
+    """New symbols for the sizes, with example values that no constant of a program equals by chance: a decomposition may compare the two, and would
+    take a batch of 3 for the 3 channels of an image. The values have many divisors, as a program may ask for divisibility."""
     names = sorted({name for spec in inputs for size in (*spec.shape, *spec.stride) for name in symbols_of(size)})
     out = {}
     for i, name in enumerate(names):
@@ -187,8 +188,8 @@ def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.Sy
     return out
 
 
-def _carried(inputs: Sequence[TensorSpec]) -> dict[int, dict[str, tuple[int, int]]]:
-    """The empty inputs that only carry a size, where other inputs tell it: which input and dimension shows each of its symbols."""
+def _size_carriers(inputs: Sequence[TensorSpec]) -> dict[int, dict[str, tuple[int, int]]]:
+    """The empty inputs that only carry a size which other inputs have, too: for each of its symbols the input and the dimension."""
     shown: dict[str, tuple[int, int]] = {}
     carriers = [i for i, spec in enumerate(inputs) if spec.name.startswith("size ") and len(spec.shape) == 2 and spec.shape[1] == 0]
     for i, spec in enumerate(inputs):
@@ -205,7 +206,7 @@ def _fake(spec: TensorSpec, symbols: Mapping[str, torch.SymInt]) -> torch.Tensor
     return torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype))
 
 
-class _Again(torch.fx.Interpreter):
+class _FunctionalInterpreter(torch.fx.Interpreter):
     """Runs a graph for :func:`make_fx`, with tensors that are passed in for its constants, and without changing any in place."""
 
     def __init__(
@@ -217,7 +218,7 @@ class _Again(torch.fx.Interpreter):
         self.held: dict[str, torch.Tensor] = {}
         self.scalars: list[torch.Tensor] = []
         self.updated: dict[str, torch.Tensor] = {}
-        self.at: Any = "the graph"  # the operator that is run
+        self.current: Any = "the graph"  # the operator that is run
 
     def traced(self, inputs: list[torch.Tensor], held: list[torch.Tensor], scalars: list[torch.Tensor]) -> list[torch.Tensor]:
         self.held, self.scalars, self.updated = dict(zip(self.constants, held, strict=True)), scalars, {}
@@ -230,7 +231,7 @@ class _Again(torch.fx.Interpreter):
         return [*results, *self.updated.values()]
 
     def run_node(self, n: Node) -> Any:
-        self.at = n.target
+        self.current = n.target
         attribute = self.alike.get(str(n.target), "") if n.op == "get_attr" else ""
         if attribute and attribute == self.vector:
             return torch.stack(self.scalars)
@@ -253,9 +254,9 @@ class _Again(torch.fx.Interpreter):
         out = super().run_node(n)
         if n.op == "call_function" and isinstance(
             out, (tuple, list)
-        ):  # eager's kernels may leave out what they do not need themselves (of embedding bags)
-            left_out = [isinstance(v, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in v.shape) for v in n.meta["val"]]
-            return type(out)(v[:0] if gone and v.shape[0] != 0 else v for v, gone in zip(out, left_out, strict=True))
+        ):  # eager's kernels return empty tensors for results that their backward does not read (embedding bags)
+            empty = [isinstance(v, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in v.shape) for v in n.meta["val"]]
+            return type(out)(v[:0] if is_empty and v.shape[0] != 0 else v for v, is_empty in zip(out, empty, strict=True))
         return out
 
     def _is_vector(self, node: Any) -> bool:
@@ -278,7 +279,7 @@ def _operator(name: str) -> Any:
 
 
 def _refuse(graph: Graph) -> None:
-    """What no translation could make right."""
+    """:class:`ExportError` for what no translation can serve: control flow, random numbers, complex numbers, other devices."""
     for node in graph.module.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(graph.module, str(node.target), None), torch.nn.Module):
             user = next(iter(node.users))

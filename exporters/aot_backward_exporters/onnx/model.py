@@ -33,7 +33,7 @@ from .lowering import Lowered, located, lower
 
 OPSET = 18
 IR_VERSION = 8
-"""The oldest that goes with that opset."""
+"""The oldest for that opset."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Names:
-    """What the graph's ends are called.
+    """The names of the graph's inputs and outputs.
 
     ``inputs``: one for each of the graph's. ``constants``: weight key -> name; what is not among them is no input. ``outputs``: name and
     source: ``result:I``, ``input:I`` or ``constant:KEY``. ``vector``: the weight key of an optimizer's vector of numbers, with ``numbers`` its
@@ -79,7 +79,7 @@ class Translated:
         return frozenset(i.name for i in self.model.graph.input)
 
     def with_fixed(self) -> onnx.ModelProto:
-        """The model with what no caller gives: it can be run where everything else is passed."""
+        """The model with the values of ``fixed``: it can be run where all other inputs are passed."""
         out = onnx.ModelProto()
         out.CopyFrom(self.model)
         out.graph.initializer.extend(onnx.numpy_helper.from_array(numpy_of(t), name) for name, t in self.fixed.items())
@@ -87,14 +87,14 @@ class Translated:
 
 
 def translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translated:
-    """``about``: what ``metadata_props`` say besides. :class:`ExportError` names what has no translation."""
+    """``about``: further entries of ``metadata_props``. :class:`ExportError` names what has no translation."""
     with _quiet():
         return _translate(graph, names, about)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the translators log: of operators of a torchvision that is not there, of nodes that name no module, of values kept apart."""
+    """Silences what the translators log about a missing torchvision, nodes without a module, and values that are not folded."""
     logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     before = [log.level for log in logs]
     for log in logs:
@@ -110,7 +110,7 @@ def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translat
     registry = _registry()
     place = {key: i for i, key in enumerate(names.constants)}
     ordered = sorted(graph.constants.items(), key=lambda item: (place.get(item[1][0], len(place)), item[1][0], item[0]))
-    graph = dataclasses.replace(graph, constants=dict(ordered))  # as the module has them, whoever made the graph
+    graph = dataclasses.replace(graph, constants=dict(ordered))  # in the module's order, also of a graph that was read from a package
     vector = next((a for a, (key, _) in graph.constants.items() if names.vector and key == names.vector), "")
     lowered = lower(graph, registry.is_registered, vector)
     model = _nodes(graph, lowered, registry)
@@ -124,7 +124,7 @@ def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translat
     inputs = {names.inputs[i]: graph.inputs[i] for i in lowered.inputs} | {n: _spec(t) for n, t in values.items()}
     outputs = [o for o in names.outputs if not o[1].startswith("first:") or o[0].removeprefix("updated.") in inputs]
     outputs += [(name, f"result:{len(graph.outputs) + i}") for i, name in enumerate(updated.values())]
-    _name_ends(model, list(inputs), outputs, names)
+    _name_inputs_and_outputs(model, list(inputs), outputs, names)
     results = [*graph.outputs, *(_spec(values[names.constants[key]]) for key in updated)]
     _describe(model, inputs, outputs, results, names)
     kept = [v for v in model.graph.inputs if v.name not in fixed.values()]
@@ -202,7 +202,7 @@ def _refused(lowered: Lowered, error: Exception) -> ExportError:
     )
 
 
-def _name_ends(model: Any, inputs: Sequence[str], outputs: Sequence[tuple[str, str]], names: Names) -> None:
+def _name_inputs_and_outputs(model: Any, inputs: Sequence[str], outputs: Sequence[tuple[str, str]], names: Names) -> None:
     taken = {*inputs, *(n for n, _ in outputs)}
     for value in _values(model):
         while value.name in taken:
@@ -229,7 +229,7 @@ def _name_ends(model: Any, inputs: Sequence[str], outputs: Sequence[tuple[str, s
 
 
 def _not_first(model: Any, name: str, first: Any, finite: Any) -> Any:
-    """0 after an update; where the gradients were not finite there was none, and it stays."""
+    """``first`` after an update: 0, or unchanged where the gradients were not finite, since there was no update."""
     zero = ir.node("Constant", [], {"value": ir.tensor(numpy.zeros((), numpy.float64))}, name=f"node_{name}.zero")
     model.graph.append(zero)
     value = zero.outputs[0]
@@ -243,7 +243,7 @@ def _not_first(model: Any, name: str, first: Any, finite: Any) -> Any:
 
 
 def _describe(model: Any, inputs: Mapping[str, TensorSpec], outputs: Sequence[tuple[str, str]], results: Sequence[TensorSpec], names: Names) -> None:
-    """Types and shapes of the ends as the capture knows them; those in between are for shape inference to find."""
+    """Types and shapes of inputs and outputs as the capture knows them; shape inference finds the others."""
     for value in _values(model):
         value.shape = None
         value.metadata_props.clear()

@@ -2,7 +2,7 @@
 
 A node is ``[operator, args, kwargs]``; operators are ATen overloads (``aten.mm.default``), control flow (``higher_order.cond``) and the functions
 on sizes that torch's traces use (``operator.mul``, ``math.ceil``, ``torch.sym_max``). Shapes are what running the graph on fake inputs gives;
-those written beside the nodes are for people. ``docs/format.md``, section 6, states the form.
+those written beside the nodes are for readers of the file. ``docs/format.md``, section 6, states the form.
 """
 
 from __future__ import annotations
@@ -100,15 +100,15 @@ def graph_of(
             f"the portable graph {name} has {given} inputs and {len(results)} outputs, its library {len(spec.inputs)} and {len(spec.outputs)}"
         )
     if {c.weight for c in spec.constants} != set(names.values()):
-        odd = sorted({c.weight for c in spec.constants} ^ set(names.values()))
-        raise PackageError(f"the portable graph {name} and its library do not read the same weights: {odd[0]}")
+        different = sorted({c.weight for c in spec.constants} ^ set(names.values()))
+        raise PackageError(f"the portable graph {name} and its library do not read the same weights: {different[0]}")
     for result, looks in zip(results, spec.outputs, strict=True):
         value = result.meta["val"] if isinstance(result, Node) else None
         if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != (f"torch.{looks.dtype}", len(looks.shape)):
             raise PackageError(f"the portable graph {name} gives another {looks.name} than its library")
     donated = form.get("donated", [])
     if not isinstance(donated, list) or not all(type(i) is int and 0 <= i < given for i in donated):
-        raise PackageError(f"the portable graph {name} gives away inputs that it does not have")
+        raise PackageError(f"the portable graph {name} donates inputs that it does not have")
     return Graph(
         name=name,
         module=module,
@@ -242,7 +242,7 @@ def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], const
 
 def _looks(value: Any, spell: Spell | None, *, body: bool = False) -> Any:
     """dtype, sizes and strides of a tensor; of several a list; of what is none, null. ``body``: they are what the body of a control-flow operator
-    takes, and will be made again."""
+    takes, and will be run again."""
     if isinstance(value, (list, tuple)) and not body:
         return [_looks(v, spell) for v in value]
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else ()
@@ -297,12 +297,12 @@ def _target(name: Any) -> Any:
     except AttributeError as error:
         raise PackageError(f"it calls {name!r}, which this process does not know; import the library that registers it") from error
     # torch.ops has functions of its own beside the operators (load_library, import_module), and each has attributes that lead on
-    if not isinstance(found, (torch_api.OpOverload, torch_api.HigherOrderOperator)) or _name(found) != name or _acts(found):
+    if not isinstance(found, (torch_api.OpOverload, torch_api.HigherOrderOperator)) or _name(found) != name or _has_side_effects(found):
         raise PackageError(f"it calls {name!r}, which is not allowed")
     return found
 
 
-def _acts(target: Any) -> bool:
+def _has_side_effects(target: Any) -> bool:
     """Whether the operator touches files, even on fake tensors, or is one of TorchScript's interpreter alone (``aten.save``, ``prim.Print``)."""
     if isinstance(target, torch_api.HigherOrderOperator):
         return False

@@ -1,4 +1,4 @@
-"""What of Inductor's generated C++ is compiled for each graph, and what once for all.
+"""Divides Inductor's generated C++ into what is compiled for each graph and what is compiled once for all.
 
 Inductor pastes the same C interface (``interface.cpp``, 600 lines that instantiate the model container) into every wrapper. Compiled
 apart and linked in, with the regular expression that names a device, it takes 5 s once and 5 of 6.8 s off every graph (g++ 12, -O2).
@@ -32,8 +32,8 @@ _CHECKS_UNWANTED = "static constexpr bool _check_aoti_runtime_check_inputs_env()
 def model_source(wrapper: str) -> str:
     """The part of a generated wrapper that belongs to its graph.
 
-    The checks that ``AOTI_RUNTIME_CHECK_INPUTS`` would switch on go too: our runtime checks every input itself, with better words, and
-    they take 5 kB of code an input and a branch on the hot path.
+    The checks that ``AOTI_RUNTIME_CHECK_INPUTS`` would switch on go too: our runtime checks every input itself, and they
+    take 5 kB of code an input and a branch on the hot path.
     """
     interface = _INTERFACE.read_text().strip()
     before, found, after = wrapper.partition(interface)

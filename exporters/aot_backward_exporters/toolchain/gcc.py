@@ -64,7 +64,7 @@ def _parse(line: str) -> Command:
     files = [a for a in argv[:first_flag] if a.endswith((".cpp", ".S", ".o"))]
     output = argv.index("-o")
     flags = [a for a in (*argv[first_flag:output], *argv[output + 2 :]) if a != "-c"]
-    flags.append("-fsigned-zeros")  # eager knows -0.0; Inductor passes -fno-signed-zeros
+    flags.append("-fsigned-zeros")  # eager keeps -0.0; Inductor passes -fno-signed-zeros
     sources = {_short(f): Path(f).read_text() for f in files if not f.endswith(".o")}
     return Command(tuple(argv[: first_flag - len(files)]), tuple(flags), sources)
 
@@ -76,7 +76,7 @@ def _short(path: str) -> str:
 
 @contextlib.contextmanager
 def adjust_commands(march: str) -> Iterator[None]:
-    """Within, Inductor runs its own builds with the flags of :meth:`Builder.link`, and for no processor of its own choice."""
+    """Within, Inductor runs its own builds with the flags of :meth:`Builder.link`, and for ``march`` instead of this machine."""
     builder = torch_api.CppBuilder
     original = builder.get_command_line
 
@@ -145,10 +145,10 @@ class Builder:
     def _start_parts(self, file: str, command: Command) -> None:
         for part in {"wrapper.cpp": ("wrapper.h", "interface"), "kernel.cpp": ("kernel.h",)}.get(file, ()):
             if part not in self._parts:
-                self._parts[part] = self._pool.submit(_shared_part, part, command)
+                self._parts[part] = self._pool.submit(_build_shared_part, part, command)
 
 
-def _shared_part(part: str, command: Command) -> Path:
+def _build_shared_part(part: str, command: Command) -> Path:
     """The folder of a precompiled header or of the C interface's object, built if no process has built it with these flags yet."""
     text = {
         "wrapper.h": cpp_source.wrapper_header,
@@ -164,7 +164,7 @@ def _shared_part(part: str, command: Command) -> Path:
         if part == "wrapper.h":
             cpp_source.write_patched_headers(folder / "include")
         argv = [*command.compiler, "-Iinclude", *command.flags, "-w", *source, "-o", output]
-        _run(f"what all libraries share ({part})", argv, folder)
+        _run(f"the part that all libraries share ({part})", argv, folder)
 
     return store_folder(cache_root() / "shared" / key, build)
 

@@ -33,7 +33,7 @@ def save(own: TrainingState, path: str | os.PathLike[str], random: Mapping[str, 
 
 
 def read(own: TrainingState, path: str | os.PathLike[str], random: bool) -> tuple[Change, dict[str, torch.Tensor], Any]:
-    """What :func:`save` wrote, checked, for ``own.take``; the random states by name, checked where ``random``; and ``extra``."""
+    """What :func:`save` wrote, checked, for ``own.replace``; the random states by name, checked where ``random``; and ``extra``."""
     tensors, about = checkpoint.read_state(path)
     try:
         return _checked(own, tensors, about, random)
@@ -48,8 +48,8 @@ def _checked(
         raise StateError(f"it was saved by {about['optimizer']}, this is {own.spec.optimizer}")
     theirs, ours = [g["parameters"] for g in about["groups"]], [list(g.parameters) for g in own.spec.groups]
     if theirs != ours:
-        odd = sorted({n for g in theirs for n in g} ^ {n for g in ours for n in g})
-        raise StateError(f"its parameter groups are others than this step's{', which differ in ' + odd[0] if odd else ''}")
+        different = sorted({n for g in theirs for n in g} ^ {n for g in ours for n in g})
+        raise StateError(f"its parameter groups are not this step's{', which differ in ' + different[0] if different else ''}")
     parts: dict[str, dict[str, torch.Tensor]] = {"module": {}, "loss": {}, "optimizer": {}, "gradient": {}, "random": {}}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
@@ -58,7 +58,7 @@ def _checked(
     copies += matching("optimizer", {f"{key}/{names[0]}": t for key, names, t in own.slots}, parts["optimizer"], True)
     counters = {name: counter(name, about[name]) for name in COUNTERS}
     if counters["accumulated"] and not own.gradients:
-        raise StateError(f"gradients of {counters['accumulated']} calls wait in it, which this step was exported without (accumulate=True)")
+        raise StateError(f"it holds accumulated gradients of {counters['accumulated']} calls, which this step was exported without (accumulate=True)")
     copies += matching("gradient", own.gradients if counters["accumulated"] else {}, parts["gradient"], True)
     options = [g["options"] for g in about["groups"]]
     own.check_options(options)

@@ -56,7 +56,7 @@ class Replicas:
 
     def follow_first(self) -> None:
         """The whole state becomes that of rank 0."""
-        self._state.follow(self.collectives.by_first(self._state.notes))
+        self._state.replace_metadata(self.collectives.by_first(self._state.metadata))
         self.collectives.share(self._state.tensors())
         self.buffers_due = True
 

@@ -34,7 +34,7 @@ def to_eager(own: TrainingState, whole: bool = False) -> dict[str, Any]:
 
 
 def from_eager(own: TrainingState, given: Mapping[str, Any]) -> Change:
-    """``given``, checked, for ``own.take``; :class:`StateError` says what does not fit."""
+    """``given``, checked, for ``own.replace``; :class:`StateError` says what does not fit."""
     try:
         return _checked(own, given)
     except MALFORMED as error:
@@ -55,8 +55,8 @@ def _checked(own: TrainingState, given: Mapping[str, Any]) -> Change:
         raise StateError(f"the optimizer's groups have {theirs} parameters; this step was exported with {ours}")
     names = [n for g in own.spec.groups for n in g.parameters]
     order = [p for g in groups for p in g["params"]]
-    if strangers := sorted(map(str, slots_by_id.keys() - set(order))):
-        raise StateError(f"the optimizer's state has entries {strangers[:5]}, which none of its groups has")
+    if unknown := sorted(map(str, slots_by_id.keys() - set(order))):
+        raise StateError(f"the optimizer's state has entries {unknown[:5]}, which are in none of its groups")
     named = {names[i]: slots_by_id[p] for i, p in enumerate(order) if p in slots_by_id}
     if all(v is None for slots in named.values() for v in slots.values()):
         named = {}  # as eager's SGD has it where no momentum was used yet
@@ -66,9 +66,9 @@ def _checked(own: TrainingState, given: Mapping[str, Any]) -> Change:
     counters = {name: counter(name, given.get(name, 0)) for name in COUNTERS}
     if counters["count"] and own.slots and not named:
         raise StateError(
-            f"{counters['count']} updates were made, but the optimizer's state is empty: a checkpoint is to be loaded into state_dict(whole=True)"
+            f"{counters['count']} updates were made, but the optimizer's state is empty: load the checkpoint into state_dict(whole=True)"
         )
-    counters["accumulated"] = 0  # gradients that wait are no part of it
+    counters["accumulated"] = 0  # eager's dicts hold no gradients
     untouched = given.get("count") == 0 and own.initial is not None and all(map(_equal, (v for _, v in slots), own.initial))
     scaler = given.get("scaler")
     if own.scaler is None or not scaler:  # an eager scaler that is switched off has an empty one
@@ -81,7 +81,7 @@ def _checked(own: TrainingState, given: Mapping[str, Any]) -> Change:
 def _slots_from(own: TrainingState, named: Mapping[str, Mapping[str, Any]]) -> Copies:
     if not named:
         if own.initial is None and own.slots:
-            raise StateError("the optimizer's state is empty, and this step was exported in the middle of a training: it knows no beginning")
+            raise StateError("the optimizer's state is empty, and this step was exported in the middle of a training: it has no initial state")
         return [(tensor, first) for (*_, tensor), first in zip(own.slots, own.initial or (), strict=True)]
     copies = []
     known = {(name, key) for key, parameters, _ in own.slots for name in parameters}
@@ -89,7 +89,7 @@ def _slots_from(own: TrainingState, named: Mapping[str, Mapping[str, Any]]) -> C
     for name in named:
         for key, value in named[name].items():
             if name in trained and isinstance(value, torch.Tensor) and (name, key) not in known:
-                raise StateError(f"the optimizer's state of {name!r} has {key!r}; {own.spec.optimizer}, as it was exported, has no such")
+                raise StateError(f"the optimizer's state of {name!r} has {key!r}; {own.spec.optimizer}, as it was exported, has no such state")
     for key, parameters, tensor in own.slots:
         first: torch.Tensor | None = None
         for name in parameters:

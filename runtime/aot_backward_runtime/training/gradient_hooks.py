@@ -36,7 +36,7 @@ def add_through_hooks(
     slots = list(state.gradients.values())
     waited = [s.detach().clone() for s in slots] if state.accumulated else None
     try:
-        state.numbers.adding(False)  # each hook gets this call's gradient, as in eager
+        state.numbers.set_accumulating(False)  # each hook gets this call's gradient, as in eager
         results.extend(call)
         scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # eager's hooks get gradients of the scaled loss
         made = dict(zip(hooked, apply_hooks(list(hooked.values()), [state.gradients[n] * scale for n in hooked]), strict=True))
@@ -48,4 +48,4 @@ def add_through_hooks(
         if not ran:
             if waited is not None:
                 torch_api.foreach_copy_(slots, waited)
-            state.waiting(state.accumulated)
+            state.set_accumulated(state.accumulated)

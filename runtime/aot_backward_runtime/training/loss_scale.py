@@ -52,7 +52,7 @@ class LossScale:
         self.write()
 
     def update(self, finite: bool, call: object = None) -> None:
-        """After an update that was made, or skipped because a gradient was not finite. ``call``: which it was; said again, it changes nothing."""
+        """After an update that was made, or skipped because a gradient was not finite. ``call``: which it was; recorded again, it changes nothing."""
         scale, tracker, last = self._now
         if call is None or last is not call:
             if not finite:
@@ -66,7 +66,7 @@ class LossScale:
         self.write()
 
     def write(self, again: bool = False) -> None:
-        """To where native code reads the scale, if it is another than there, or ``again``."""
+        """Writes the scale for native code, if it has changed, or ``again``."""
         if again or self._written != self._now[0]:
             self._numbers.set(-1, KEY, -1, self._now[0])
             self._written = self._now[0]

@@ -1,4 +1,4 @@
-"""The parameter groups of a loaded step: dicts as an optimizer has them, whose numbers native code reads where they lie."""
+"""The parameter groups of a loaded step: dicts as an optimizer has them, whose numbers are elements of a vector that native code reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Numbers:
     """The vector of numbers that the graphs read (:class:`NumberSpec`)."""
 
     def __init__(self, spec: StepSpec, vector: torch.Tensor, unsettled: list[bool]):
-        """``unsettled[0]`` is True while numbers are being written; where it stays so, by an interrupt, the next call has them written again."""
+        """``unsettled[0]`` is True while numbers are being written; where an interrupt leaves it True, the next call writes them again."""
         self.unsettled = unsettled
         self.optimizer = spec.optimizer.rpartition(".")[2]
         self._places: dict[tuple[int, str, int], tuple[NumberSpec, torch.Tensor]] = {}
@@ -31,11 +31,11 @@ class Numbers:
         with torch.no_grad():
             vector.copy_(torch.tensor([0.0, float(spec.fresh), *(n.value for n in spec.numbers)], dtype=torch.float64))
 
-    def adding(self, flag: bool) -> None:
+    def set_accumulating(self, flag: bool) -> None:
         """Whether the next gradients are added to the accumulated ones, or replace them."""
         self._put(0, flag)
 
-    def fresh(self, flag: bool) -> None:
+    def set_fresh(self, flag: bool) -> None:
         """Whether the optimizer has no state yet."""
         self._put(1, flag)
 
@@ -46,7 +46,7 @@ class Numbers:
                 for number, tensors in self._following.items():
                     for tensor in tensors:
                         tensor.fill_(self._vector[2 + number].item())
-            self._set[place] = flag  # the last: an interrupt before has all of it done again
+            self._set[place] = flag  # last: after an interrupt before this line all of it is repeated
 
     def write_flags(self) -> None:
         for place, flag in enumerate(self._set):
@@ -57,7 +57,7 @@ class Numbers:
         return [p for g, k, p in self._places if (g, k) == (group, key)]
 
     def check(self, group: int, key: str, position: int, value: Any) -> float:
-        """``value`` as a float that the compiled code holds for; :class:`InputError` says which it does."""
+        """``value`` as a float, within the intervals that the code was compiled for; :class:`InputError` names them."""
         spec, _ = self._places[group, key, position]
         label = _label(group, key, position)
         try:
@@ -74,11 +74,11 @@ class Numbers:
 
     def set(self, group: int, key: str, position: int, value: float) -> None:
         self._places[group, key, position][1].fill_(value)
-        if self._following and self._set[1]:  # what the optimizer makes of it, it makes in its first step
+        if self._following and self._set[1]:  # state that the optimizer derives from this number in its first step
             for tensor in self._following.get(list(self._places).index((group, key, position)), ()):
                 tensor.fill_(value)
 
-    def follow(self, number: int, tensor: torch.Tensor) -> None:
+    def add_initialised(self, number: int, tensor: torch.Tensor) -> None:
         """Until the first step every element of ``tensor`` is the number at that place of the list."""
         self._following.setdefault(number, []).append(tensor)
 

@@ -15,7 +15,7 @@ from ..native.tensor_values import Copies
 from . import loss_scale
 from .param_groups import Group, Numbers, plain
 
-Notes = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | None]
+Metadata = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | None]
 COUNTERS = ("count", "skipped", "accumulated")
 MALFORMED = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 """What a state of another structure raises where it is read: other nesting, missing keys, numbers and tensors of other kinds."""
@@ -28,7 +28,7 @@ _LOSS = "loss_fn."
 class TrainingState:
     """The tensors of a loaded step, by the names that eager gives them.
 
-    Every change of them is checked whole before the first tensor is written, so that an error leaves the old state.
+    A new state is checked completely before the first tensor is written, so that an error leaves the old state.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class TrainingState:
         self.groups = [Group(self.numbers, n, g, [parameters[p] for p in g.parameters], on_params) for n, g in enumerate(spec.groups)]
         self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state]
         self.loss = {n.removeprefix(_LOSS): t for n, t in others.items() if n.startswith(_LOSS)}
-        """What the loss function holds, which eager's two dicts do not."""
+        """Tensors of the loss function, which eager's two dicts do not have."""
         self.initial = [t.detach().clone() for *_, t in self.slots] if spec.fresh else None
         """The slots before the optimizer's first step; None where the export was in the middle of a training."""
         self.gradients: dict[str, torch.Tensor] = {g.parameter: others[g.state] for g in spec.gradients}
         for s in spec.state:
             if s.starts_as >= 0:
-                self.numbers.follow(s.starts_as, others[s.state])
+                self.numbers.add_initialised(s.starts_as, others[s.state])
         self.updates: tuple[int, object] = (0, None)
-        """How many were made, and the call that made the last: said again after an interrupt (:meth:`updated`), it is not counted twice."""
+        """How many were made, and the call that made the last: recorded again after an interrupt, it is not counted twice."""
         self._skips: tuple[int, object] = (0, None)
         self._adds: tuple[int, object] = (0, None)
         self.fresh = spec.fresh
@@ -70,7 +70,7 @@ class TrainingState:
 
     @fresh.setter
     def fresh(self, flag: bool) -> None:
-        self.numbers.fresh(flag)
+        self.numbers.set_fresh(flag)
         self._fresh = flag
 
     @property
@@ -85,19 +85,19 @@ class TrainingState:
     def accumulated(self) -> int:
         return self._adds[0]
 
-    def updated(self, call: object) -> None:
+    def record_update(self, call: object) -> None:
         if self.updates[1] is not call:
             self.updates = (self.updates[0] + 1, call)
         if self._fresh:
             self.fresh = False
 
-    def left_out(self, call: object) -> None:
+    def record_skip(self, call: object) -> None:
         """The update of ``call`` was skipped."""
         if self._skips[1] is not call:
             self._skips = (self._skips[0] + 1, call)
 
-    def added(self, call: object) -> None:
-        """The gradients of ``call`` were added to those that wait. What the graphs are to make of the next ones is :meth:`waiting`'s to say."""
+    def record_accumulation(self, call: object) -> None:
+        """Counts ``call``, whose gradients were accumulated. :meth:`set_accumulated` sets whether native code adds the next ones to them."""
         if self._adds[1] is not call:
             self._adds = (self._adds[0] + 1, call)
 
@@ -112,28 +112,28 @@ class TrainingState:
         """All tensors of the module, also buffers that are not persistent: a forward may change them too."""
         return {**self.parameters, **self.buffers}
 
-    def waiting(self, calls: int) -> None:
-        """So many calls' gradients have been added up."""
+    def set_accumulated(self, calls: int) -> None:
+        """Sets how many calls' gradients are accumulated."""
         before, self.numbers.unsettled[0] = self.numbers.unsettled[0], True
         self._adds = (calls, self._adds[1])
-        self.numbers.adding(calls > 0)
+        self.numbers.set_accumulating(calls > 0)
         self.numbers.unsettled[0] = before
 
     def write_numbers(self) -> None:
-        """Everything that native code reads as a number, after an interrupt in the middle of writing."""
+        """Writes everything that native code reads as a number; needed after an interrupt in the middle of writing."""
         for group in self.groups:
             group.write()
         if self.scaler is not None:
             self.scaler.write(again=True)
-        self.numbers.adding(self.accumulated > 0)
-        self.numbers.fresh(self._fresh)
+        self.numbers.set_accumulating(self.accumulated > 0)
+        self.numbers.set_fresh(self._fresh)
         self.numbers.write_flags()
 
     def counters(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in COUNTERS}
 
-    def take(self, change: Change) -> None:
-        """What was checked becomes the state; after an interrupt inside it may be called again."""
+    def replace(self, change: Change) -> None:
+        """``change`` becomes the state. After an interrupt inside, it may be called again."""
         tensor_values.write(change.copies)
         for group, given in zip(self.groups, change.options, strict=True):
             for key, value in given.items():
@@ -143,7 +143,7 @@ class TrainingState:
             self.scaler.load_state_dict(change.scaler)
         self.updates, self._skips = (change.counters["count"], None), (change.counters["skipped"], None)
         self.fresh = change.fresh
-        self.waiting(change.counters["accumulated"])
+        self.set_accumulated(change.counters["accumulated"])
 
     # another process
 
@@ -152,14 +152,14 @@ class TrainingState:
         own = [*self.parameters.values(), *self.buffers.values(), *self.loss.values(), *(t for *_, t in self.slots)]
         return [t.detach() for t in (*own, *(self.gradients.values() if self.accumulated else ()))]
 
-    def notes(self) -> Notes:
-        """What :meth:`follow` takes: what is not in tensors."""
+    def metadata(self) -> Metadata:
+        """What :meth:`tensors` does not hold."""
         return [plain(g.options()) for g in self.groups], self.counters(), self.fresh, self.scaler.state_dict() if self.scaler is not None else None
 
-    def follow(self, notes: Notes) -> None:
-        """Options, counts and all become those of a process with the same package. :meth:`tensors` are not changed."""
-        options, counters, fresh, scaler = notes
-        self.take(Change([], options, counters, fresh, scaler))
+    def replace_metadata(self, metadata: Metadata) -> None:
+        """As :meth:`metadata` of another process with the same package. :meth:`tensors` are not changed."""
+        options, counters, fresh, scaler = metadata
+        self.replace(Change([], options, counters, fresh, scaler))
 
     def check_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         """:class:`StateError` where ``options``, one dict per group without its parameters, do not fit."""
@@ -167,7 +167,7 @@ class TrainingState:
             if not isinstance(given, Mapping):
                 raise StateError(f"the options of a parameter group are a {type(given).__name__}; expected a dict")
             for key in sorted(group.own - given.keys() - set(_IMPLEMENTATION)):
-                if group[key] is not False and group[key] is not None:  # what an older torch did not have yet is off
+                if group[key] is not False and group[key] is not None:  # an option that an older torch does not have is off
                     raise StateError(f"a parameter group has no {key!r}; in this step it is {group[key]!r}")
             for key, value in given.items():
                 if key not in _IMPLEMENTATION:
@@ -176,7 +176,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Change:
-    """A state that was checked whole, for :meth:`TrainingState.take`."""
+    """A state that was checked whole, for :meth:`TrainingState.replace`."""
 
     copies: Copies
     options: Sequence[Mapping[str, Any]]

@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from .distributed import Replicas
 
 _MODULE = "module."
-_REMEMBERED = 8  # kinds of call that need only a check in C
+_CACHED = 8  # calls that need only a check in C when they come again
 _OPTIMIZER = "optimizer."
-_SEEN = (_MODULE, _OPTIMIZER)  # what a caller sees, and may give other memory
+_PUBLIC = (_MODULE, _OPTIMIZER)  # what the properties of a step return, and a caller may give other memory
 
 
 class LoadedStep(torch.optim.Optimizer):
     """A training step: ``loss = step(x, y)`` runs forward, backward and optimizer in one native call.
 
     Called as the module was, with the loss function's target as the last positional argument; what comes back is what the program returned
-    (the loss, a 0-d tensor, detached; or all results, the loss first). ``step(x, y, update=False)`` only adds up gradients; the next call with
-    an update uses them all, and so does :meth:`step`. Where an argument does not fit, :class:`InputError` names it and nothing was changed.
+    (the loss, a 0-d tensor, detached; or all results, the loss first). ``step(x, y, update=False)`` only accumulates gradients; the next call
+    with an update uses them all, and so does :meth:`step`. Where an argument does not fit, :class:`InputError` names it and nothing was changed.
 
     It is a ``torch.optim.Optimizer`` as far as a ``torch.optim.lr_scheduler`` looks: ``param_groups`` holds the numbers that a schedule moves,
-    and setting one is seen by the next call. ``count``: updates made. ``skipped``: updates left out because a gradient was Inf or NaN (with
+    and setting one is seen by the next call. ``count``: updates made. ``skipped``: updates skipped because a gradient was Inf or NaN (with
     ``skip_nonfinite``). ``grad_norm``: of the last update, before clipping, a 0-d tensor (with ``clip_norm``), else None.
     """
 
@@ -52,15 +52,15 @@ class LoadedStep(torch.optim.Optimizer):
         spec = entry.spec.step
         assert spec is not None
         self._entry, self._tensors, self._digest = entry, dict(tensors), digest
-        self._watch = Watch()  # of what a caller has got hold of
+        self._watch = Watch()  # of the tensors that a caller has a reference to
         self._watched = False
         self._moved = self._watch.touched  # also set while numbers are being written
         self._shared = shared
-        self._handed_out = shared  # whether anybody could have a parameter in a graph of autograd's
+        self._exposed = shared  # whether user code may hold a parameter in a graph of autograd: then each write increments its version
         made: dict[str, torch.Tensor] = {}
         for s in entry.spec.state:
             if s.weight not in made:
-                seen = s.name.startswith(_SEEN)
+                seen = s.name.startswith(_PUBLIC)
                 made[s.weight] = bound(StepParameter, tensors[s.weight], s.requires_grad, self._watch) if seen else tensors[s.weight]
         self._held = [made[s.weight] for s in entry.spec.state]
         self._weak = [weakref.ref(t) for t in self._held if isinstance(t, BoundParameter)]  # torch.utils.swap_tensors refuses then
@@ -69,56 +69,56 @@ class LoadedStep(torch.optim.Optimizer):
         buffers = {s.name.removeprefix(_MODULE): made[s.weight] for s in own if not s.parameter}
         persistent = [s.name.removeprefix(_MODULE) for s in own if s.persistent]
         others = {s.name: made[s.weight] for s in entry.spec.state}
-        self._state = TrainingState(spec, parameters, buffers, persistent, others, self._hand_out, self._moved)
+        self._state = TrainingState(spec, parameters, buffers, persistent, others, self._expose, self._moved)
         self._has_norm, self._may_skip = spec.norm, spec.finite
         refuse_hooks_that_never_run(parameters, self._state.gradients)
         self._update = Runnable(spec.update, entry.libraries) if spec.update is not None else None
         self._writes: Sequence[torch.Tensor] = [*parameters.values(), *buffers.values()]
         self._replicas: Replicas | None = None
         self._mode = "train" if entry.spec.training else "eval"
-        self._last: _StepCall | None = None  # the last kind of call; None while gradients wait, or are averaged
-        self._known: list[_StepCall] = []  # the last kinds of call, also of those whose gradients wait
+        self._last: _StepCall | None = None  # the last call; None while there are accumulated gradients, or where they are averaged
+        self._cached: list[_StepCall] = []  # the last calls of different kinds, also of those that accumulate
         self._binding: Binding | None = None
         self._run_update: Callable[..., list[torch.Tensor]] | None = None
-        self._spoilt = ""
+        self._inconsistent = ""
         self._lock = threading.RLock()
         self.defaults: dict[str, Any] = json.loads(spec.defaults)
         self.grad_norm: torch.Tensor | None = None
         if shared and any(map(resizable, self._held)):
-            self._hand_out()
+            self._expose()
         allocator.keep(sum(p.nbytes for p in parameters.values() if p.requires_grad and p.device.type == "cpu"))
 
     # calling
 
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
-        """One step on these arguments. ``update=False``: gradients are only added up."""
+        """One step on these arguments. ``update=False``: gradients are only accumulated."""
         last = self._last
         if last is None or kwargs or not update or self._moved[0] or (self._watched and self._watch.changed()) or not last.fits(args):
-            return self._in_two(args, kwargs, update)
+            return self._call_cached(args, kwargs, update)
         # Native code runs inside one call of C, list.extend: wherever an interrupt comes, ``ran`` tells whether the update was made.
         ran: list[list[torch.Tensor]] = []
         operands: Any = args if last.order is None else [args[i] for i in last.order]
         call = map(last.native, (operands,))
-        if self._handed_out:
+        if self._exposed:
             torch.autograd.graph.increment_version(self._writes)
         try:
             ran.extend(call)
-            if not self._may_skip:  # what _settle comes to then
+            if not self._may_skip:  # _record_update, without its branches
                 if self._has_norm:
                     self.grad_norm = ran[0][-1]
                 state = self._state
                 state.updates = (state.updates[0] + 1, call)
             else:
-                self._settle(ran[0], call)
+                self._record_update(ran[0], call)
         except BaseException as error:
             if ran:
-                self._settle(ran[0], call)
-            self._broken_off(error, ran, last.runnable)
+                self._record_update(ran[0], call)
+            self._after_failure(error, ran, last.runnable)
             raise
         return ran[0][0] if last.plain else last.value(ran[0], args)
 
-    def _settle(self, results: Sequence[torch.Tensor], call: object) -> None:
-        """What an update leaves behind, besides the state. Said again of the same ``call``, after an interrupt, it changes nothing more."""
+    def _record_update(self, results: Sequence[torch.Tensor], call: object) -> None:
+        """Counters and ``grad_norm`` after an update. Repeated for the same ``call``, after an interrupt, it changes nothing."""
         state, spec = self._state, self._state.spec
         if spec.norm:
             self.grad_norm = results[-2 if spec.finite else -1]
@@ -127,29 +127,29 @@ class LoadedStep(torch.optim.Optimizer):
             if state.scaler is not None:
                 state.scaler.update(finite, call)
             if not finite:
-                state.left_out(call)
+                state.record_skip(call)
                 return
-        state.updated(call)
+        state.record_update(call)
 
-    def _broken_off(self, error: BaseException, ran: Sequence[Any], runnable: Runnable, adding: bool = False) -> None:
+    def _after_failure(self, error: BaseException, ran: Sequence[Any], runnable: Runnable, adding: bool = False) -> None:
         """After native code failed, or an interrupt came before it (``ran`` is empty) or behind it."""
         if ran or isinstance(error, AotBackwardError):
             return
         if isinstance(error, RuntimeError):
-            raise self._failed(error, adding) from error
+            raise self._execution_error(error, adding) from error
         if runnable.library is not None and not runnable.library.is_one_call:
-            self._forget()
-            self._spoilt = f"a call was broken off ({type(error).__name__}), maybe inside its native code"
+            self._clear_cache()
+            self._inconsistent = f"a call was interrupted ({type(error).__name__}), which may have been inside native code"
 
-    def _in_two(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
-        """A call that is not of the last kind, but of one that has come before: of another size, or with gradients that wait or are averaged."""
+    def _call_cached(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
+        """A call that is not like the last one: like an earlier one (other sizes, accumulated or averaged gradients), or else to be matched."""
         with self._lock:
             adding = not update or self._replicas is not None or self._state.accumulated > 0
             ready = None
             if not kwargs and not self._moved[0] and not (self._watched and self._watch.changed()):
-                ready = next((r for r in self._known if r.adding == adding and r.fits(args)), None)
+                ready = next((r for r in self._cached if r.adding == adding and r.fits(args)), None)
             if ready is None:
-                return self._look_closely(args, kwargs, update)
+                return self._match_and_call(args, kwargs, update)
             self._share_buffers()
             operands = args if ready.order is None else [args[i] for i in ready.order]
             results = self._run(ready, lambda: (ready.native, operands), update)
@@ -160,12 +160,12 @@ class LoadedStep(torch.optim.Optimizer):
     def _run(
         self, ready: _StepCall, bound: Callable[[], tuple[Any, Any]], update: bool, hooked: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> list[torch.Tensor]:
-        """Native code on what ``bound`` gives, and what it leaves behind; where gradients are only added up, the ``update`` after it, too.
+        """Runs native code on what ``bound`` returns, and records it; where that only accumulates gradients, also the ``update`` behind it.
         ``hooked``: parameters by name whose gradients go through hooks."""
         ran: list[Any] = []
         results: list[list[torch.Tensor]] = [] if hooked else ran
         call: Any = None
-        if self._handed_out:
+        if self._exposed:
             torch.autograd.graph.increment_version(self._state.buffers.values() if ready.adding else self._writes)
         try:
             native, operands = bound()
@@ -175,31 +175,31 @@ class LoadedStep(torch.optim.Optimizer):
             else:
                 ran.extend(call)
             if ready.adding:
-                self._added(call, update)
+                self._record_accumulation(call, update)
             else:
-                self._settle(results[0], call)
+                self._record_update(results[0], call)
         except BaseException as error:
             if ran and ready.adding:
-                self._state.added(call)
+                self._state.record_accumulation(call)
                 self._last = None
-                self._state.waiting(self._state.accumulated)
+                self._state.set_accumulated(self._state.accumulated)
             elif ran:
-                self._settle(results[0], call)
-            self._broken_off(error, results, ready.runnable, ready.adding)
+                self._record_update(results[0], call)
+            self._after_failure(error, results, ready.runnable, ready.adding)
             raise
         return results[0]
 
-    def _look_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
+    def _match_and_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
         entry, state = self._entry, self._state
         with self._lock:
-            self._check_whole()
+            self._check_consistent()
             matched = entry.match(self._mode, args, kwargs)
             binding = self._bind()
             hooked = {n: p for n in state.gradients if has_hooks(p := state.parameters[n])}
             self._watch.settle(bool(hooked))
             apart = not update or state.accumulated > 0 or self._replicas is not None or bool(hooked)
             if apart and self._update is None:
-                raise InputError(f"entry {entry.name!r} was exported without gradients that wait: export it with accumulate=True for update=False")
+                raise InputError(f"entry {entry.name!r} was exported without gradient accumulation: export it with accumulate=True for update=False")
             self._share_buffers()
             runnable = matched.variant.plans["accumulate" if apart else "step"]
             written = runnable.written(binding, self._held)
@@ -209,29 +209,29 @@ class LoadedStep(torch.optim.Optimizer):
                 results = self._run(ready, lambda: runnable.bound(binding, matched.flat, matched.sizes), update, hooked)
             self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
             if ready.remember(matched, args):
-                self._known = [ready, *self._known[: _REMEMBERED - 1]]
+                self._cached = [ready, *self._cached[: _CACHED - 1]]
                 self._last = None if apart else ready
             return ready.value(results, matched.given)
 
-    def _added(self, call: object, update: bool) -> None:
-        """After gradients were added to those that wait, or took their place."""
-        self._state.added(call)
-        self._last = None  # it would leave out the gradients that wait
+    def _record_accumulation(self, call: object, update: bool) -> None:
+        """After gradients were added to the accumulated ones, or replaced them."""
+        self._state.record_accumulation(call)
+        self._last = None  # its plan would ignore the accumulated gradients
         if self._replicas is not None:
             self._replicas.buffers_due = update
         if update:
             self._apply()
         else:
-            self._state.numbers.adding(True)
+            self._state.numbers.set_accumulating(True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Hands the gradients that were added up to the optimizer. :class:`InputError` where there are none."""
+        """Updates with the accumulated gradients. :class:`InputError` where there are none."""
         with self._lock:
             if closure is not None:
                 raise InputError("a compiled step takes no closure: call it with the arguments of the module, loss = step(x, y)")
-            self._check_whole()
+            self._check_consistent()
             if not self._state.accumulated:
-                raise InputError("no gradients have been added up: call step(…, update=False) first, or step(…) for all at once")
+                raise InputError("no gradients have been accumulated: call step(…, update=False) first, or step(…) for all at once")
             self._apply()
 
     def _apply(self) -> None:
@@ -240,28 +240,28 @@ class LoadedStep(torch.optim.Optimizer):
         if self._run_update is None or self._moved[0] or (self._watched and self._watch.changed()):
             self._run_update, _ = runnable.bound(self._bind(), (), {})
         if self._replicas is not None:
-            self._together("the averaging of gradients", self._replicas.average)
+            self._collectively("averaging gradients", self._replicas.average)
         ran: list[list[torch.Tensor]] = []
         call = map(self._run_update, ([],))
-        if self._handed_out:
+        if self._exposed:
             torch.autograd.graph.increment_version(self._writes)
         try:
             ran.extend(call)
-            self._settle_apart(ran[0], call)
+            self._record_separate_update(ran[0], call)
         except BaseException as error:
             if ran:
-                self._settle_apart(ran[0], call)
+                self._record_separate_update(ran[0], call)
             else:
-                state.waiting(state.accumulated)
-            self._broken_off(error, ran, runnable)
+                state.set_accumulated(state.accumulated)
+            self._after_failure(error, ran, runnable)
             raise
 
-    def _settle_apart(self, results: Sequence[torch.Tensor], call: object) -> None:
-        self._settle(results, call)
+    def _record_separate_update(self, results: Sequence[torch.Tensor], call: object) -> None:
+        self._record_update(results, call)
         self.zero_grad()
 
     def _bind(self) -> Binding:
-        """What libraries are bound to, looked at again."""
+        """The library's bindings, renewed where a tensor was given other memory."""
         for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
             if tensor.requires_grad != spec.requires_grad:
                 raise InputError(
@@ -270,10 +270,10 @@ class LoadedStep(torch.optim.Optimizer):
                 )
         binding = self._entry.state.refresh([t.detach() for t in self._held])
         if binding is not self._binding:
-            self._forget()
+            self._clear_cache()
             if self._shared:
                 for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
-                    if spec.name.startswith(_SEEN) and tensor.data_ptr() != self._tensors[spec.weight].data_ptr():
+                    if spec.name.startswith(_PUBLIC) and tensor.data_ptr() != self._tensors[spec.weight].data_ptr():
                         raise WeightsError(
                             f"{spec.name.removeprefix(_MODULE)} was given other memory, which other entries of the package would not see: "
                             f"write into it in place (with torch.no_grad(): p.copy_(…))"
@@ -283,39 +283,39 @@ class LoadedStep(torch.optim.Optimizer):
             self._state.write_numbers()
         return binding
 
-    def _forget(self) -> None:
-        """Each call is looked at closely again."""
-        self._last, self._known, self._run_update = None, [], None
+    def _clear_cache(self) -> None:
+        """The next call of each kind is matched again."""
+        self._last, self._cached, self._run_update = None, [], None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients that were added up."""
-        self._state.waiting(0)
+        """Drops the accumulated gradients."""
+        self._state.set_accumulated(0)
         self._last = None
 
-    def _check_whole(self) -> None:
-        if self._spoilt:
-            raise ExecutionError(f"the state is not whole: {self._spoilt}; resume() a saved state, or load_state_dict(), and go on")
+    def _check_consistent(self) -> None:
+        if self._inconsistent:
+            raise ExecutionError(f"the state is inconsistent: {self._inconsistent}; resume() a saved state, or load_state_dict(), and go on")
 
-    def _failed(self, error: RuntimeError, adding: bool = False) -> ExecutionError:
-        """What a failed native call comes to; ``adding``: one that only adds up gradients."""
-        self._forget()
+    def _execution_error(self, error: RuntimeError, adding: bool = False) -> ExecutionError:
+        """The error of a failed native call. ``adding``: one that only accumulates gradients."""
+        self._clear_cache()
         reason = reason_of(error)
         if adding:
             self.zero_grad()
-            left = "the gradients that had been added up are lost, everything else is as it was"
+            left = "the accumulated gradients are lost, everything else is unchanged"
         elif self._replicas is not None:
-            self._spoilt = f"an update failed here ({reason}), which other processes have made"
+            self._inconsistent = f"an update failed here ({reason}), which other processes have made"
             left = "other processes have made this update: resume() a saved state on all of them"
         elif self._state.spec.in_place:
             left = "nothing was changed"
         else:
-            self._spoilt = f"a native call failed half-way ({reason})"
-            left = "the optimizer may have been half-way: resume() a saved state, or load_state_dict(), before the next step"
+            self._inconsistent = f"a native call failed, maybe in the middle of an update ({reason})"
+            left = "the update may be incomplete: resume() a saved state, or load_state_dict(), before the next step"
         return ExecutionError(f"entry {self._entry.name!r}: native code failed ({reason}); {left}")
 
     def train(self, mode: bool = True) -> LoadedStep:
         """Serves calls from the variants exported in training mode."""
-        self._forget()
+        self._clear_cache()
         self._mode = "train" if mode else "eval"
         return self
 
@@ -331,25 +331,25 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The module's parameters by name. Write into them in place; other memory (``.data =``) is bound with the next call."""
-        self._hand_out()
+        """The module's parameters by name. Write into them in place; other memory (``.data =``) is bound by the next call."""
+        self._expose()
         return MappingProxyType(dict(self._state.parameters))
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        self._hand_out()
+        self._expose()
         return MappingProxyType(dict(self._state.buffers))
 
     @property
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """The gradients that have been added up, by parameter; empty where there are none. They are written to by the next call."""
+        """The accumulated gradients by parameter; empty where there are none. The next call writes to them."""
         return MappingProxyType({n: t.detach() for n, t in self._state.gradients.items()} if self._state.accumulated else {})
 
     @property
     def state(self) -> Mapping[torch.Tensor, Mapping[str, torch.Tensor]]:  # type: ignore[override]
         """The optimizer's state by parameter, the tensors themselves. Write into them in place."""
-        self._hand_out()
-        self._hand_out(_OPTIMIZER)
+        self._expose()
+        self._expose(_OPTIMIZER)
         out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for key, names, tensor in [] if self._state.fresh else self._state.slots:
             for name in names:
@@ -358,7 +358,7 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def scaler(self) -> LossScale | None:
-        """What the loss is scaled by, of a step that was exported with ``loss_scale``."""
+        """The loss scale of a step that was exported with ``loss_scale``, else None."""
         return self._state.scaler
 
     @property
@@ -371,62 +371,62 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def accumulated(self) -> int:
-        """Calls whose gradients wait for an update."""
+        """Calls whose gradients have been accumulated since the last update."""
         return self._state.accumulated
 
     def state_dict(self, *, whole: bool = False) -> dict[str, Any]:
-        """``{"module": …, "optimizer": …, "count": …, …}``, as an eager module's and optimizer's ``load_state_dict`` take them; copies.
+        """``{"module": …, "optimizer": …, "count": …, …}``, copies, as an eager module's and optimizer's ``load_state_dict`` take them.
 
-        ``whole``: the optimizer's state also before its first step, where eager has none yet. ``torch.distributed.checkpoint.load`` needs that:
-        it fills what is there, and no more."""
+        ``whole``: includes the optimizer's state before its first step, where eager has none yet. ``torch.distributed.checkpoint.load`` needs it:
+        it only fills entries that are there."""
         with self._lock:
             return eager_state.to_eager(self._state, whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}`` of an eager training, or :meth:`state_dict`'s.
+        """Loads ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}`` of an eager training, or :meth:`state_dict`'s.
         :class:`StateError` or :class:`InputError` names what does not fit; then nothing was changed."""
         with self._lock:
-            self._take(eager_state.from_eager(self._state, state_dict))
-            self._spoilt = ""
+            self._replace_state(eager_state.from_eager(self._state, state_dict))
+            self._inconsistent = ""
 
-    def _take(self, change: Change) -> None:
-        """``change`` becomes the state, also where an interrupt comes in between."""
+    def _replace_state(self, change: Change) -> None:
+        """``change`` becomes the state, also where an interrupt comes in the middle."""
         self._last = None
         try:
-            self._state.take(change)
+            self._state.replace(change)
         except BaseException:
-            self._state.take(change)
+            self._state.replace(change)
             raise
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
-        """Writes the whole state of training to ``path``, whole or not at all: parameters, buffers, the optimizer's state, the groups' numbers,
-        gradients that wait, the counts, torch's random state, and ``extra``, anything that JSON holds (an epoch, a schedule's state).
+        """Writes the whole training state to ``path`` atomically: parameters, buffers, the optimizer's state, the groups' numbers,
+        accumulated gradients, the counters, torch's random state, and ``extra``, anything that JSON can hold (an epoch, a schedule's state).
 
-        Over several processes all must call it, at the same point; the first writes. Gradients that wait are averaged first, and buffers become
-        the first's, so that any number of processes can go on. Raises :class:`StateError`."""
+        Over several processes all must call it, at the same point; rank 0 writes. Accumulated gradients are averaged first, and buffers
+        become those of rank 0, so that any number of processes can resume. Raises :class:`StateError`."""
         with self._lock:
-            if self._spoilt:
-                raise StateError(f"nothing was saved to {path}: {self._spoilt}")
+            if self._inconsistent:
+                raise StateError(f"nothing was saved to {path}: {self._inconsistent}")
             random, replicas = rng_state.current(self._held[0].device), self._replicas
             if replicas is None:
                 checkpoint_contents.save(self._state, path, random, extra)
                 return
             if self._state.accumulated:
-                self._together("the averaging of gradients", replicas.average)
+                self._collectively("averaging gradients", replicas.average)
             everyone = replicas.collectives.gathered(random)
             self._share_buffers()
             replicas.collectives.by_first(lambda: checkpoint_contents.save(self._state, path, everyone, extra))
 
     def resume(self, path: str | os.PathLike[str], *, random: bool = True) -> Any:
-        """Goes on from what :meth:`save` wrote, bit for bit; returns its ``extra``. ``random=False`` leaves torch's random state as it is.
+        """Restores what :meth:`save` wrote, bit for bit; returns its ``extra``. ``random=False`` leaves torch's random state as it is.
 
-        Over several processes all must call it; the first reads, and all get what it read. A rank whose random state was not saved (there were
-        fewer processes) keeps its own. Raises :class:`StateError`, on every rank; then the old state stays."""
+        Over several processes all must call it; rank 0 reads, and all get what it read. A rank whose random state was not saved (there were
+        fewer processes) keeps its own. Raises :class:`StateError`, on every rank; then the state is unchanged."""
         with self._lock:
 
             def read() -> tuple[dict[str, torch.Tensor], Any]:
                 change, states, extra = checkpoint_contents.read(self._state, path, random)
-                self._take(change)
+                self._replace_state(change)
                 return states, extra
 
             replicas = self._replicas
@@ -434,8 +434,8 @@ class LoadedStep(torch.optim.Optimizer):
                 states, extra = read()
             else:
                 states, extra = replicas.collectives.by_first(read)
-                self._together("sharing the state", replicas.follow_first)
-            self._last, self._spoilt = None, ""
+                self._collectively("sharing the state", replicas.follow_first)
+            self._last, self._inconsistent = None, ""
             if random:
                 rng_state.restore(states, self._held[0].device, self._rank())
             return extra
@@ -446,12 +446,12 @@ class LoadedStep(torch.optim.Optimizer):
         self, group: Any = None, *, broadcast_buffers: bool = True, bucket_mb: float | None = None, order: Sequence[str] | None = None
     ) -> LoadedStep:
         """From now on gradients are averaged over the processes of ``group`` before each update, as ``DistributedDataParallel`` averages them;
-        all start from the state of the first. Call it on every rank, after ``torch.distributed.init_process_group``.
+        all start from the state of rank 0. Call it on every rank, after ``torch.distributed.init_process_group``.
 
-        ``broadcast_buffers``: before a forward all get the first's buffers (BatchNorm's statistics), unless the call before was one without an
-        update. ``bucket_mb``: gradients are averaged in pieces of so many MiB, as DDP's ``bucket_cap_mb``; by default, as there, 25, and 1 for
-        the first. ``order``: the parameters' names in the order in which their gradients arrive in eager, where that is not the last first; from
-        three processes on the last bit of a sum depends on it, and on nothing else does it bear.
+        ``broadcast_buffers``: before a forward all ranks get the buffers of rank 0 (BatchNorm's statistics), unless the call before was one
+        without an update. ``bucket_mb``: the size of the buckets in MiB, as DDP's ``bucket_cap_mb``; by default, as there, 25, and 1 for the
+        first. ``order``: the parameters' names in the order in which their gradients arrive in eager, where that is not last parameter first.
+        From three processes on the last bit of a sum depends on it; it has no other effect.
         Raises :class:`DistributedError`; :class:`InputError` where the step is distributed already, or was exported for one process."""
         from .distributed import Replicas
 
@@ -466,13 +466,13 @@ class LoadedStep(torch.optim.Optimizer):
             replicas.move_gradients()
             for gradient in state.spec.gradients:
                 self._held[self._entry.index[gradient.state]] = state.gradients[gradient.parameter]
-            self._forget()
-            self._together("sharing the state", replicas.follow_first)
+            self._clear_cache()
+            self._collectively("sharing the state", replicas.follow_first)
             self._replicas = replicas
         return self
 
     def _rank(self) -> int:
-        """Whose random state is resumed. A script may resume before it distributes."""
+        """The rank whose random state is resumed. A script may resume before it distributes."""
         if self._replicas is not None:
             return self._replicas.collectives.rank
         distributed = torch.distributed
@@ -480,24 +480,24 @@ class LoadedStep(torch.optim.Optimizer):
 
     def _share_buffers(self) -> None:
         if (replicas := self._replicas) is not None and replicas.buffers_due and replicas.broadcasts_buffers:
-            self._together("sharing buffers", replicas.share_buffers)
+            self._collectively("sharing buffers", replicas.share_buffers)
 
-    def _together(self, what: str, action: Callable[[], None]) -> None:
-        """``action`` with the other processes. Where it is broken off, by their end or by an interrupt, some tensors are as before and some not."""
+    def _collectively(self, what: str, action: Callable[[], None]) -> None:
+        """Runs ``action``, a collective. Where it raises, since a process ended or was interrupted, only some tensors may have new values."""
         try:
             action()
         except BaseException:
-            self._forget()
-            self._spoilt = f"{what} was broken off"
+            self._clear_cache()
+            self._inconsistent = f"{what} was interrupted"
             raise
 
-    # what an optimizer has and a compiled step cannot do
+    # methods of torch.optim.Optimizer that a compiled step cannot serve
 
     def add_param_group(self, param_group: Any) -> None:
         raise InputError("the parameter groups of a compiled step are fixed; export a step whose optimizer has this group")
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
-        raise InputError("a compiled step calls no hooks; do before and after the call what the hook would do")
+        raise InputError("a compiled step calls no hooks: run the hook's code before or after the call")
 
     register_step_pre_hook = register_step_post_hook = _refuse_hook
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
@@ -511,8 +511,8 @@ class LoadedStep(torch.optim.Optimizer):
             tensors = {k: t.detach().clone() for k, t in zip((s.weight for s in self._entry.spec.state), self._held, strict=True)}
             other = LoadedStep(copy.deepcopy(self._entry, memo), tensors, self._digest, False)
             other.load_state_dict(self.state_dict())
-            other._mode, other._spoilt = self._mode, self._spoilt
-            other._state.waiting(self._state.accumulated)
+            other._mode, other._inconsistent = self._mode, self._inconsistent
+            other._state.set_accumulated(self._state.accumulated)
             return other
 
     def __reduce__(self) -> Any:
@@ -521,9 +521,9 @@ class LoadedStep(torch.optim.Optimizer):
     __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731
     __getstate__ = __reduce__
 
-    def _hand_out(self, kind: str = _MODULE) -> None:
-        """Somebody may have got hold of the tensors of that kind, and put them into a graph of autograd's."""
-        self._handed_out = self._watched = True
+    def _expose(self, kind: str = _MODULE) -> None:
+        """From now on user code may hold the tensors of that kind, give them other memory, and use them in graphs of autograd."""
+        self._exposed = self._watched = True
         self._watch.add(t for s, t in zip(self._entry.spec.state, self._held, strict=True) if s.name.startswith(kind))
 
 
@@ -531,6 +531,6 @@ class _StepCall(CachedCall):
     __slots__ = ("adding",)
 
     def __init__(self, entry: Entry, matched: MatchedCall, runnable: Runnable, held: list[torch.Tensor], written: Ranges, adding: bool):
-        """``adding``: whether it only adds up gradients."""
+        """``adding``: whether it only accumulates gradients."""
         super().__init__(entry, matched, runnable, held, written)
         self.adding = adding
