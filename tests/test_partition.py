@@ -78,7 +78,7 @@ def test_a_gradient_function_is_partitioned_twice_from_one_trace_hooks_included(
 def test_a_step_is_made_twice_from_one_trace() -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    program = step_graph.Fit(net, nn.functional.mse_loss)
+    program = step_graph.ProgramWithLoss(net, nn.functional.mse_loss)
     args = (torch.randn(5, 4), torch.randn(5, 3))
     joint = trace_program(program, args, {}, None, signature=program.signature(args), kind="step", first_only=True)
     before = said(joint)
@@ -88,8 +88,8 @@ def test_a_step_is_made_twice_from_one_trace() -> None:
         scalar, gradient = partition.with_scalar_loss(joint, "step", weights)
         unscaled = said(scalar)
         settings = optimizer_spec.Settings(loss_scale=8.0, skip_nonfinite=True)
-        looked_at = optimizer_spec.look_at(optimizer, optimizer_spec.parameters_of(optimizer, net), step_graph.gets_gradient(scalar))
-        shared = step_graph.share(looked_at, settings, program, waiting=True)
+        looked_at = optimizer_spec.inspect_optimizer(optimizer, optimizer_spec.parameters_of(optimizer, net), step_graph.gets_gradient(scalar))
+        shared = step_graph.step_state(looked_at, settings, program, waiting=True)
         weights |= {name: (name, tensor) for name, tensor in shared.tensors.items()}
         scaled = step_graph.with_scaled_loss(scalar, shared, gradient)
         assert said(scalar) == unscaled

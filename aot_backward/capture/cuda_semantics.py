@@ -36,11 +36,11 @@ _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOp
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Within, eager on a CPU casts as it would on a GPU; attention with dropout raises :class:`ExportError`."""
-    kernels = [("AutocastCPU", name, kernel) for name, kernel in {**_kernels(), **_rules_of_their_own()}.items()]
+    kernels = [("AutocastCPU", name, kernel) for name, kernel in {**_kernels(), **_rules_of_other_libraries()}.items()]
     kernels.append(("AutogradCPU", "aten::scaled_dot_product_attention", _attention))
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive())
-        stack.callback(_forget, [name for _, name, _ in kernels])
+        stack.callback(_clear_dispatch_caches, [name for _, name, _ in kernels])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that a kernel is replaced
             libraries: dict[tuple[str, str], torch.library.Library] = {}
@@ -50,8 +50,8 @@ def as_on_gpu() -> Iterator[None]:
                     libraries[namespace, key] = torch.library.Library(namespace, "IMPL", key)
                     stack.callback(libraries[namespace, key]._destroy)
                 libraries[namespace, key].impl(own, kernel, allow_override=True)
-        _forget([name for _, name, _ in kernels])
-        stack.enter_context(_both_devices())
+        _clear_dispatch_caches([name for _, name, _ in kernels])
+        stack.enter_context(_autocast_of_both_devices())
         yield
 
 
@@ -81,28 +81,28 @@ def _kernels() -> dict[str, Any]:
         "FP32": _float32,
         "FP32_SET_OPT_DTYPE": _float32_result,
         "DIFFERENT_REDISPATCH_SIGNATURE": _with_dtype,
-        "PROMOTE": _promoted,
+        "PROMOTE": _promote,
     }
     for policy, names in lists().items():
-        out |= {f"aten::{name}": functools.partial(_called, policies[policy], _operator(f"aten::{name}")) for name in names}
-    out["aten::binary_cross_entropy"] = _banned
+        out |= {f"aten::{name}": functools.partial(_apply_policy, policies[policy], _operator(f"aten::{name}")) for name in names}
+    out["aten::binary_cross_entropy"] = _refuse_binary_cross_entropy
     return out
 
 
-def _rules_of_their_own() -> dict[str, Any]:
+def _rules_of_other_libraries() -> dict[str, Any]:
     """Operators of other libraries that say what autocast does to them on a GPU: it cannot be read off, nor run without one."""
     on_gpu = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    return {name: functools.partial(_unknown, name) for name in on_gpu if not name.startswith("aten::")}
+    return {name: functools.partial(_refuse_unknown_rule, name) for name in on_gpu if not name.startswith("aten::")}
 
 
-def _unknown(name: str, *args: Any, **kwargs: Any) -> Any:
+def _refuse_unknown_rule(name: str, *args: Any, **kwargs: Any) -> Any:
     raise ExportError(
         f"{name} has a rule of its own for autocast on a GPU (torch.library.register_autocast), which does not run without one: export on a GPU "
         "(target='cuda'), or call it under torch.autocast(\"cuda\", enabled=False) with tensors of the dtype that it is to have"
     )
 
 
-def _forget(names: Iterable[str]) -> None:
+def _clear_dispatch_caches(names: Iterable[str]) -> None:
     """Empties what torch's Python dispatcher remembers of which kernel an operator has."""
     for name in names:
         _operator(name)._dispatch_cache.clear()
@@ -114,7 +114,7 @@ def _operator(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
-def _called(policy: _Kernel, operator: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply_policy(policy: _Kernel, operator: Any, *args: Any, **kwargs: Any) -> Any:
     with torch_api._ExcludeDispatchKeyGuard(torch_api.DispatchKeySet(torch_api.DispatchKey.AutocastCPU)):
         return policy(operator, args, kwargs)
 
@@ -143,7 +143,7 @@ def _with_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
     return other(**(defaults | named), dtype=torch.float32 if _eligible(args[0]) else args[0].dtype)
 
 
-def _promoted(operator: Any, args: Any, kwargs: Any) -> Any:
+def _promote(operator: Any, args: Any, kwargs: Any) -> Any:
     """In float32 where one of the tensors has it, else in the lower precision."""
     low = torch.get_autocast_dtype("cpu")
     found = {t.dtype for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _eligible(t)}
@@ -153,7 +153,7 @@ def _promoted(operator: Any, args: Any, kwargs: Any) -> Any:
     return operator(*_cast(args, to), **_cast(kwargs, to))
 
 
-def _banned(*args: Any, **kwargs: Any) -> Any:
+def _refuse_binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
     raise ExportError(
         "binary_cross_entropy under autocast raises on a GPU (its input would be 0 or 1 in half precision): use binary_cross_entropy_with_logits, "
         'or torch.autocast("cuda", enabled=False) around it'
@@ -189,7 +189,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
 
 
 @contextlib.contextmanager
-def _both_devices() -> Iterator[None]:
+def _autocast_of_both_devices() -> Iterator[None]:
     """Within, ``torch.autocast`` for either device is for both."""
     module, kind = torch.amp.autocast_mode, torch.amp.autocast_mode.autocast
     originals = {name: vars(kind)[name] for name in ("__init__", "__enter__", "__exit__")}

@@ -53,7 +53,7 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
 
     Tracing swaps them for its own, and puts the wrong ones back where a submodule has two names.
     """
-    _refuse_unusual(program)
+    _refuse_unsupported(program)
     every: list[dict[str, Any]] = [slots for m in program.modules() for slots in (m._parameters, m._buffers)]
     before = [(slots, dict(slots)) for slots in every]
     try:
@@ -64,7 +64,7 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
             slots.update(kept)
 
 
-def _refuse_unusual(program: nn.Module) -> None:
+def _refuse_unsupported(program: nn.Module) -> None:
     """What is no module of plain tensors: a wrapper whose own hooks a trace does not see, TorchScript, a subclass of ``Tensor``."""
     if torch.is_inference_mode_enabled():
         raise ExportError("within torch.inference_mode() nothing gets a gradient: export outside of it (torch.no_grad() does no harm)")

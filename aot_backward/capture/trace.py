@@ -116,7 +116,7 @@ def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, fr
     flat = FlatProgram(example.program, (fake_args, fake_kwargs), copied, example.first_only)
     inputs = tuple(v for v in flat.flat if isinstance(v, torch.Tensor))
     tensor_names = tuple(n for n, v in zip(names, flat.flat, strict=True) if isinstance(v, torch.Tensor))
-    _guard_bounds(spellings.given(shapes, signature, args, kwargs), inputs, tensor_names)
+    _guard_bounds(spellings.declared(shapes, signature, args, kwargs), inputs, tensor_names)
 
     def settle(graph: GraphModule) -> Sizes:
         # raises where the trace narrowed a declared size; may also put one symbol for another, so sizes are read off afterwards
@@ -299,5 +299,5 @@ def _dim_names(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) ->
             f"dynamic_shapes does not fit the example: {first}; give them by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, None for one "
             "whose sizes are fixed"
         ) from error
-    declared = spellings.given(dynamic_shapes, owner.forward, args, kwargs)
+    declared = spellings.declared(dynamic_shapes, owner.forward, args, kwargs)
     return {(i, d): size.__name__ for i, d, size in declared if isinstance(size, Dim) and size.__name__.isidentifier()}

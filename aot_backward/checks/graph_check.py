@@ -22,10 +22,9 @@ from aot_backward_runtime.errors import AotBackwardError, ExportError, InputErro
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, PassSpec, TensorSpec, Verdict
 from aot_backward_runtime.loader import Package, device_of
-from aot_backward_runtime.native import plan
 from aot_backward_runtime.native.cuda_library import library_on
 from aot_backward_runtime.native.guards import dtype_of
-from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.native.library import Library
 
 from ..graph import Graph
 from ..process_state import patched
@@ -154,13 +153,13 @@ class _Refused(Exception):
 @contextlib.contextmanager
 def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings, what: str) -> Iterator[None]:
     """Within, every graph that ``package`` opens is compared each time it is called."""
-    loaded = plan.Library._load
+    loaded = Library._load
 
     def load_watched(library: Library) -> Any:
         name = next(n for n, spec in package.manifest.libraries.items() if spec is library.spec)
         return _Watched(loaded(library), name, library.spec, graphs[name], findings, what)
 
-    with patched(plan.Library, _load=load_watched):
+    with patched(Library, _load=load_watched):
         yield
 
 

@@ -39,7 +39,7 @@ _PROBES = 4
 class Case:
     """What is exported: the program, its optimizer, and whether gradients can wait. ``names``: of the optimizer's parameters by identity."""
 
-    program: steps.Fit
+    program: steps.ProgramWithLoss
     optimizer: torch.optim.Optimizer
     settings: Settings
     names: dict[int, str]

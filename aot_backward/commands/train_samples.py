@@ -42,7 +42,7 @@ class Samples:
         refused = None
         for _, contract in self.variants:
             try:
-                contract.admit([t[:size].to(self.device) for t in self.tensors])
+                contract.fit([t[:size].to(self.device) for t in self.tensors])
                 return None
             except InputError as error:
                 refused = refused or error

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from aot_backward_runtime.loader import Package
-    from aot_backward_runtime.native.plan import Library
+    from aot_backward_runtime.native.library import Library
 
     from .value_names import Part
 

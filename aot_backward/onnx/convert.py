@@ -15,7 +15,7 @@ from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.package.archive import Archive, open_package
 
 from .. import torch_api
-from ..capture.shapes.restore_shapes import stated
+from ..capture.shapes.restore_shapes import restored_shapes
 from ..checks import graph_check
 from ..checks.verify import verify_variant
 from ..graph import Graph
@@ -117,7 +117,7 @@ def _read(
     oblivious: bool,
 ) -> dict[str, Graph]:
     libraries = archive.manifest.libraries
-    world = stated(variant.symbols, variant.guards, hints)
+    world = restored_shapes(variant.symbols, variant.guards, hints)
     with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
         return {
             name: graph_json.graph_of(

@@ -18,7 +18,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, TensorSpec
 from aot_backward_runtime.loader import Package
-from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.native.library import Library
 
 Run = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Takes tensors by the inputs' names, returns those of all outputs."""

@@ -46,7 +46,7 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
         contents.progress(stage, i, total)
         mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
         example = prepare_example(variant, signature, mode, contents.device)
-        shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
+        shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
         wanted: Names | None = None
         if isinstance(entry, Grad):
             by_default = "parameters" if isinstance(fn, nn.Module) else "inputs"
@@ -56,7 +56,7 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
         with (
             preserve.in_mode(program, mode),
             requiring_gradients_of(wanted, program, example) as example,
-            source_location.added(program, example.args, example.kwargs),
+            source_location.errors_located(program, example.args, example.kwargs),
         ):
 
             def told(words: str, i: int = i, stage: str = stage, total: int = total) -> None:
@@ -77,7 +77,7 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
         contents.progress(stage, i + 1, total)
 
     def check(package: Package, i: int, stored: dict[str, torch.Tensor]) -> Verdict:
-        with source_location.added(program, examples[i].args, examples[i].kwargs):
+        with source_location.errors_located(program, examples[i].args, examples[i].kwargs):
             return eager_check.check(package, name, i, cases[i], examples[i], stored)
 
     persistent = set(program.state_dict(keep_vars=True))

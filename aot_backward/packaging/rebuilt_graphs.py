@@ -19,7 +19,7 @@ from aot_backward_runtime.native.weights import filled, load_weights
 from aot_backward_runtime.package.archive import Archive
 
 from .. import torch_api
-from ..capture.shapes.restore_shapes import Stated, stated
+from ..capture.shapes.restore_shapes import RestoredShapes, restored_shapes
 from ..capture.shapes.symbolic_shapes import Sizes, expression_of
 from ..graph import Artifact, Graph
 from ..progress import Progress
@@ -125,10 +125,10 @@ class RebuiltGraphs:
 
     def _read(
         self, variant: VariantSpec | PassSpec, forms: Mapping[str, Mapping[str, Any]], hints: Mapping[str, int], *, oblivious: bool
-    ) -> tuple[Stated, list[Graph]]:
+    ) -> tuple[RestoredShapes, list[Graph]]:
         """The graphs of one variant, in a shape environment of their own, on the CPU, where they were captured: the exporter takes them elsewhere.
         ``oblivious``: no size is asked whether it is 0 or 1, as none was at export."""
-        world = stated(variant.symbols, variant.guards, hints)
+        world = restored_shapes(variant.symbols, variant.guards, hints)
         graphs = []
         with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
             for name, form in forms.items():
@@ -149,7 +149,7 @@ def on_device(value: Any, device: str) -> Any:
     return value
 
 
-def _assumed(variant: VariantSpec | PassSpec, world: Stated) -> dict[str, Any]:
+def _assumed(variant: VariantSpec | PassSpec, world: RestoredShapes) -> dict[str, Any]:
     """The variant's symbols and guards, with what compiling added."""
     env = world.mode.shape_env
     symbols = []

@@ -27,7 +27,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     """What the manifest says of ``entry``, and its check. Graphs, weights and libraries go to ``contents``."""
     if not isinstance(entry.module, nn.Module):
         raise ExportError(f"entry {name!r}: module is a {type(entry.module).__name__}; a training step needs a torch.nn.Module")
-    program = steps.Fit(entry.module, entry.loss_fn)
+    program = steps.ProgramWithLoss(entry.module, entry.loss_fn)
     names = optimizer_spec.parameters_of(entry.optimizer, entry.module)
     settings = optimizer_spec.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite or entry.loss_scale is not None, entry.loss_scale)
     trained = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
@@ -35,7 +35,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     state = program_module.state_of(program)
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
     variants, examples = [], []
-    shared: steps.Shared | None = None
+    shared: steps.StepState | None = None
     for i, variant in enumerate(entry.variants):
         stage, total = f"capture {name}", len(entry.variants)
         contents.progress(stage, i, total)
@@ -44,12 +44,12 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         signature = program.signature(variant.args)
         mode = variant.mode or ("train" if entry.module.training else "eval")
         example = prepare_example(variant, signature, mode, contents.device)
-        shapes = dynamic_shapes.spelled(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
+        shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
         prefix = f"{name}.{i}"
         with (
             preserve.in_mode(entry.module, mode),
             requiring_gradients_of(wanted, program, example) as example,
-            source_location.added(program, example.args, example.kwargs),
+            source_location.errors_located(program, example.args, example.kwargs),
         ):
 
             def told(words: str, i: int = i, stage: str = stage, total: int = total) -> None:
@@ -60,9 +60,9 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
                 first = joint.out_tree.keys[0]
                 raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")
             joint, loss_gradient = partition.with_scalar_loss(joint, prefix, weights)
-            optimized = optimizer_spec.look_at(entry.optimizer, names, steps.gets_gradient(joint))
+            optimized = optimizer_spec.inspect_optimizer(entry.optimizer, names, steps.gets_gradient(joint))
             if shared is None:
-                shared = steps.share(optimized, settings, program, waiting=entry.accumulate or entry.distributed)
+                shared = steps.step_state(optimized, settings, program, waiting=entry.accumulate or entry.distributed)
                 weights |= {n: (contents.weight_key(name, n, t), t) for n, t in shared.tensors.items()}
             elif optimized.trained != shared.optimized.trained:
                 odd = sorted(set(optimized.trained) ^ set(shared.optimized.trained))

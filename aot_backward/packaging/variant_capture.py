@@ -94,8 +94,8 @@ def requiring_gradients_of(wanted: Names | None, program: nn.Module, example: Ex
 def trace_variant(program: nn.Module, example: Example, shapes: Any, signature: Callable[..., Any], kind: str, told: Callable[[str], None]) -> Joint:
     """The joint graph of one variant. ``kind``: of its entry. ``told``: called with each size that ``Dim.AUTO`` left fixed, in words."""
     joint = trace_program(program, example.args, example.kwargs, shapes, signature=signature, kind=kind, first_only=kind != "module")
-    stated = dynamic_shapes.given(shapes, signature, example.args, example.kwargs)
-    for fixed in dynamic_shapes.specialised(stated, joint.input_names, joint.inputs):
+    stated = dynamic_shapes.declared(shapes, signature, example.args, example.kwargs)
+    for fixed in dynamic_shapes.left_fixed(stated, joint.input_names, joint.inputs):
         told(f"Dim.AUTO came out fixed, {fixed}")
     return joint
 

@@ -11,8 +11,8 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import PassSpec, Segment, Verdict
 from aot_backward_runtime.native.cuda_library import library_on
-from aot_backward_runtime.native.guards import laid_out
-from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.native.guards import with_strides
+from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.passes.compiled_pass import PassContract
 from aot_backward_runtime.passes.tape import Slot
 
@@ -81,7 +81,7 @@ def _run(segment: Segment, library: Library, example: ExamplePass, values: Mappi
         else:
             tensor = example.inputs[int(where)] if kind == "input" else example.values[int(where)]
             assert tensor is not None
-            operands.append(laid_out(tensor, spec, values))  # what a hook returned may have any strides
+            operands.append(with_strides(tensor, spec, values))  # what a hook returned may have any strides
     return library.run(operands)
 
 

@@ -15,7 +15,7 @@ from torch.profiler import profile
 import aot_backward as ab
 from aot_backward.capture import partition
 from aot_backward_runtime import load
-from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.package.archive import open_package
 
 from ..support import exports

@@ -12,7 +12,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_runtime import GradientError, load
-from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.package.archive import open_package
 
 from ..support import exports

@@ -28,7 +28,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 import aot_backward_exporters
 from aot_backward.graph import Artifact, Graph
-from aot_backward_exporters.inductor import compile, targets
+from aot_backward_exporters.inductor import compile, lowering, patches, settings, targets
 from aot_backward_exporters.inductor.cache_key import canonical_graph
 from aot_backward_exporters.toolchain import compile_cache, cpp_source, gcc
 from aot_backward_runtime.errors import ExportError
@@ -329,7 +329,7 @@ def test_every_difference_changes_the_key(change: str) -> None:
         (torch.version, "git_version", "0" * 40),
         (gcc, "compiler_version", lambda command: "g++ 99"),
         (compile, "digest_of_sources", lambda folder: "another"),
-        (compile, "_OPTIONS", compile._OPTIONS | {"cpp.threads": 4}),
+        (settings, "FIXED", settings.FIXED | {"cpp.threads": 4}),
         (compile, "target_spec", lambda target: Target("cpu", march="x86-64-v4")),
         (inductor_config, "epilogue_fusion", False),
     ],
@@ -401,11 +401,11 @@ def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Pat
 
 def test_a_convolution_takes_any_batch(tmp_path: Path) -> None:
     values = {"kernel": torch.ones(4, 3, 3, 3), "bias": torch.ones(4)}
-    with compile._open_sizes():
+    with patches.sizes_left_open():
         graph, mode = capture(lambda w, x: [torch.nn.functional.conv2d(x, w["kernel"], w["bias"])], [torch.ones(4, 3, 8, 8)], values)
     plain = targets.processor("cpu")
-    with gcc.recorded(tmp_path, plain.march):
-        lowered = compile._lower(graph, canonical_graph(graph, mode.shape_env), tmp_path / "inductor", mode, 0, plain)
+    with gcc.record_commands(tmp_path, plain.march):
+        lowered = lowering.lower(graph, canonical_graph(graph, mode.shape_env), tmp_path / "inductor", mode, 0, plain)
     assert lowered.guards == []
 
 
@@ -447,7 +447,7 @@ def test_a_constant_that_is_no_weight_is_refused(cache: Path, tmp_path: Path) ->
 
 
 def test_a_folded_weight_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(compile._OPTIONS, "always_keep_tensor_constants", False)
+    monkeypatch.setitem(settings.FIXED, "always_keep_tensor_constants", False)
     message = refused(capture(_scaled(2.0), [ROWS], PAIR), tmp_path)
     assert "net.0.forward: the compiled code does not read a" in message
 

@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Interpreter
 from aot_backward.capture import partition, program_module, trace
 from aot_backward.capture.shapes import dynamic_shapes
 from aot_backward_exporters.cuda import attention
-from aot_backward_exporters.cuda.cross_compile import DEVICES, retargeted
+from aot_backward_exporters.cuda.devices import DEVICES
+from aot_backward_exporters.cuda.retarget import retarget
 
 aten = torch.ops.aten
 FLASH, FLASH_BACKWARD = aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default
@@ -100,7 +101,7 @@ class Attention(nn.Module):
 
 
 def captured(program: nn.Module, args: tuple[Any, ...], shapes: Any) -> tuple[partition.Partitions, Any]:
-    traced = trace.trace_program(program, args, {}, dynamic_shapes.spelled(shapes, program.forward, args, {}), signature=program.forward)
+    traced = trace.trace_program(program, args, {}, dynamic_shapes.normalized(shapes, program.forward, args, {}), signature=program.forward)
     return partition.split_module(traced, "net", {}, forward_only=False), traced.fake_mode
 
 
@@ -157,7 +158,7 @@ def test_the_gpu_s_kernel_gives_what_the_cpu_s_does(name: str, dynamic: bool) ->
     forward, backward = pieces.graphs
     assert CPU in targets(forward.module) and CPU_BACKWARD in targets(backward.module)
     known = len(fake_mode.shape_env.guards)
-    over = [retargeted(graph, fake_mode, DEVICES["sm_90"], torch.device("cpu")) for graph in pieces.graphs]
+    over = [retarget(graph, fake_mode, DEVICES["sm_90"], torch.device("cpu")) for graph in pieces.graphs]
     assert [str(g.expr) for g in fake_mode.shape_env.guards[known:]] == []
     wanted = ({kernel}, {{FLASH: FLASH_BACKWARD, EFFICIENT: EFFICIENT_BACKWARD}[kernel]}) if kernel else (set(), set())
     for graph, kernels in zip(over, wanted, strict=True):
@@ -195,7 +196,7 @@ def test_forward_and_backward_in_one_graph() -> None:
 
     traced = trace.trace_program(program_module.FunctionModule(loss), (q, k, v), {}, None, signature=loss, first_only=True)
     (graph,) = partition.split_grad(traced, "loss", {}, [("input", i) for i in range(3)]).graphs
-    moved = retargeted(graph, traced.fake_mode, DEVICES["sm_90"], torch.device("cpu"))
+    moved = retarget(graph, traced.fake_mode, DEVICES["sm_90"], torch.device("cpu"))
     assert targets(moved.module) & {CPU, CPU_BACKWARD, *KERNELS} == {EFFICIENT, EFFICIENT_BACKWARD}
     given = Spelt(moved.module).run(q.detach(), k.detach(), v.detach())
     loss(q, k, v).backward()

@@ -11,7 +11,8 @@ from torch.export import Dim
 
 from aot_backward.capture import partition, trace
 from aot_backward.capture.shapes import dynamic_shapes
-from aot_backward_exporters.cuda.cross_compile import DEVICES, retargeted
+from aot_backward_exporters.cuda.devices import DEVICES
+from aot_backward_exporters.cuda.retarget import retarget
 from aot_backward_runtime.errors import ExportError
 
 GPU = torch.device("cuda:0")
@@ -30,7 +31,7 @@ class Singular(nn.Module):
 
 def forward_of(net: nn.Module, shapes: Any = None) -> tuple[Any, Any, Any]:
     x = torch.randn(4, 3, 3, requires_grad=True)
-    traced = trace.trace_program(net, (x,), {}, dynamic_shapes.spelled(shapes, net.forward, (x,), {}), signature=net.forward)
+    traced = trace.trace_program(net, (x,), {}, dynamic_shapes.normalized(shapes, net.forward, (x,), {}), signature=net.forward)
     return partition.split_module(traced, "net", {}, forward_only=False).graphs[0], traced.fake_mode, x.detach()
 
 
@@ -44,7 +45,7 @@ def test_results_keep_their_strides(shapes: Any) -> None:
     with fake_mode:
         there = torch.linalg.svd(torch.empty(4, 3, 3, device=GPU), full_matrices=False)
     assert there[2].stride() == (9, 3, 1)
-    moved = retargeted(graph, fake_mode, DEVICES["sm_90"], GPU)
+    moved = retarget(graph, fake_mode, DEVICES["sm_90"], GPU)
     assert [v.device for v in values(moved)] == [GPU] * 3
     assert [v.stride() for v in values(moved)] == [v.stride() for v in values(graph)] == [(9, 1, 3), (3, 1), (9, 1, 3)]
     for given, wanted in zip(moved.module(x), graph.module(x), strict=True):
@@ -56,4 +57,4 @@ def test_results_keep_their_strides(shapes: Any) -> None:
 def test_what_no_copy_mends_is_refused() -> None:
     graph, fake_mode, _ = forward_of(Singular(2))
     with pytest.raises(ExportError, match=r"net.forward: aten.slice.Tensor lays its result out otherwise on a GPU .*: make it contiguous"):
-        retargeted(graph, fake_mode, DEVICES["sm_90"], GPU)
+        retarget(graph, fake_mode, DEVICES["sm_90"], GPU)

@@ -153,7 +153,7 @@ def test_what_is_no_tensor_has_no_size(tmp_path: Path) -> None:
 
 
 def test_spellings_that_mean_the_same() -> None:
-    from aot_backward.capture.shapes.dynamic_shapes import spelled
+    from aot_backward.capture.shapes.dynamic_shapes import normalized
 
     module = Both()
     args, kwargs = (X, Y, Y + 1), {"last": Y + 2}
@@ -170,16 +170,16 @@ def test_spellings_that_mean_the_same() -> None:
         ((ROWS[0], Dim.STATIC), {-2: ROWS[0]}, None, {"last": ROWS}),
         collection,
     ):
-        found = spelled(shapes, module.forward, args, kwargs)
+        found = normalized(shapes, module.forward, args, kwargs)
         assert found is not None
         sizes = [{d: s for d, s in (f or {}).items() if s is not Dim.STATIC} for f in (found["first"], *found["args"], found["kwargs"]["last"])]
         assert sizes == [ROWS, ROWS, {}, ROWS], shapes
     more = AdditionalInputs()
     more.add((torch.randn(6, 3), torch.randn(6, 3), torch.randn(6, 3)), {"last": torch.randn(6, 3)})
-    found = spelled(more, module.forward, args, kwargs)
+    found = normalized(more, module.forward, args, kwargs)
     assert found is not None and found["first"] == {0: Dim.DYNAMIC, 1: Dim.STATIC}
     for nothing in (None, {}, (), []):
-        assert spelled(nothing, module.forward, args, kwargs) is None
+        assert normalized(nothing, module.forward, args, kwargs) is None
     assert not hasattr(X, "_dynamo_dynamic_indices")  # the caller's own tensors are as they were
 
 

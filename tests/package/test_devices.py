@@ -31,6 +31,6 @@ def test_a_number_on_the_cpu_goes_along() -> None:
 
 def test_a_package_for_the_cpu_takes_no_number_from_elsewhere() -> None:
     contract = Contract([TensorSpec("scale", "float32", "cpu", (), ())], (), (), torch.device("cpu"))
-    contract.admit([torch.tensor(1.0)])
+    contract.fit([torch.tensor(1.0)])
     with pytest.raises(InputError, match="scale is on meta; expected cpu"):
-        contract.admit([torch.tensor(1.0, device="meta")])
+        contract.fit([torch.tensor(1.0, device="meta")])

@@ -43,7 +43,9 @@ ALONE = """
 import os, sys
 import torch
 from pathlib import Path
-from aot_backward_runtime import StateError, atomic_file, state_file
+from aot_backward_runtime import StateError
+from aot_backward_runtime.format import atomic_file
+from aot_backward_runtime.training import checkpoint
 from aot_backward_runtime.training.checkpoint import read_state, write_state
 strangers = {"aot_backward", "safetensors"} & set(sys.modules)
 assert not strangers, strangers
@@ -316,7 +318,7 @@ import contextlib
 def in_place(path):
     with path.open("wb") as file:
         yield file
-state_file.replacing = in_place
+checkpoint.replacing = in_place
 """
 NEVER_REMOVED = "atomic_file._remove_abandoned = lambda path: None\n"
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import aot_backward as ab
 from aot_backward.recording.miss_file import compile_misses
-from aot_backward_runtime.native.plan import Library
+from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.passes.custom_function import digest_of
 
 from ..conftest import aot_backward

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 import aot_backward_runtime as runtime
-from aot_backward_runtime.training import gradient_buckets
-from aot_backward_runtime.training.gradient_buckets import Averaging, Buckets, Spec
+from aot_backward_runtime.training import distributed
+from aot_backward_runtime.training.distributed import Collectives
+from aot_backward_runtime.training.gradient_buckets import Buckets, Spec
 
 CPU = torch.device("cpu")
 GRADIENTS: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -109,7 +110,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
 
 def test_without_processes() -> None:
     with pytest.raises(runtime.DistributedError, match="start the program with torchrun"):
-        Averaging(Buckets([]))
+        Collectives(Buckets([]))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -169,20 +170,20 @@ def test_names_are_distinct() -> None:
 
 
 def test_sharing_holds_no_more_than_its_limit_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "_BROADCAST", 64)
-    pieces = gradient_buckets._chunks([torch.zeros(n) for n in (8, 8, 1, 100, 2, 0, 14, 1)])
+    monkeypatch.setattr(distributed, "_BROADCAST", 64)
+    pieces = distributed._chunks([torch.zeros(n) for n in (8, 8, 1, 100, 2, 0, 14, 1)])
     assert [[t.numel() for t in piece] for piece in pieces] == [[8, 8], [1], [100], [2, 0, 14], [1]]
-    assert list(gradient_buckets._chunks([])) == []
+    assert list(distributed._chunks([])) == []
 
 
 def test_the_runtime_alone_does_not_load_this() -> None:
     script = (
         "import sys, torch; import aot_backward_runtime.loader;"
-        "assert 'aot_backward_runtime.training.gradient_buckets' not in sys.modules;"
-        "runtime = set(sys.modules); import aot_backward_runtime.training.gradient_buckets; print(*sorted(set(sys.modules) - runtime))"
+        "assert 'aot_backward_runtime.training.distributed' not in sys.modules;"
+        "runtime = set(sys.modules); import aot_backward_runtime.training.distributed; print(*sorted(set(sys.modules) - runtime))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
-    assert done.stdout.split() == ["aot_backward_runtime.training.gradient_buckets"], done.stdout + done.stderr
+    assert done.stdout.split() == [f"aot_backward_runtime.training.{name}" for name in ("distributed", "gradient_buckets")], done.stdout + done.stderr
 
 
 # What the ranks do.
@@ -211,7 +212,7 @@ def gradients(iteration: int, rank: int) -> list[torch.Tensor]:
 
 
 def differing(
-    order: Sequence[int], iterations: int, make: Callable[[list[Spec], list[str]], Averaging], *, whole_first: bool = True, **ddp: Any
+    order: Sequence[int], iterations: int, make: Callable[[list[Spec], list[str]], Collectives], *, whole_first: bool = True, **ddp: Any
 ) -> list[list[int]]:
     """By iteration, the gradients in which what ``make`` averages and DDP differ. ``make`` gets specs, and names as they arrive in DDP."""
     module = Given(order)
@@ -219,7 +220,7 @@ def differing(
     for i, p in enumerate(module.p):
         p.register_post_accumulate_grad_hook(lambda _, i=i: arrived.append(str(i)))
     wrapped = torch.nn.parallel.DistributedDataParallel(module, **ddp)
-    ours: Averaging | None = None
+    ours: Collectives | None = None
     out = []
     for iteration in range(iterations):
         given = gradients(iteration, dist.get_rank())
@@ -244,11 +245,11 @@ def sums() -> dict[str, Any]:
     specs: list[Spec] = [(str(i), shape, torch.empty(shape).stride(), dtype, CPU) for i, (shape, dtype) in enumerate(GRADIENTS)]
     return {
         "buckets": len(Buckets(specs).flat),
-        "in order": differing(forward, 20, lambda specs, _: Averaging(Buckets(specs))),
-        "in order, never whole": differing(forward, 3, lambda specs, _: Averaging(Buckets(specs)), whole_first=False),
-        "another order": differing(other, 5, lambda specs, arrived: Averaging(Buckets(specs, order=arrived))),
-        "another order, not said": differing(other, 3, lambda specs, _: Averaging(Buckets(specs))),
-        "small buckets": differing(forward, 3, lambda specs, _: Averaging(Buckets(specs, 1.5, 1.5)), bucket_cap_mb=1.5),
+        "in order": differing(forward, 20, lambda specs, _: Collectives(Buckets(specs))),
+        "in order, never whole": differing(forward, 3, lambda specs, _: Collectives(Buckets(specs)), whole_first=False),
+        "another order": differing(other, 5, lambda specs, arrived: Collectives(Buckets(specs, order=arrived))),
+        "another order, not said": differing(other, 3, lambda specs, _: Collectives(Buckets(specs))),
+        "small buckets": differing(forward, 3, lambda specs, _: Collectives(Buckets(specs, 1.5, 1.5)), bucket_cap_mb=1.5),
     }
 
 
@@ -256,7 +257,7 @@ def sharing() -> dict[str, Any]:
     rank, out = dist.get_rank(), {}
     before = set(sys.modules)
     spec: Spec = ("w", (2, 3), (3, 1), torch.float32, CPU)
-    ours = Averaging(Buckets([spec]))
+    ours = Collectives(Buckets([spec]))
 
     def buffers(rank: int) -> list[torch.Tensor]:
         made = [torch.full((), rank + 2**40), torch.full((5,), rank, dtype=torch.int8), torch.full((3,), rank + 0.1), torch.zeros(0)]
@@ -267,8 +268,8 @@ def sharing() -> dict[str, Any]:
         return next(f"rank {r}" for r in range(3) if all(map(torch.equal, tensors, buffers(r))))
 
     out["buffers"] = []
-    for limit in (gradient_buckets._BROADCAST, 64):  # in one piece, and in several
-        gradient_buckets._BROADCAST = limit
+    for limit in (distributed._BROADCAST, 64):  # in one piece, and in several
+        distributed._BROADCAST = limit
         ours.share(mine := buffers(rank))
         out["buffers"].append(whose(mine))
     ours.share(mine := buffers(rank), source=2)
@@ -283,9 +284,9 @@ def sharing() -> dict[str, Any]:
 
     pair = dist.new_group([1, 2])
     if rank == 0:
-        out["group"] = [refusal(lambda: Averaging(Buckets([spec]), pair))]
+        out["group"] = [refusal(lambda: Collectives(Buckets([spec]), pair))]
     else:
-        theirs = Averaging(Buckets([spec]), pair)
+        theirs = Collectives(Buckets([spec]), pair)
         theirs.buckets.views["w"].fill_(rank)
         theirs.average()
         theirs.share(mine := buffers(rank))
@@ -294,9 +295,9 @@ def sharing() -> dict[str, Any]:
     out["same"] = refusal(lambda: ours.check_same("digest 0"))
     out["text"] = refusal(lambda: ours.check_same(f"digest {rank % 2}"))
     wide: Spec = ("w", (2, 3 + rank), (3 + rank, 1), torch.float32, CPU)
-    out["shapes"] = refusal(lambda: Averaging(Buckets([wide])).check_same("digest"))
+    out["shapes"] = refusal(lambda: Collectives(Buckets([wide])).check_same("digest"))
     more: Spec = ("v", (1,), (1,), torch.float32, CPU)
-    out["count"] = refusal(lambda: Averaging(Buckets([spec, more] if rank == 2 else [spec])).check_same("digest"))
+    out["count"] = refusal(lambda: Collectives(Buckets([spec, more] if rank == 2 else [spec])).check_same("digest"))
 
     out["gathered"] = {name: t.item() for name, t in ours.gathered({"cpu": torch.tensor(rank), "cuda": torch.tensor(5)}).items()}
     out["done by"], out["first fails"] = [], []
@@ -310,8 +311,8 @@ def sharing() -> dict[str, Any]:
 
     ours.average()
     out["imported"] = sorted(m for m in set(sys.modules) - before if m.startswith(("torch._dynamo", "torch._inductor", "sympy")))
-    out["thirds"] = differing(range(len(GRADIENTS)), 3, lambda specs, _: Averaging(Buckets(specs)))
-    hasty = Averaging(ours.buckets, dist.new_group(timeout=datetime.timedelta(seconds=1)))
+    out["thirds"] = differing(range(len(GRADIENTS)), 3, lambda specs, _: Collectives(Buckets(specs)))
+    hasty = Collectives(ours.buckets, dist.new_group(timeout=datetime.timedelta(seconds=1)))
     out["late"] = refusal(hasty.average) if rank == 0 else ""
     dist.barrier()
     return out
@@ -325,7 +326,7 @@ def killed() -> dict[str, Any]:
     """Rank 1 ends with no warning; rank 0 finds the connection gone."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others 0.1 s after the first, which might be before they can say anything
     rank = dist.get_rank()
-    ours = Averaging(Buckets([("w", (600, 1000), (1000, 1), torch.float32, CPU), ("v", (5,), (1,), torch.float32, CPU)]))
+    ours = Collectives(Buckets([("w", (600, 1000), (1000, 1), torch.float32, CPU), ("v", (5,), (1,), torch.float32, CPU)]))
     for averaged in range(10):
         if rank == 1 and averaged == 5:
             os.kill(os.getpid(), signal.SIGKILL)

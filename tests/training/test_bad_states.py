@@ -278,8 +278,8 @@ def test_files_whose_numbers_are_absurd(adam: Any, tmp_path: Path) -> None:
         _rewritten(good, tmp_path / "bad", lambda a, _, change=change: change(a))
         _unchanged(adam, lambda: adam.resume(tmp_path / "bad"), message)
     tensors: list[tuple[str, Any, str]] = [
-        ("random/cpu", torch.zeros(7, dtype=torch.uint8), "random state 'cpu' is none"),
-        ("random/cpu", torch.full_like(torch.get_rng_state(), 255), "random state 'cpu' is none"),
+        ("random/cpu", torch.zeros(7, dtype=torch.uint8), "torch refuses the random state 'cpu'"),
+        ("random/cpu", torch.full_like(torch.get_rng_state(), 255), "torch refuses the random state 'cpu'"),
         ("random/cpu", torch.zeros(7), "random state 'cpu' is torch.float32 of shape"),
         ("random/cpu/1", torch.zeros(3, 3, dtype=torch.uint8), "random state 'cpu/1' is torch.uint8 of shape"),
         ("module/last.bias", torch.ones(3).view(torch.int32), "'last.bias' has dtype torch.int32"),

@@ -457,7 +457,7 @@ def left_behind(step: LoadedStep, error: runtime.AotBackwardError) -> None:
 
 
 def killed(when: str) -> None:
-    from aot_backward_runtime.training.gradient_buckets import Averaging
+    from aot_backward_runtime.training.distributed import Collectives
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     step = runtime.load(package("AdamW")).step().distribute()
@@ -465,7 +465,7 @@ def killed(when: str) -> None:
     try:
         run(step, range(5))
         if dist.get_rank() and when == "within":
-            Averaging.average = end  # type: ignore[assignment]
+            Collectives.average = end  # type: ignore[assignment]
         elif dist.get_rank():
             end()
         run(step, range(5))

@@ -1,6 +1,6 @@
-"""``dynamic_shapes`` as people write it, put into the one form that ``torch.export`` takes for every signature: by argument name.
+"""``dynamic_shapes`` as callers write it, put into the one form that ``torch.export`` takes for every signature: by argument name.
 
-Further spellings that are served: ``torch.export.ShapesCollection`` and ``AdditionalInputs``; for ``forward(self, *args)`` a tuple that follows the
+Further forms that are taken: ``torch.export.ShapesCollection`` and ``AdditionalInputs``; for ``forward(self, *args)`` a tuple that follows the
 arguments; for ``**kwargs`` the keywords' own names; dimensions counted from the last (-1).
 """
 
@@ -22,7 +22,7 @@ from .symbolic_shapes import expression_of
 _Hint = type(Dim.AUTO)
 
 
-def spelled(shapes: Any, signature: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def normalized(shapes: Any, signature: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """``shapes`` by argument name; None where all sizes are fixed. ``args``, ``kwargs``: the caller's own, which a ShapesCollection
     knows by identity.
     :class:`ExportError` says what does not fit them."""
@@ -94,8 +94,8 @@ def _written(path: Any) -> str:
     return str(pytree.keystr(path))
 
 
-def given(shapes: Mapping[str, Any] | None, signature: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[int, int, Any]]:
-    """(which of the flat tensors, dimension, what was said of it). ``shapes``: as :func:`spelled` gives them."""
+def declared(shapes: Mapping[str, Any] | None, signature: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[int, int, Any]]:
+    """(which of the flat tensors, dimension, what was declared of it). ``shapes``: as :func:`normalized` gives them."""
     number = {id(v): i for i, v in enumerate(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))}
     out: list[tuple[int, int, Any]] = []
 
@@ -113,7 +113,7 @@ def is_hint(size: Any) -> bool:
     return isinstance(size, _Hint) and size.type != Dim.STATIC.type
 
 
-def specialised(said: Sequence[tuple[int, int, Any]], names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
+def left_fixed(declared_sizes: Sequence[tuple[int, int, Any]], names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
     """Of each size that was left to the trace (``Dim.AUTO``) and came out fixed, where it is and what it is. ``inputs``: the trace's."""
-    fixed = [(i, d) for i, d, size in said if is_hint(size) and expression_of(inputs[i].shape[d]).is_Integer]
+    fixed = [(i, d) for i, d, size in declared_sizes if is_hint(size) and expression_of(inputs[i].shape[d]).is_Integer]
     return [f"{names[i]}.shape[{d}] = {inputs[i].shape[d]}" for i, d in fixed]

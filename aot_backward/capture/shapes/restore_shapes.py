@@ -17,7 +17,7 @@ from ... import torch_api
 
 
 @dataclass(frozen=True)
-class Stated:
+class RestoredShapes:
     """``carried``: each symbol of the package as a size of ``mode``'s shape environment; ``names``: the environment's symbols -> the package's."""
 
     mode: Any
@@ -31,7 +31,7 @@ class Stated:
             return torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype), device=spec.device)
 
 
-def stated(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints: Mapping[str, int]) -> Stated:
+def restored_shapes(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints: Mapping[str, int]) -> RestoredShapes:
     """``hints``: the value of each symbol at the example. :class:`PackageError` where they break the guards."""
     env = torch_api.ShapeEnv()
     mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
@@ -49,7 +49,7 @@ def stated(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints: Mapping[
     for guard in guards:
         if not evaluate(guard, carried):  # asking is what adds it
             raise PackageError(f"the guard {guard} does not hold at the example's own sizes")
-    return Stated(mode, carried, names)
+    return RestoredShapes(mode, carried, names)
 
 
 def _most(symbol: SymbolSpec) -> Any:

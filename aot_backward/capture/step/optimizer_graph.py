@@ -30,7 +30,7 @@ from ... import torch_api
 from ...process_state import patched_items
 from ..trace_environment import tracing
 from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
-from .optimizer_spec import Optimized, Settings, form, twin
+from .optimizer_spec import OptimizerSpec, Settings, duplicate, single_tensor_form
 
 _CAPTURABLE = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 """Their other form decides by the value of a tensor which formula holds."""
@@ -38,7 +38,7 @@ _CAPTURABLE = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 
 @dataclass(frozen=True)
 class Update:
-    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``Optimized.trained``; the slots; the vector of numbers.
+    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``OptimizerSpec.trained``; the slots; the vector of numbers.
     It returns new parameters, new slots, and, where they were asked for, the gradients' norm and whether all of them were finite."""
 
     graph: torch.fx.GraphModule
@@ -49,7 +49,7 @@ class Update:
     in_place: bool  # whether it works element by element, and so allocates nothing once it has begun to change the state
 
 
-def trace(about: Optimized, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], fake_mode: Any, settings: Settings) -> Update:
+def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], fake_mode: Any, settings: Settings) -> Update:
     """Traces ``about.optimizer``'s step on fake ``gradients`` and ``parameters``. :class:`ExportError` where it does what a graph cannot."""
     for name, gradient in zip(about.trained, gradients, strict=True):
         if gradient.layout != torch.strided:
@@ -119,7 +119,7 @@ def _symbol(env: Any, name: str, value: float) -> Any:
     return env.create_symfloatnode(symbol, hint=value, source=source)
 
 
-def _update(about: Optimized, settings: Settings, grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
+def _update(about: OptimizerSpec, settings: Settings, grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
     """One step as a function of tensors. ``first``: 1 where the optimizer has no state yet."""
     own, clips = list(numbers[: len(about.numbers)]), list(numbers[len(about.numbers) :])
     norm = finite = None
@@ -149,14 +149,14 @@ def _first_step_differs(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] and g["dampening"] for g in optimizer.param_groups)
 
 
-def _stepped(about: Optimized, numbers: Sequence[Any], grads: Any, params: Any, states: Any) -> tuple[list[Any], list[Any]]:
+def _stepped(about: OptimizerSpec, numbers: Sequence[Any], grads: Any, params: Any, states: Any) -> tuple[list[Any], list[Any]]:
     """The user's optimizer on ``params``, which it changes: they and its state afterwards. ``states`` None: it has none yet."""
     optimizer = about.optimizer
     by_name = dict(zip(about.trained, params, strict=True))
-    other = twin(optimizer)
+    other = duplicate(optimizer)
     other.param_groups, other.state = [], defaultdict(dict)
     for n, group in enumerate(optimizer.param_groups):
-        made = {**group, **form(group)}
+        made = {**group, **single_tensor_form(group)}
         if isinstance(optimizer, _CAPTURABLE):
             made["capturable"] = True
         for number, symbol in zip(about.numbers, numbers, strict=True):
@@ -173,13 +173,13 @@ def _stepped(about: Optimized, numbers: Sequence[Any], grads: Any, params: Any, 
             count = state.dim() == 0 and state.dtype is torch.float32 and (slot.key == "step" or by_name[slot.parameters[0]].dim() > 0)
             for name in slot.parameters:  # each gets one of its own, which it may count up in place
                 other.state[by_name[name]][slot.key] = state.double() if count else state.clone()
-        _fixed_state(about, by_name, other.state)
+        _copy_constant_state(about, by_name, other.state)
     type(optimizer).step(other)
     after = [other.state[by_name[s.parameters[0]]][s.key].to(s.value.dtype) for s in about.slots]
     return [by_name[n] for n in about.trained], after
 
 
-def _fixed_state(about: Optimized, by_name: Mapping[str, Any], state: Any) -> None:
+def _copy_constant_state(about: OptimizerSpec, by_name: Mapping[str, Any], state: Any) -> None:
     """What of the state is no tensor: None, or a number that never changes."""
     for p, slots in about.optimizer.state.items():
         name = about.names.get(id(p), "")

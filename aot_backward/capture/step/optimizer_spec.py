@@ -82,8 +82,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Optimized:
-    """An optimizer, looked at: its groups by the names of their parameters, its numbers, and its state as it is before the next step."""
+class OptimizerSpec:
+    """Of an optimizer: its groups by the names of their parameters, its numbers, and its state as it is before the next step."""
 
     optimizer: torch.optim.Optimizer
     names: dict[int, str]  # id of a parameter -> its name
@@ -122,7 +122,7 @@ def parameters_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[i
     return out
 
 
-def look_at(optimizer: torch.optim.Optimizer, names: Mapping[int, str], with_gradient: Callable[[str], bool]) -> Optimized:
+def inspect_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], with_gradient: Callable[[str], bool]) -> OptimizerSpec:
     """``with_gradient``: whether the parameter of that name gets one; the others are passed over, as eager passes over ``.grad is None``."""
     trained = tuple(names[id(p)] for g in optimizer.param_groups for p in g["params"] if with_gradient(names[id(p)]))
     if not trained:
@@ -143,7 +143,7 @@ def look_at(optimizer: torch.optim.Optimizer, names: Mapping[int, str], with_gra
     if fresh:
         _refuse_state_from_numbers(optimizer, names, trained, state)
         slots = tuple(dataclasses.replace(s, starts_as=_starts_as(optimizer, groups, numbers, s)) for s in slots)
-    return Optimized(optimizer, dict(names), groups, numbers, slots, trained, fresh)
+    return OptimizerSpec(optimizer, dict(names), groups, numbers, slots, trained, fresh)
 
 
 def _starts_as(optimizer: torch.optim.Optimizer, groups: Sequence[GroupSpec], numbers: Sequence[Number], slot: Slot) -> int:
@@ -198,7 +198,7 @@ def _as_json(where: str, options: Mapping[str, Any]) -> str:
     return json.dumps({k: plain(v) for k, v in options.items()}, allow_nan=False)
 
 
-class _Inserted(dict[str, Any]):
+class _FirstValues(dict[str, Any]):
     """A parameter's state that keeps each tensor as it was when the optimizer put it in."""
 
     def __init__(self, *args: Any) -> None:
@@ -225,10 +225,10 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     of the parameters and with gradients of zero: state is put in before it is updated, or (momentum) is then zero. What a compiled step could
     not do is seen too: numbers that the optimizer keeps elsewhere than in tensors of this state, and changes."""
     kind = type(optimizer).__qualname__
-    other = twin(optimizer)
+    other = duplicate(optimizer)
     attributes = _attributes(optimizer)
     vars(other).update(copy.deepcopy(attributes))
-    other.param_groups, state = [], defaultdict[Any, Any](_Inserted)
+    other.param_groups, state = [], defaultdict[Any, Any](_FirstValues)
     name_of, had = {}, {}
     for group in optimizer.param_groups:
         copies = []
@@ -239,8 +239,8 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
             had[names[id(p)]] = optimizer.state.get(p, {}).get("momentum_buffer") is not None
             copies.append(q)
             if p in optimizer.state:
-                state[q] = _Inserted(copy.deepcopy(dict(optimizer.state[p])))
-        other.param_groups.append({**group, "params": copies, **form(group)})
+                state[q] = _FirstValues(copy.deepcopy(dict(optimizer.state[p])))
+        other.param_groups.append({**group, "params": copies, **single_tensor_form(group)})
     other.state = state
     groups = [{k: v for k, v in g.items() if k != "params"} for g in other.param_groups]
     kept: list[dict[tuple[str, str], Any]] = []
@@ -274,7 +274,7 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
 _ONLY_TENSORS = "only tensors of a parameter's state can change in a compiled step: keep it there, as a tensor of one element"
 
 
-def twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def duplicate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Another of its kind, with the same attributes. Not ``copy.copy``: that drops those which its own class has added, and its
     ``__setstate__`` changes the original's groups and defaults."""
     other = object.__new__(type(optimizer))
@@ -316,7 +316,7 @@ def _slots(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Ma
     return tuple(dataclasses.replace(s, value=s.value.to(devices[s.parameters[0]])) for s in out)  # eager counts on the CPU what a GPU trains
 
 
-def form(group: Mapping[str, Any]) -> dict[str, Any]:
+def single_tensor_form(group: Mapping[str, Any]) -> dict[str, Any]:
     """The form that is traced: one tensor after another, no fused kernels."""
     wanted = {"foreach": False, "fused": None, "differentiable": False, "capturable": False}
     return {key: value for key, value in wanted.items() if key in group}

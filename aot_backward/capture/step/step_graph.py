@@ -32,14 +32,14 @@ from ..partition import Partitions
 from ..program_module import FunctionModule
 from . import hyperparameters, optimizer_graph
 from .optimizer_graph import Update
-from .optimizer_spec import Optimized, Settings
+from .optimizer_spec import OptimizerSpec, Settings
 
 aten = torch.ops.aten
 MODULE = "module."
 NUMBERS = "numbers"
 
 
-class Fit(nn.Module):
+class ProgramWithLoss(nn.Module):
     """``loss_fn(module(inputs…), target)``, the target being the last positional argument; without a ``loss_fn`` what the module returns."""
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None):
@@ -80,17 +80,17 @@ class Fit(nn.Module):
 
 
 @dataclass(frozen=True)
-class Shared:
+class StepState:
     """What the variants of a step have in common. ``tensors``: state that is neither parameter nor buffer, by its name in the entry."""
 
-    optimized: Optimized
+    optimized: OptimizerSpec
     settings: Settings
     tensors: dict[str, torch.Tensor]
     spec: StepSpec
     gradients: dict[str, str]  # parameter -> name of the tensor that accumulates its gradient
 
 
-def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bool) -> Shared:
+def step_state(optimized: OptimizerSpec, settings: Settings, program: ProgramWithLoss, *, waiting: bool) -> StepState:
     """``waiting``: whether gradients are also accumulated. Names the state, and gives it its first values."""
     parameters = dict(program.module.named_parameters())
     tensors, slots = {}, []
@@ -123,17 +123,17 @@ def share(optimized: Optimized, settings: Settings, program: Fit, *, waiting: bo
         norm=settings.clip_norm is not None,
         finite=settings.skip_nonfinite,
     )
-    return Shared(optimized, settings, tensors, spec, gradients)
+    return StepState(optimized, settings, tensors, spec, gradients)
 
 
-def with_scaled_loss(joint: Joint, shared: Shared, loss_gradient: str) -> Joint:
+def with_scaled_loss(joint: Joint, state: StepState, loss_gradient: str) -> Joint:
     """A copy in which the loss's own gradient, the node ``loss_gradient``, is the scale, and every gradient is scaled back, as
     ``torch.amp.GradScaler`` does."""
-    joint = _with_step_state(joint.copy(), shared)
+    joint = _with_step_state(joint.copy(), state)
     graph = joint.graph
     unscaled = by_name(graph)[loss_gradient]
-    numbers = _state(graph, joint, shared, NUMBERS)
-    place = hyperparameters.FIRST_NUMBER + len(shared.optimized.numbers) + list(shared.settings.numbers).index("loss_scale")
+    numbers = _placeholder_of(graph, joint, state, NUMBERS)
+    place = hyperparameters.FIRST_NUMBER + len(state.optimized.numbers) + list(state.settings.numbers).index("loss_scale")
     convert = torch.ops.prims.convert_element_type.default
     with graph.graph.inserting_after(unscaled), joint.fake_mode:
         placed = graph.graph.call_function(aten.select.int, (numbers, 0, place))
@@ -157,39 +157,39 @@ def gets_gradient(joint: Joint) -> Callable[[str], bool]:
     return lambda name: joint.gradients.get(("parameter", MODULE + name)) is not None
 
 
-def split_step(joint: Joint, name: str, weights: Weights, shared: Shared) -> tuple[Partitions, Update]:
+def split_step(joint: Joint, name: str, weights: Weights, state: StepState) -> tuple[Partitions, Update]:
     """The graphs of one variant, and the traced optimizer. ``joint``: of :func:`.partition.with_scalar_loss`."""
-    joint = _with_step_state(joint, shared)
-    trained = shared.optimized.trained
+    joint = _with_step_state(joint, state)
+    trained = state.optimized.trained
     gradients = {p: joint.gradients[("parameter", MODULE + p)] for p in trained}
     parameters = {n: node for n, node in _parameters(joint, joint.graph).items() if n in gradients}
     values = [node.meta["val"] for node in gradients.values()], [parameters[p].meta["val"] for p in trained]
-    update = optimizer_graph.trace(shared.optimized, *values, joint.fake_mode, shared.settings)
+    update = optimizer_graph.trace(state.optimized, *values, joint.fake_mode, state.settings)
     partitions = Partitions()
     graph, nodes = fx_graph.copy_of(joint.graph)
-    extra = _append_update(graph, joint, shared, update, [nodes[gradients[p]] for p in trained])
+    extra = _append_update(graph, joint, state, update, [nodes[gradients[p]] for p in trained])
     partitions.step = _finish(partitions, joint, graph, f"{name}.step", weights, extra)
-    if shared.gradients:
+    if state.gradients:
         graph, nodes = fx_graph.copy_of(joint.graph)
-        _append_accumulation(graph, joint, shared, {p: nodes[gradients[p]] for p in trained})
+        _append_accumulation(graph, joint, state, {p: nodes[gradients[p]] for p in trained})
         partitions.accumulate = _finish(partitions, joint, graph, f"{name}.accumulate", weights, [])
     partitions.graphs = [dataclasses.replace(g, round_as_eager=update.coarse or g.round_as_eager) for g in partitions.graphs]
     return partitions, update
 
 
-def update_alone(joint: Joint, name: str, weights: Weights, shared: Shared, update: Update) -> tuple[Graph, Plan]:
+def update_alone(joint: Joint, name: str, weights: Weights, state: StepState, update: Update) -> tuple[Graph, Plan]:
     """The optimizer on accumulated gradients, as a graph without inputs. ``joint``: of any variant."""
-    joint = _with_step_state(joint, shared)
+    joint = _with_step_state(joint, state)
     graph = GraphModule(nn.Module(), torch.fx.Graph())
     graph.graph.output(())
     for p, node in _parameters(joint, joint.graph).items():
-        if p in shared.gradients:
+        if p in state.gradients:
             add_placeholder(graph, node.name, node.meta["val"])
-    gradients = [_state(graph, joint, shared, shared.gradients[p]) for p in shared.optimized.trained]
-    extra = _append_update(graph, joint, shared, update, gradients)
+    gradients = [_placeholder_of(graph, joint, state, state.gradients[p]) for p in state.optimized.trained]
+    extra = _append_update(graph, joint, state, update, gradients)
     if not extra:  # a call must have a result
         with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:
-            flag = call(graph.graph, aten.select.int, _state(graph, joint, shared, NUMBERS), 0, 0)
+            flag = call(graph.graph, aten.select.int, _placeholder_of(graph, joint, state, NUMBERS), 0, 0)
             extra = [call(graph.graph, aten.clone.default, flag)]
     partitions = Partitions()
     fx_graph.truncate(graph, extra)
@@ -210,12 +210,12 @@ def _finish(partitions: Partitions, joint: Joint, graph: GraphModule, name: str,
     return binder.plan(partitions.graphs, outputs=outputs)
 
 
-def _append_update(graph: GraphModule, joint: Joint, shared: Shared, update: Update, gradients: list[Node]) -> list[Node]:
+def _append_update(graph: GraphModule, joint: Joint, state: StepState, update: Update, gradients: list[Node]) -> list[Node]:
     """Appends the optimizer; the nodes of the gradients' norm and of their finiteness, where there are such."""
     by_name = _parameters(joint, graph)
-    parameters = [by_name[p] for p in shared.optimized.trained]
-    slots = [_state(graph, joint, shared, s.state) for s in shared.spec.state]
-    numbers = _state(graph, joint, shared, NUMBERS)
+    parameters = [by_name[p] for p in state.optimized.trained]
+    slots = [_placeholder_of(graph, joint, state, s.state) for s in state.spec.state]
+    numbers = _placeholder_of(graph, joint, state, NUMBERS)
     for node in update.graph.graph.find_nodes(op="get_attr"):
         setattr(graph, str(node.target), getattr(update.graph, str(node.target)))
     given = dict(zip(update.graph.graph.find_nodes(op="placeholder"), [*gradients, *parameters, *slots, numbers], strict=True))
@@ -248,13 +248,13 @@ def _delay_buffer_updates(graph: GraphModule, joint: Joint, gradients: Sequence[
             graph.graph.erase_node(node)
 
 
-def _append_accumulation(graph: GraphModule, joint: Joint, shared: Shared, gradients: dict[str, Node]) -> None:
-    numbers = _state(graph, joint, shared, NUMBERS)
+def _append_accumulation(graph: GraphModule, joint: Joint, state: StepState, gradients: dict[str, Node]) -> None:
+    numbers = _placeholder_of(graph, joint, state, NUMBERS)
     _delay_buffer_updates(graph, joint, list(gradients.values()))
     with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:
         keep = call(graph.graph, aten.ne.Scalar, call(graph.graph, aten.select.int, numbers, 0, 0), 0)
         for parameter, gradient in gradients.items():
-            slot = _state(graph, joint, shared, shared.gradients[parameter])
+            slot = _placeholder_of(graph, joint, state, state.gradients[parameter])
             both = call(graph.graph, aten.add.Tensor, slot, gradient)
             call(graph.graph, aten.copy_.default, slot, call(graph.graph, aten.where.self, keep, both, gradient))
 
@@ -269,19 +269,19 @@ def _parameters(joint: Joint, graph: GraphModule) -> dict[str, Node]:
     return out
 
 
-def _state(graph: GraphModule, joint: Joint, shared: Shared, name: str) -> Node:
-    """The placeholder of a tensor of ``Shared.tensors``, which becomes a constant when the graph is finished."""
+def _placeholder_of(graph: GraphModule, joint: Joint, state: StepState, name: str) -> Node:
+    """The placeholder of a tensor of ``StepState.tensors``, which becomes a constant when the graph is finished."""
     placeholder = next(node for node, place in joint.placeholders.items() if place == ("buffer", name))
     existing = next((n for n in graph.graph.find_nodes(op="placeholder") if n.name == placeholder), None)
     if existing is not None:
         return existing
-    real = shared.tensors[name]
+    real = state.tensors[name]
     with joint.fake_mode:
         value = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
     return add_placeholder(graph, placeholder, value)
 
 
-def _with_step_state(joint: Joint, shared: Shared) -> Joint:
-    """With names for the placeholders of ``Shared.tensors``, as of buffers."""
-    own = {f"step_state_{i}": ("buffer", name) for i, name in enumerate(shared.tensors)}
+def _with_step_state(joint: Joint, state: StepState) -> Joint:
+    """With names for the placeholders of ``StepState.tensors``, as of buffers."""
+    own = {f"step_state_{i}": ("buffer", name) for i, name in enumerate(state.tensors)}
     return dataclasses.replace(joint, placeholders={**joint.placeholders, **own})

@@ -48,7 +48,7 @@ def refused_or_traced(program: nn.Module) -> Iterator[None]:
                 "register it once, "
                 "outside the forward"
             )
-        return register(self, returning(hook, f"registered {source_location.here()}"))
+        return register(self, must_return(hook, f"registered {source_location.here()}"))
 
     def retain_grad(self: torch.Tensor) -> None:
         if self.requires_grad and not self.is_leaf:
@@ -80,14 +80,14 @@ def refused_or_traced(program: nn.Module) -> Iterator[None]:
     ):
         try:
             for name, hooks in slots:
-                hooks.update({k: returning(h, f"on the module {name!r}" if name else "on the module itself") for k, h in hooks.items()})
+                hooks.update({k: must_return(h, f"on the module {name!r}" if name else "on the module itself") for k, h in hooks.items()})
             yield
         finally:
             for (_, hooks), before in zip(slots, kept, strict=True):
                 hooks.update(before)
 
 
-def returning(hook: Callable[..., Any], where: str, instead: str = "export without the hook") -> Callable[..., Any]:
+def must_return(hook: Callable[..., Any], where: str, instead: str = "export without the hook") -> Callable[..., Any]:
     @functools.wraps(hook, updated=())
     def call(*args: Any) -> Any:
         out = hook(*args)
@@ -136,7 +136,7 @@ def of_parameters(program: nn.Module, kind: str) -> dict[str, tuple[Callable[...
             )
         if found:
             instead = f"export without it, and register it on the loaded parameter, {loaded}"
-            out[name] = tuple(returning(h, f"on the parameter {own!r}", instead) for h in found)
+            out[name] = tuple(must_return(h, f"on the parameter {own!r}", instead) for h in found)
     return out
 
 

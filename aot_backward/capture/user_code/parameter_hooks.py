@@ -38,15 +38,15 @@ def with_hooks(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) ->
         gradient = results[position]
         if isinstance(gradient, Node):
             name, found = hooks[weights[target[1]][0]]
-            results[position] = gradients[target] = _behind(gradient, name, found, joint, output)
+            results[position] = gradients[target] = _apply_hooks(gradient, name, found, joint, output)
     output.args = (results,)
     return replace(joint, gradients=gradients)
 
 
-def _behind(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]], joint: Joint, output: Node) -> Node:
+def _apply_hooks(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]], joint: Joint, output: Node) -> Node:
     """What ``hooks`` make of ``gradient``, in their order, in front of ``output``."""
     for hook in hooks:
-        traced = _traced(hook, name, gradient.meta["val"], joint.fake_mode)
+        traced = _traced_hook(hook, name, gradient.meta["val"], joint.fake_mode)
         given: dict[Node, Any] = {next(iter(traced.graph.find_nodes(op="placeholder"))): gradient}
         with joint.graph.graph.inserting_before(output):
             for node in traced.graph.find_nodes(op="get_attr"):
@@ -55,9 +55,9 @@ def _behind(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]], join
     return gradient
 
 
-def _traced(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode: Any) -> GraphModule:
+def _traced_hook(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode: Any) -> GraphModule:
     def called(gradient: torch.Tensor) -> torch.Tensor:
-        with _no_writes(hook, name):
+        with _refuse_writes(hook, name):
             made = hook(gradient.clone())  # which it may change in place
         if not isinstance(made, torch.Tensor) or (made.shape, made.dtype) != (gradient.shape, gradient.dtype):
             what = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__name__}"
@@ -83,7 +83,7 @@ def _traced(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode:
     return traced
 
 
-def _no_writes(hook: Callable[..., Any], name: str) -> Any:
+def _refuse_writes(hook: Callable[..., Any], name: str) -> Any:
     """A dispatch mode in which no tensor may be written that was there before."""
 
     class NoWrites(torch_api.TorchDispatchMode):

@@ -33,7 +33,7 @@ def recorded_lines(program: nn.Module, outermost: CodeType) -> Iterator[None]:
     def create_node(self: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
         node = original(self, kind, *args, **kwargs)
         if kind == "call_function" and LINE not in node.meta:
-            line = _line(sys._getframe(1), names, outermost)
+            line = _current_line(sys._getframe(1), names, outermost)
             if line is not None:
                 node.meta[LINE] = line
         return node
@@ -53,14 +53,14 @@ def spread(graph: GraphModule) -> None:
             node.meta[LINE] = known[node.meta["seq_nr"]]
 
 
-def _line(frame: FrameType | None, names: dict[int, str], outermost: CodeType) -> Line | None:
+def _current_line(frame: FrameType | None, names: dict[int, str], outermost: CodeType) -> Line | None:
     found: FrameType | None = None
     owner = ""
     while frame is not None:
         code = frame.f_code
         if code is outermost or code.co_filename.endswith(_ENGINE):
-            return _worded(found, owner)
-        if found is None and source_location.is_theirs(code.co_filename):
+            return _line_of(found, owner)
+        if found is None and source_location.is_user_code(code.co_filename):
             found = frame
         if not owner and code.co_name == "forward":
             owner = names.get(id(frame.f_locals.get("self")), "")
@@ -68,7 +68,7 @@ def _line(frame: FrameType | None, names: dict[int, str], outermost: CodeType) -
     return None  # AOTAutograd's own, such as the writes into buffers at the end
 
 
-def _worded(found: FrameType | None, owner: str) -> Line | None:
+def _line_of(found: FrameType | None, owner: str) -> Line | None:
     if found is None:
         return Line("", 0, "", "", owner) if owner else None
     file, number = found.f_code.co_filename, found.f_lineno

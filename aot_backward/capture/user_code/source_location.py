@@ -1,4 +1,4 @@
-"""Where in the caller's own code something stands, as error messages say it: ``in forward of 'body.0' (model.py:12: if h.sum() > 0:)``."""
+"""Where in the user's code something stands, as error messages say it: ``in forward of 'body.0' (model.py:12: if h.sum() > 0:)``."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def of(function: Callable[..., Any]) -> str:
 
 def here(program: nn.Module | None = None) -> str:
     """The caller's line that runs now."""
-    return _worded(reversed(list(traceback.walk_stack(sys._getframe(1)))), program)
+    return _described(reversed(list(traceback.walk_stack(sys._getframe(1)))), program)
 
 
 def of_error(error: BaseException, program: nn.Module) -> str:
-    """The caller's line on which ``error`` was raised; nothing where none of theirs ran."""
-    return _worded(traceback.walk_tb(error.__traceback__), program)
+    """The caller's line on which ``error`` was raised; nothing where none of it ran."""
+    return _described(traceback.walk_tb(error.__traceback__), program)
 
 
 def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
-    """The caller's line that calls the operator ("aten.index.Tensor"), found by running the program in eager; nothing where it is none of theirs."""
+    """The caller's line that calls the operator ("aten.index.Tensor"), found by running the program in eager; nothing where it is not user code."""
     found: list[str] = []
 
     class Watching(torch_api.TorchDispatchMode):
@@ -70,8 +70,8 @@ def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
 
 
 @contextlib.contextmanager
-def added(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """Whatever :class:`ExportError` names an operator leaves with the caller's line that calls it."""
+def errors_located(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+    """Within, an :class:`ExportError` that names an operator is given the caller's line that calls it."""
     try:
         yield
     except ExportError as error:
@@ -89,16 +89,16 @@ def added(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         ) from error
 
 
-def _worded(stack: Iterable[tuple[FrameType, int]], program: nn.Module | None = None) -> str:
-    theirs = [(frame, line) for frame, line in stack if is_theirs(frame.f_code.co_filename)]
-    if not theirs:
+def _described(stack: Iterable[tuple[FrameType, int]], program: nn.Module | None = None) -> str:
+    user_frames = [(frame, line) for frame, line in stack if is_user_code(frame.f_code.co_filename)]
+    if not user_frames:
         return ""
-    frame, line = theirs[-1]
+    frame, line = user_frames[-1]
     file, modules = frame.f_code.co_filename, program.named_modules() if program is not None else ()
     owner = next((name for name, module in modules if name and module is frame.f_locals.get("self")), "")
     text = linecache.getline(file, line).strip()
     return f"in {frame.f_code.co_name}{f' of {owner!r}' if owner else ''} ({Path(file).name}:{line}{f': {text}' if text else ''})"
 
 
-def is_theirs(file: str) -> bool:
+def is_user_code(file: str) -> bool:
     return not file.startswith(("<", *_OURS)) and (file.startswith(_INSTALLED) or not file.startswith(_STANDARD))

@@ -1,7 +1,7 @@
 """Compiles graphs for a GPU where there is none: what torch, Inductor and Triton ask a device is answered from a table, and nothing is launched.
 
-A graph comes from fake CPU tensors and is retargeted: device arguments are rewritten, and every value computed anew on fake CUDA tensors. It needs a
-CUDA build of torch, triton, and a CUDA toolkit's headers; no driver. Proved with torch 2.11.0 and triton 3.6.0; others are refused by name.
+A graph is captured on fake CPU tensors and rewritten for fake CUDA tensors (:mod:`.retarget`). It needs a CUDA build of torch, triton, and a CUDA
+toolkit's headers; no driver. Tested with torch 2.11.0 and triton 3.6.0; others are refused by name.
 
 Everything private of torch that is replaced is put back by :func:`crossing`. The module is the one exception to the rule that private names live in
 ``torch_api.py``.
@@ -10,59 +10,26 @@ Everything private of torch that is replaced is put back by :func:`crossing`. Th
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import functools
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
 
 from aot_backward import torch_api
-from aot_backward.graph import Graph
 from aot_backward.process_state import patched, patched_items
 from aot_backward_runtime.errors import ExportError
 
-from . import attention
-from .fx_splice import laid_out, spliced
+from .devices import DEVICES, Device
+from .toolkit import cuda_home, toolkit
 
-PROVED = {"2.11": "3.6"}
+TESTED = {"2.11": "3.6"}
 """torch minor -> triton minor."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """What Inductor and Triton ask of a GPU (CUDA C++ Programming Guide, technical specifications per compute capability)."""
-
-    name: str
-    major: int
-    minor: int
-    multiprocessors: int
-    shared: int  # bytes of shared memory that a block may opt in to
-    shared_of_all: int  # bytes of it in a multiprocessor
-    threads: int  # resident in a multiprocessor
-    cache: int  # bytes of L2
-    memory: int
-
-
-DEVICES = {
-    "sm_80": Device("NVIDIA A100", 8, 0, 108, 166912, 167936, 2048, 40 << 20, 80 << 30),
-    "sm_89": Device("NVIDIA L40S", 8, 9, 142, 101376, 102400, 1536, 96 << 20, 48 << 30),
-    "sm_90": Device("NVIDIA H100", 9, 0, 132, 232448, 233472, 2048, 50 << 20, 80 << 30),
-    "sm_100": Device("NVIDIA B200", 10, 0, 148, 232448, 233472, 2048, 126 << 20, 180 << 30),
-}
-
-
-_CPU_ONLY = ("mkldnn.", "mkl.", "aten.mkldnn_")
 
 
 def check(target: str) -> Device:
@@ -77,42 +44,11 @@ def check(target: str) -> Device:
         import triton
     except ImportError as error:
         raise ExportError(f"target {target} needs triton, which is not installed: {install}") from error
-    if PROVED.get(torch_api.minor()) != ".".join(triton.__version__.split(".")[:2]):
-        proved = ", ".join(f"torch {t} with triton {v}" for t, v in PROVED.items())
-        raise ExportError(f"target {target} was proved with {proved}; this is torch {torch.__version__} with triton {triton.__version__}: {install}")
+    if TESTED.get(torch_api.minor()) != ".".join(triton.__version__.split(".")[:2]):
+        tested = ", ".join(f"torch {t} with triton {v}" for t, v in TESTED.items())
+        raise ExportError(f"target {target} is tested with {tested}; this is torch {torch.__version__} with triton {triton.__version__}: {install}")
     cuda_home()
     return DEVICES[arch]
-
-
-@functools.cache
-def cuda_home() -> Path:
-    """The CUDA toolkit's folder, whose headers the host code includes."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc")
-    places = [Path(named)] if named else []
-    if nvcc:
-        said = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
-        found = re.search(r"TOP=(\S+)", said)
-        places += [Path(found[1])] if found else []
-    places.append(Path("/usr/local/cuda"))
-    for place in places:
-        if (place / "include" / "cuda.h").is_file():
-            return place.resolve()
-    raise ExportError("target cuda needs the headers of the CUDA toolkit (cuda.h), and none was found: install it, or set CUDA_HOME")
-
-
-@contextlib.contextmanager
-def toolkit() -> Iterator[None]:
-    """Within, what compiles the host's code finds the CUDA toolkit and, in the driver's place, a library to link with: a machine with a GPU may have
-    the driver where no linker looks."""
-    with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, contextlib.ExitStack() as stack:
-        _driver_stub(Path(folder))
-        paths = [folder, *filter(None, [os.environ.get("LIBRARY_PATH")])]
-        stack.enter_context(patched_items(os.environ, CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths)))
-        from torch.utils import cpp_extension
-
-        stack.enter_context(patched(cpp_extension, CUDA_HOME=str(cuda_home())))  # found when it is imported, and not looked for again
-        yield
 
 
 @contextlib.contextmanager
@@ -151,18 +87,6 @@ def _forget() -> None:
         for value in vars(module).values():
             if callable(clear := getattr(value, "cache_clear", None)):
                 clear()
-
-
-def _driver_stub(folder: Path) -> None:
-    """A library to link with in the place of the driver's: it exports the names in ``cuda.h``, so that the linker keeps the dependency on it."""
-    header = (cuda_home() / "include" / "cuda.h").read_text(errors="replace")
-    names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", header)) | set(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", header)))
-    source = folder / "stub.c"
-    source.write_text("".join(f"void {name}(void){{}}\n" for name in names))
-    from ..toolchain.gcc import compiler
-
-    argv = [*compiler(), "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(folder / "libcuda.so")]
-    subprocess.run(argv, check=True, capture_output=True)
 
 
 def _torch_cuda(device: Device, stack: contextlib.ExitStack) -> None:
@@ -296,71 +220,3 @@ def _folding(device: Device, stack: contextlib.ExitStack) -> None:
         return method
 
     stack.enter_context(patched(Folder, run=wrapped(Folder.run), __init__=wrapped(Folder.__init__)))
-
-
-def retargeted(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = torch.device("cuda:0")) -> Graph:  # noqa: B008
-    """``graph``, captured on the CPU, as one of CUDA tensors for ``device``; attention by the kernels of a GPU. Within :func:`crossing`."""
-    module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
-
-    def moved(value: Any) -> Any:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=onto) if isinstance(value, torch.Tensor) else value
-
-    values: dict[Node, Any] = {}
-    constants, replaced = {}, []
-    with fake_mode, torch.no_grad(), torch_api.enable_python_dispatcher():
-        for node in list(module.graph.nodes):
-            if node.op == "placeholder":
-                node.meta["val"] = moved(node.meta["val"])
-            elif node.op == "get_attr":
-                key, tensor = graph.constants[str(node.target)]
-                node.meta["val"] = moved(tensor)
-                constants[str(node.target)] = (key, node.meta["val"])
-            elif node.target in (attention.FORWARD, attention.BACKWARD):
-                attention.replace(node, values, (device.major, device.minor))
-                replaced.append(node)
-                continue
-            elif node.op == "call_function":
-                if node.kwargs.get("device") is not None:
-                    node.kwargs = {**node.kwargs, "device": onto}
-                if node.target is torch.ops.prims.device_put.default:
-                    node.args = (node.args[0], onto, *node.args[2:])
-                if str(node.target).startswith(_CPU_ONLY):
-                    raise ExportError(f"{graph.name}: {node.target} is an operator of the CPU alone, and has no counterpart on a GPU yet")
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                node.meta["val"] = node.target(*args, **kwargs)
-            values[node] = node.meta.get("val")
-    for node in replaced:
-        for dead in (*node.users, node):
-            module.graph.erase_node(dead)
-    _as_recorded(graph, module, values, fake_mode)
-    for name, (_, tensor) in constants.items():
-        delattr(module, name)
-        module.register_buffer(name, tensor)
-    module.recompile()
-    return dataclasses.replace(graph, module=module, constants=constants)
-
-
-def _as_recorded(graph: Graph, module: GraphModule, values: dict[Node, Any], fake_mode: Any) -> None:
-    """Copies the results that an operator lays out otherwise on a GPU: strides are part of the package's contract."""
-    output = next(iter(module.graph.find_nodes(op="output")))
-    results = list(output.args[0])
-    for i, (before, after) in enumerate(zip(_results(graph.module), results, strict=True)):
-        if not isinstance(after, Node) or (wanted := before.meta["val"]).stride() == values[after].stride():
-            continue
-        with fake_mode:
-            (results[i],), made = spliced(output, functools.partial(_copied, wanted), [after], values)
-        values |= made
-        if values[results[i]].stride() != wanted.stride():
-            raise ExportError(
-                f"{graph.name}: {after.target} lays its result out otherwise on a GPU ({list(values[after].stride())}, and {list(wanted.stride())} "
-                "on the CPU): make it contiguous in the program"
-            )
-    output.args = (tuple(results),)
-
-
-def _copied(like: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor]:
-    return (laid_out(result, like),)
-
-
-def _results(module: GraphModule) -> list[Any]:
-    return list(next(iter(module.graph.find_nodes(op="output"))).args[0])

@@ -32,7 +32,7 @@ PROCESSORS = {
 PLAIN = "avx2"
 """What ``cpu`` alone means."""
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")
-"""GPUs that code can be made for where there is none (:mod:`.cuda_cross`)."""
+"""GPUs that code can be made for where there is none (:mod:`..cuda.cross_compile`)."""
 KNOWN = ("cpu", *(f"cpu:{level}" for level in PROCESSORS), "cuda", *(f"cuda:{arch}" for arch in ARCHITECTURES))
 
 

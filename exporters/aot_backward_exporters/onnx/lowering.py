@@ -1,8 +1,8 @@
 """A captured graph as one that PyTorch's ONNX translations know: functional, of operators that have a translation, with explicit casts.
 
 Parameters, buffers and the numbers of an optimizer become placeholders behind the graph's own, and what is written into them in place becomes
-results behind the graph's own. Operators without a translation are decomposed, by the tables of the ``onnx_*`` modules beside this one first, then
-by PyTorch's own. What is left without is refused by name.
+results behind the graph's own. Operators without a translation are decomposed, by the tables of :mod:`.decompositions` first, then by PyTorch's own.
+What is left without is refused by name.
 """
 
 from __future__ import annotations
@@ -22,18 +22,12 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import TensorSpec
 
-from .decompositions import attention, convolution, indexing, pooling, precise, simple
+from .decompositions import attention, convolution, elementwise, exponentials, indexing, layers, pooling, reductions, shapes
 from .rewrites import rewrite, widen
 
 aten = torch.ops.aten
-_OURS: Mapping[str, Callable[..., Any]] = {
-    **simple.DECOMPOSITIONS,
-    **convolution.DECOMPOSITIONS,
-    **pooling.DECOMPOSITIONS,
-    **indexing.DECOMPOSITIONS,
-    **attention.DECOMPOSITIONS,
-    **precise.DECOMPOSITIONS,
-}
+_TABLES = (attention, convolution, elementwise, exponentials, indexing, layers, pooling, reductions, shapes)
+_OURS: Mapping[str, Callable[..., Any]] = {name: function for table in _TABLES for name, function in table.DECOMPOSITIONS.items()}
 _NO_TYPE = (torch.complex32, torch.complex64, torch.complex128)
 _CHECKS = {
     aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default, aten._assert_tensor_metadata.default,

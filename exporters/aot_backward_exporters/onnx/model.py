@@ -1,7 +1,7 @@
 """One captured graph as an ONNX model: named inputs and outputs, weights that are defaults of inputs, dynamic dimensions by their names.
 
-PyTorch's own translations (torchlib) write the nodes, for opset 18: the oldest for which it has them. What it lacks is decomposed or translated
-by the ``onnx_*`` modules beside this one, or refused by name.
+PyTorch's own translations (torchlib) write the nodes, for opset 18: the oldest for which it has them. What it lacks is decomposed
+(:mod:`.lowering`), translated (:mod:`.translations`), or refused by name.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
 
 
 def _document(model: Any, graph: Graph) -> None:
-    """Of each node: the operator of the captured graph that it is part of, and where it is known the person's own line."""
+    """Of each node: the operator of the captured graph that it is part of, and where it is known the line of user code."""
     captured = {node.name: node for node in graph.module.graph.nodes}
     for node in model.graph:
         history = (node.meta["node"].meta.get("from_node") or []) if "node" in node.meta else []

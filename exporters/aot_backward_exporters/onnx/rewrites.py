@@ -24,7 +24,7 @@ def rewrite(module: GraphModule) -> None:
 
 
 def _without_waiting(module: GraphModule) -> None:
-    """Takes out a False that is known only when certain tensors are: it holds back native code that updates in place (``number_vector.py``)."""
+    """Takes out a False that is known only once certain tensors are: it orders native code that updates in place, and ONNX needs no order."""
     false: set[Node] = set()
     for node in list(module.graph.nodes):
         if _is_never(node) or (node.target is aten.logical_or.default and false.issuperset(node.args)):

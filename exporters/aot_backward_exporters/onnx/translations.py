@@ -22,7 +22,7 @@ _INEXACT = (
     *("glu", "silu", "mish", "elu", "celu", "selu", "log_sigmoid_forward", "softplus", "log1p", "expm1"),
 )
 """Operators of which torchlib's translation is off by more than rounding, or no valid graph. Those of the second line are decomposed
-(``onnx_precise.py``), the others refused."""
+(:mod:`.decompositions.exponentials`), the others refused."""
 
 
 def _numel(x: Any) -> Any:

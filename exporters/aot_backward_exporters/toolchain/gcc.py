@@ -1,6 +1,6 @@
 """Runs g++: what Inductor would run one by one, in parallel, and what all graphs share only once.
 
-While a graph is lowered, :func:`recorded` keeps the commands that Inductor's ``CppBuilder`` would run. :class:`Builder` runs them on all
+While a graph is lowered, :func:`record_commands` keeps the commands that Inductor's ``CppBuilder`` would run. :class:`Builder` runs them on all
 usable cores, with two precompiled headers (6 s each to build; 1.4 s off every wrapper and 1.5 s off every kernel file) and the C interface
 of the library compiled beforehand. Those three parts live in the cache, by content.
 """
@@ -40,7 +40,7 @@ class Command:
 
 
 @contextlib.contextmanager
-def recorded(folder: Path, march: str) -> Iterator[list[Command]]:
+def record_commands(folder: Path, march: str) -> Iterator[list[Command]]:
     """Within, what Inductor would build below ``folder`` is recorded instead; targets are empty files, which Inductor then removes."""
     builder = torch_api.CppBuilder
     original = builder.build
@@ -75,7 +75,7 @@ def _short(path: str) -> str:
 
 
 @contextlib.contextmanager
-def adjusted(march: str) -> Iterator[None]:
+def adjust_commands(march: str) -> Iterator[None]:
     """Within, Inductor runs its own builds with the flags of :meth:`Builder.link`, and for no processor of its own choice."""
     builder = torch_api.CppBuilder
     original = builder.get_command_line

@@ -1,4 +1,4 @@
-"""What a loaded module and a loaded gradient function have in common: from arguments to a variant and tensors that it may be given."""
+"""Matches a call of a loaded module, gradient function or step to a variant of its entry, and its arguments to the tensors that native code takes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from .. import torch_api
 from ..errors import InputError, WeightsError
 from ..format.manifest import EntrySpec
 from ..native import tensor_values
+from ..native.bound_state import BoundState
 from ..native.guards import Fast
-from ..native.plan import Library, State, Variant
+from ..native.library import Library
 from ..native.pytree import Types, signature
+from ..native.variant import Variant
 
 _REMEMBERED = 8  # signatures with a fast check; each costs one failing check for the ones behind it
 _RESOLVED = 1024  # signatures whose variant is known
 
 
-class Admitted:
-    """A call whose arguments were found good."""
+class MatchedCall:
+    """A call whose arguments a variant accepts."""
 
     __slots__ = ("flat", "given", "sizes", "variant")
 
@@ -35,7 +37,7 @@ class Admitted:
 class Entry:
     """An entry's variants and state."""
 
-    def __init__(self, name: str, spec: EntrySpec, libraries: Mapping[str, Library], state: State, types: Types, device: torch.device):
+    def __init__(self, name: str, spec: EntrySpec, libraries: Mapping[str, Library], state: BoundState, types: Types, device: torch.device):
         self.name, self.spec, self.state, self.types, self.device = name, spec, state, types, device
         self.libraries = libraries
         self.variants = [Variant(v, libraries, device) for v in spec.variants]
@@ -44,6 +46,10 @@ class Entry:
             by_mode.setdefault(v.spec.mode, set()).add(v.covered)
         self.specialised = any(len(kinds) > 1 for kinds in by_mode.values())
         """Whether variants differ in what they give gradients of."""
+        self.index = {name: i for i, name in enumerate(state.names)}
+        """Places in the state, by name."""
+        for variant in self.variants:
+            variant.index_state(self.index)
         self._fast: list[tuple[Fast, Variant, Mapping[str, int], frozenset[str]]] = []
         self._resolved: dict[Any, Variant] = {}
 
@@ -51,31 +57,27 @@ class Entry:
         libraries = {n: copy.deepcopy(lib, memo) for n, lib in self.libraries.items()}
         return Entry(self.name, self.spec, libraries, self.state.copy(), self.types, self.device)
 
-    def index_plans(self, index: Mapping[str, int]) -> None:
-        for variant in self.variants:
-            variant.index_state(index)
-
-    def admit(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None = None) -> Admitted:
+    def match(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None = None) -> MatchedCall:
         """Finds the variant that serves these arguments; :class:`InputError` says why none does.
 
         ``asked``, where the entry is :attr:`specialised` and gradients are recorded: the parameters that require one."""
         if torch_api.is_watched():
-            return self._admit_watched(mode, args, kwargs, asked)
+            return self._match_watched(mode, args, kwargs, asked)
         for fast, variant, sizes, served in self._fast:
             tensors = _leaves(variant, args, kwargs) if variant.spec.mode == mode else None
             if tensors is not None and fast.holds(tensors) and (not self.specialised or _asked(asked, tensors) == served):
                 variant.check_ambient()
-                return Admitted(variant, tensors, tensors, sizes)
-        return self._admit_slowly(mode, args, kwargs, asked)
+                return MatchedCall(variant, tensors, tensors, sizes)
+        return self._match_slowly(mode, args, kwargs, asked)
 
-    def _admit_watched(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> Admitted:
+    def _match_watched(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> MatchedCall:
         if torch_api.is_traced():
             raise InputError("called while a trace runs (make_fx, torch.export), which would keep the results and not the call; trace around it")
-        admitted = self._admit_slowly(mode, args, kwargs, asked)
-        torch_api.refuse_duals(admitted.given)
-        return admitted
+        matched = self._match_slowly(mode, args, kwargs, asked)
+        torch_api.refuse_duals(matched.given)
+        return matched
 
-    def _admit_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> Admitted:
+    def _match_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> MatchedCall:
         candidates = [v for v in self.variants if v.spec.mode == mode]
         if not candidates:
             modes = sorted({v.spec.mode for v in self.variants})
@@ -88,24 +90,24 @@ class Entry:
         if key in self._resolved:
             candidates.sort(key=lambda v: v is not self._resolved[key])
         elif self.specialised:
-            candidates.sort(key=lambda v: (len(v.gradient_targets), len(v.covered)))
-        short: Admitted | None = None  # what serves the arguments, and has not all gradients that are asked for
+            candidates.sort(key=lambda v: (len(v.wrt), len(v.covered)))
+        short: MatchedCall | None = None  # what serves the arguments, and has not all gradients that are asked for
         for variant in candidates:
             try:
-                admitted, untouched = self._try(variant, args, kwargs)
+                matched, untouched = self._try(variant, args, kwargs)
             except InputError as error:
                 failures.append((variant, error))
                 continue
-            wanted = _asked(asked, admitted.given)
+            wanted = _asked(asked, matched.given)
             if self.specialised and not wanted <= variant.covered:
-                short = admitted  # the largest is the last
+                short = matched  # the largest is the last
                 continue
             if len(self._resolved) < _RESOLVED:
                 self._resolved[key] = variant
             if untouched:
-                self._fast.insert(0, (Fast(admitted.flat), variant, admitted.sizes, wanted))
+                self._fast.insert(0, (Fast(matched.flat), variant, matched.sizes, wanted))
                 del self._fast[_REMEMBERED:]
-            return admitted
+            return matched
         if short is not None:
             return short
         if len(failures) == 1:
@@ -113,10 +115,10 @@ class Entry:
         reasons = "; ".join(f"variant {self.variants.index(v)} {signature(v.spec.in_tree, v.spec.argument_names)}: {e}" for v, e in failures)
         raise InputError(f"none of the {len(failures)} variants of entry {self.name!r} serves this call: {reasons}")
 
-    def _try(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Admitted, bool]:
+    def _try(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[MatchedCall, bool]:
         given = variant.leaves(args, kwargs)
         try:
-            flat, sizes, untouched = variant.contract.admit(given)
+            flat, sizes, untouched = variant.contract.fit(given)
         except RuntimeError as error:
             if not torch_api.in_functorch():
                 raise
@@ -124,7 +126,7 @@ class Entry:
                 "called inside a torch.func transform (vmap, grad, jvp), which native code cannot take part in; export the transformed function"
             ) from error
         variant.check_ambient()
-        return Admitted(variant, given, flat, sizes), untouched
+        return MatchedCall(variant, given, flat, sizes), untouched
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], strict: bool) -> None:
         """Copies ``tensors`` into ``own`` in place; nothing is changed where one of them does not fit."""
@@ -138,12 +140,12 @@ class Entry:
 
 
 def _asked(parameters: frozenset[str] | None, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
-    """What gradients a call asks for, as the manifest names them; nothing where none are recorded."""
+    """What gradients a call asks for, as the manifest names it; nothing where none are recorded."""
     return frozenset() if parameters is None else parameters.union(f"input:{i}" for i, t in enumerate(tensors) if t.requires_grad)
 
 
 def _leaves(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
-    """The flat tensors where the arguments plainly have the variant's structure; None where it must be looked at closely."""
+    """The flat tensors where the arguments have the variant's structure; None where the slow path must say."""
     if variant.flat_arguments:
         return args if not kwargs and len(args) == len(variant.spec.inputs) else None
     try:

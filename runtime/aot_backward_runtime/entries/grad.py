@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from .. import torch_api
 from ..errors import AotBackwardError, ExecutionError
-from ..native.guards import Fast
+from ..native.library import Binding
 from ..native.memory import Ranges
-from ..native.plan import Binding, Runnable, Variant
-from ..native.pytree import unflatten
-from .bound_parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
-from .dispatch import Admitted, Entry
+from ..native.plan import Runnable
+from .bound_parameter import BoundParameter, Watch, apply_hooks, bound, has_hooks, resizable
+from .call_cache import CachedCall
+from .dispatch import Entry, MatchedCall
 
 
 class LoadedGrad:
@@ -41,10 +40,9 @@ class LoadedGrad:
         self._held = [made[spec.weight] for spec in entry.spec.state]
         self._named: Mapping[str, torch.Tensor] = MappingProxyType({s.name: made[s.weight] for s in entry.spec.state})
         self._weak = [weakref.ref(t) for t in self._held]
-        entry.index_plans({name: i for i, name in enumerate(entry.state.names)})
         self.training = entry.spec.training
         self._functional = {v.spec.mode for v in entry.variants} == {""}
-        self._last: _Ready | None = None
+        self._last: _GradCall | None = None
         self._binding: Binding | None = None
         self._watched = shared and any(map(resizable, self._held))
         if self._watched:
@@ -58,7 +56,9 @@ class LoadedGrad:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         last = self._last
-        if last is None or kwargs or (self._watched and self._watch.stirred()) or not last.fits(args):
+        if last is None or kwargs or (self._watched and self._watch.changed()) or not last.fits(args):
+            return self._look_closely(args, kwargs)
+        if last.may_have_hooks and any(has_hooks(args[i]) for i in last.may_have_hooks):
             return self._look_closely(args, kwargs)
         inputs: Any = args if last.order is None else [args[i] for i in last.order]
         if last.writes:
@@ -107,96 +107,64 @@ class LoadedGrad:
     def _look_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         entry = self._entry
         mode = "" if self._functional else "train" if self.training else "eval"
-        admitted = entry.admit(mode, args, kwargs)
+        matched = entry.match(mode, args, kwargs)
         binding = entry.state.refresh([t.detach() for t in self._held])
         if binding is not self._binding:
-            self._last = None  # its library is not the one that is bound anew here, where this call is of another kind
+            self._last = None  # it may use another library than this call, and that one is not bound again here
             self._binding = binding
-        runnable = admitted.variant.plans["gradient"]
+        runnable = matched.variant.plans["gradient"]
         written = runnable.written(binding, self._held) if runnable.writes else None
         if written is not None:
-            runnable.refuse_its_own(written, admitted.given, admitted.variant.spec.inputs)
-        ready = _Ready(entry, admitted.variant, runnable, admitted.sizes, self._held, written)
-        if ready.writes:
-            torch.autograd.graph.increment_version(ready.writes)
+            runnable.refuse_overlap(written, matched.given, matched.variant.spec.inputs)
+        call = _GradCall(entry, matched, runnable, self._held, written)
+        if call.writes:
+            torch.autograd.graph.increment_version(call.writes)
         with torch.no_grad():
-            results = runnable.call(binding, admitted.flat, admitted.sizes)
-        hooks = any(list(map(has_hooks, self._named.values())))  # a list, since asking has each tell of its next hook
+            results = runnable.call(binding, matched.flat, matched.sizes)
+        hooks = any(list(map(has_hooks, self._named.values())))  # a list: asking each tensor has its next registration noticed
         self._watch.settle(hooks)
-        if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
-            ready.remember(args)
-            self._last = ready
-        value, gradients = ready.finish(results, admitted.given)
-        return value, self._hooked(gradients, admitted) if hooks or any(t.requires_grad for t in admitted.given) else gradients
+        if call.remember(matched, args):
+            self._last = call
+        value, gradients = call.finish(results, matched.given)
+        return value, self._hooked(gradients, matched) if hooks or any(t.requires_grad for t in matched.given) else gradients
 
-    def _hooked(self, gradients: Any, admitted: Admitted) -> Any:
+    def _hooked(self, gradients: Any, matched: MatchedCall) -> Any:
         """``gradients`` after the hooks on what they are the gradients of."""
         spec = self._entry.spec
         named = {spec.names[0]: gradients} if spec.single else gradients
         sources: dict[str, torch.Tensor] = {}
         for name, target in zip(spec.names, spec.wrt, strict=True):
             kind, _, where = target.partition(":")
-            tensor = admitted.given[int(where)] if kind == "input" else self._named[where]
+            tensor = matched.given[int(where)] if kind == "input" else self._named[where]
             if named[name] is not None and has_hooks(tensor):
                 sources[name] = tensor
-        made = dict(zip(sources, through_hooks(list(sources.values()), [named[n] for n in sources]), strict=True)) if sources else {}
+        made = dict(zip(sources, apply_hooks(list(sources.values()), [named[n] for n in sources]), strict=True)) if sources else {}
         named = {n: made.get(n, g) for n, g in named.items()}
         return named[spec.names[0]] if spec.single else named
 
 
-class _Ready:
-    """What is left to do when the same kind of call comes again."""
+class _GradCall(CachedCall):
+    """A cached call with the places of its gradients among the results."""
 
-    def __init__(
-        self, entry: Entry, variant: Variant, runnable: Runnable, sizes: Mapping[str, int], held: list[torch.Tensor], written: Ranges | None
-    ):
-        """``written``: the memory that the call writes, if any."""
-        self.written = written
-        self.variant, self.runnable, self.sizes, self.held, self.types = variant, runnable, sizes, held, entry.types
+    __slots__ = ("_gradients", "_names", "_single", "may_have_hooks", "writes")
+
+    def __init__(self, entry: Entry, matched: MatchedCall, runnable: Runnable, held: Sequence[torch.Tensor], written: Ranges | None):
+        super().__init__(entry, matched, runnable, held, written)
         spec = entry.spec
-        self.index = {name: i for i, name in enumerate(entry.state.names)}
-        self.names, self.single = spec.names, spec.single
-        self.gradients = [runnable.gradients.get(t) for t in spec.wrt]
-        self.plain = variant.spec.out_tree.kind == "tensor" and runnable.outputs == [("result", 0)]
-        where = [i for _, i in runnable.operands]
-        self.only_inputs = all(kind == "input" for kind, _ in runnable.operands)
-        self.order = None if where == list(range(len(variant.spec.inputs))) else where
+        self._names, self._single = spec.names, spec.single
+        self._gradients = [runnable.gradients.get(t) for t in spec.wrt]
         self.writes = [held[i] for i in runnable.writes]
-        self.count = len(variant.spec.inputs)
-        self.ready = False
-        self.differentiated = [int(t.removeprefix("input:")) for t in spec.wrt if t.startswith("input:")]
-        self.may_have_hooks: list[int] = []  # what requires no gradient has none, and requiring one is part of the check
-
-    def remember(self, args: Sequence[torch.Tensor]) -> None:
-        """From now on calls like ``args`` need only the check in C. The library is bound already."""
-        if self.only_inputs and self.runnable.library is not None:
-            fast = Fast(args)
-            self.holds, self.native = fast.holds, self.runnable.library.raw_run
-            self.may_have_hooks = [i for i in self.differentiated if args[i].requires_grad]
-            self.ready = True
-
-    def fits(self, args: Sequence[torch.Tensor]) -> bool:
-        if not self.ready or len(args) != self.count or torch_api.is_watched() or not self.holds(args):
-            return False
-        if self.may_have_hooks and any(has_hooks(args[i]) for i in self.may_have_hooks):
-            return False
-        self.variant.check_ambient()
-        if self.written is not None:
-            self.runnable.refuse_its_own(self.written, args, self.variant.spec.inputs)
-        return True
+        # of the inputs: one that requires no gradient has no hook on it, and the check in C compares whether it requires one
+        inputs = [int(t.removeprefix("input:")) for t in spec.wrt if t.startswith("input:")]
+        self.may_have_hooks = [i for i in inputs if matched.given[i].requires_grad]
 
     def failed(self, error: RuntimeError) -> ExecutionError:
         assert self.runnable.library is not None
         return error if isinstance(error, ExecutionError) else self.runnable.library.failed(error)
 
     def finish(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        if self.plain:
-            value: Any = results[0]
-        else:
-            self.variant.share(self.runnable, results, self.sizes)
-            flat = [results[w] if k == "result" else given[w] if k == "input" else self.held[self.index[w]] for k, w in self.runnable.outputs]
-            value = unflatten(self.variant.spec.out_tree, flat, self.sizes, self.types)
-        if self.single:
-            i = self.gradients[0]
+        value = results[0] if self.plain else self.value(results, given)
+        if self._single:
+            i = self._gradients[0]
             return value, None if i is None else results[i]
-        return value, {n: None if i is None else results[i] for n, i in zip(self.names, self.gradients, strict=True)}
+        return value, {n: None if i is None else results[i] for n, i in zip(self._names, self._gradients, strict=True)}

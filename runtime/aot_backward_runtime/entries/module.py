@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import torch_api
-from ..errors import GradientError, InputError, StateDictError, WeightsError
+from ..errors import InputError, StateDictError, WeightsError
 from ..format.manifest import StateSpec
 from ..native import tensor_values
-from ..native.plan import Binding, Lease, Runnable, Variant
+from ..native.plan import Runnable
 from ..native.pytree import unflatten
-from .dispatch import Admitted, Entry
-
-_NO_DOUBLE = (
-    "a derivative was asked for of a compiled backward that holds none of that order: export the module with order=2 for the second, or the "
-    "gradients themselves as a program (export_grad of a function that calls torch.autograd.grad(..., create_graph=True)), or use eager"
-)
+from .autograd_function import DifferentiableCall, NativeFunction, differentiated
+from .dispatch import Entry, MatchedCall
 
 
 class LoadedModule(nn.Module):
@@ -41,8 +36,6 @@ class LoadedModule(nn.Module):
             _place(self, spec, made, tensors)
         self._aot_entry = entry
         self._aot_slots = _Slots([_slot(self, name) for name in entry.state.names])
-        self._aot_index = {name: i for i, name in enumerate(entry.state.names)}
-        entry.index_plans(self._aot_index)
         modes = {v.spec.mode: frozenset(v.spec.set_apart) for v in entry.variants}
         self._aot_apart = {mode: modes.get(mode, frozenset()) for mode in ("train", "eval")}
         self.train(entry.spec.training)
@@ -55,25 +48,24 @@ class LoadedModule(nn.Module):
             torch_api.refuse_duals(current)
         asked = None
         if entry.specialised and torch.is_grad_enabled():
-            pairs = zip(entry.state.names, current, entry.state.owned, strict=True)
-            asked = frozenset([f"parameter:{name}" for name, tensor, owned in pairs if owned and tensor is not None and tensor.requires_grad])
-        admitted = entry.admit("train" if self.training else "eval", args, kwargs, asked)
-        variant = admitted.variant
+            asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
+        matched = entry.match("train" if self.training else "eval", args, kwargs, asked)
+        variant = matched.variant
         binding = entry.state.refresh(current)
         runnable = variant.plans.get("inference") or variant.plans["forward"]
         if runnable.writes:
-            runnable.refuse_its_own(runnable.written(binding, current), admitted.given, variant.spec.inputs)
+            runnable.refuse_overlap(runnable.written(binding, current), matched.given, variant.spec.inputs)
         if torch.is_grad_enabled():
-            targets, sources = _wanted(entry, variant, current, admitted)
-            if targets:
-                run = _Run(admitted, variant.plans["forward"], binding, current, targets)
-                return self._aot_assemble(run.runnable, admitted, current, _Native.apply(run, *sources))
+            wrt, sources = differentiated(entry, variant, current, matched)
+            if wrt:
+                call = DifferentiableCall(matched, variant.plans["forward"], binding, current, wrt)
+                return self._aot_assemble(call.runnable, matched, current, NativeFunction.apply(call, *sources))
         with torch.no_grad():
-            _note_writes(runnable, current)
-            values = runnable.call(binding, admitted.flat, admitted.sizes)
+            runnable.increment_versions(current)
+            values = runnable.call(binding, matched.flat, matched.sizes)
         if variant.spec.shared:
-            variant.share(runnable, values, admitted.sizes)
-        return self._aot_assemble(runnable, admitted, current, [values[i] for i in runnable.results])
+            variant.share(runnable, values, matched.sizes)
+        return self._aot_assemble(runnable, matched, current, [values[i] for i in runnable.results])
 
     def train(self, mode: bool = True) -> LoadedModule:
         apart = self._aot_apart["train" if mode else "eval"]
@@ -118,12 +110,12 @@ class LoadedModule(nn.Module):
         except KeyError as error:
             raise WeightsError(f"the parameter or buffer {error.args[0]!r} was deleted from the loaded module; load the package again") from error
 
-    def _aot_assemble(self, runnable: Runnable, admitted: Admitted, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
+    def _aot_assemble(self, runnable: Runnable, matched: MatchedCall, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
         made = iter(results)
         flat = []
         for kind, where in runnable.outputs:
-            flat.append(next(made) if kind == "result" else admitted.given[where] if kind == "input" else current[self._aot_index[where]])
-        return unflatten(admitted.variant.spec.out_tree, flat, admitted.sizes, self._aot_entry.types)
+            flat.append(next(made) if kind == "result" else matched.given[where] if kind == "input" else current[self._aot_entry.index[where]])
+        return unflatten(matched.variant.spec.out_tree, flat, matched.sizes, self._aot_entry.types)
 
     def __reduce__(self) -> Any:
         raise TypeError("a loaded module cannot be pickled: pickle its state_dict(), and load the package again")
@@ -141,7 +133,7 @@ class LoadedModule(nn.Module):
                 theirs.requires_grad_(mine.requires_grad)
                 theirs.grad = None if mine.grad is None else mine.grad.clone()
         memo[id(self)] = out
-        for name, value in self.__dict__.items():  # what is the person's own: attributes and hooks
+        for name, value in self.__dict__.items():  # the caller's own attributes and hooks
             if name not in out.__dict__ or name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
                 out.__dict__[name] = copy.deepcopy(value, memo)
         for name, module in self._modules.items():
@@ -197,202 +189,6 @@ class _Part(nn.Module):
 
 def _refuse_change(name: str) -> None:
     raise InputError(f"{name!r} of a loaded module cannot be changed: what it would do is compiled. Change it before the export")
-
-
-class _Run:
-    """One forward call, kept for its backward."""
-
-    __slots__ = (
-        *("__weakref__", "admitted", "backward", "binding", "consumed", "current", "lease", "random", "runnable", "shared", "sources", "targets"),
-    )
-
-    def __init__(self, admitted: Admitted, runnable: Runnable, binding: Binding, current: Sequence[torch.Tensor], targets: Sequence[str]):
-        self.admitted, self.runnable, self.binding, self.current, self.targets = admitted, runnable, binding, current, targets
-        self.backward = admitted.variant.plans["backward"]
-        self.sources: Sequence[torch.Tensor] = ()
-        self.shared = False  # whether hooks have got hold of the saved tensors
-        self.consumed = False  # whether a backward may have overwritten them
-        self.lease: Lease | None = None  # where what was saved lies at places that are used again
-        self.random: list[torch.Tensor] = []  # the state that the random numbers were drawn from, where they must be drawn again
-
-
-class _Native(torch.autograd.Function):
-    """One node of the autograd graph for the whole compiled program. Its tensor arguments are what gradients are asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        runnable, flat, current, double = run.runnable, run.admitted.flat, run.current, run.admitted.variant.double
-        ctx.set_materialize_grads(False)
-        if double is not None and double.spec.random:
-            run.random = _random_state(double)
-        _note_writes(runnable, current)
-        hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies, and keep what they got
-        if runnable.library is not None and runnable.library.lends:
-            results, run.lease = runnable.lend(run.binding, flat, run.admitted.sizes, run, hooked)
-            shown = results if run.lease is None else run.lease.shown(runnable.results)
-        else:
-            shown = results = runnable.call(run.binding, flat, run.admitted.sizes)
-        differentiable = run.admitted.variant.reaching(run.targets)
-        if run.admitted.variant.spec.shared:
-            detached = [n for n in range(len(runnable.outputs)) if n not in differentiable]
-            run.admitted.variant.share(runnable, shown, run.admitted.sizes, detached)
-
-        def pick(kind: str, where: Any) -> torch.Tensor:
-            return results[where] if kind == "result" else flat[where] if kind == "input" else current[where]
-
-        kept = [pick(*s) for s in runnable.saved]
-        # what the backward reads itself, and what shares memory with what was saved, is kept for autograd's version check only
-        read = [current[i] for i in run.backward.reads]
-        if double is None:
-            run.current = ()  # not to keep the parameters alive beside autograd's own references
-        else:  # what is differentiated again comes back with its history, which only autograd knows
-            read += [current[i] for i in double.plans["forward"].reads]
-        if run.lease is not None:
-            read += [shown[i] for kind, i in (*runnable.saved, *runnable.watched) if kind == "result" and shown[i] is not results[i]]
-        ctx.save_for_backward(*kept, *(pick(*s) for s in runnable.watched), *read, *(sources if double is not None else ()))
-        ctx.sources = len(sources)
-        run.sources = sources
-        run.shared = bool(run.backward.consumes) and hooked
-        inputs = [] if hooked else [i for i, (kind, _) in enumerate(runnable.saved) if kind == "input"]
-        ctx.memory = [(i, kept[i].data_ptr(), kept[i].shape) for i in inputs]
-        ctx.run = run
-        ctx.mark_non_differentiable(*(shown[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
-        return tuple(shown[i] for i in runnable.results)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        run, saved = ctx.run, ctx.saved_tensors
-        if run.consumed:
-            raise GradientError(
-                "an earlier backward of this graph failed half-way, and may have overwritten what it had saved: run the forward again"
-            )
-        for i, address, shape in ctx.memory:
-            if saved[i].data_ptr() != address or saved[i].shape != shape:
-                raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
-        variant, sizes = run.admitted.variant, run.admitted.sizes
-        given = [incoming[i] for i in variant.incoming]
-        if variant.double is not None and torch.is_grad_enabled():
-            return (None, *_once_more(run, saved[len(saved) - ctx.sources :], given, ctx.needs_input_grad[1:]))
-        with torch.no_grad():
-            cotangents = variant.admit_cotangents(given, sizes)
-            if run.backward.consumes:
-                if run.shared or torch_api.keeps_graph():
-                    saved = run.backward.spared(saved)
-                else:
-                    run.consumed = True
-            if run.lease is None:
-                results = run.backward.call(run.binding, run.admitted.flat, sizes, saved, cotangents)
-            else:
-                results = _after(run, run.lease, saved, cotangents)
-            made = run.backward.gradients if None not in given else run.backward.reached(given)
-            gradients = [results[made[t]] if needed and t in made else None for t, needed in zip(run.targets, ctx.needs_input_grad[1:], strict=True)]
-        if torch.is_grad_enabled():  # create_graph=True
-            there = [g for g in gradients if g is not None]
-            refusing = iter(_Refusing.apply(there, *run.sources, *(t for t in given if t is not None)))
-            gradients = [None if g is None else next(refusing) for g in gradients]
-        return (None, *gradients)
-
-
-def _after(run: _Run, lease: Lease, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The backward of a forward that has lent what it saved. Inputs are taken where the forward read them: they still hold what they held, as
-    autograd has checked."""
-    inputs = [lease.input(i, t) for i, t in enumerate(run.admitted.flat)]
-    kept = [lease.input(w, t) if kind == "input" else t for (kind, w), t in zip(run.runnable.saved, saved, strict=False)]
-    results = run.backward.call(run.binding, inputs, run.admitted.sizes, kept, cotangents, lease)
-    if not torch_api.keeps_graph():
-        lease.end()
-    return results
-
-
-def _once_more(run: _Run, sources: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
-    """The gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: of the forward, as autograd knows them."""
-    variant = run.admitted.variant
-    double = variant.double
-    assert double is not None
-    inputs: list[torch.Tensor] = list(run.admitted.flat)
-    parameters = []
-    for target, source in zip(run.targets, sources, strict=True):
-        kind, _, where = target.partition(":")
-        if kind == "input":
-            inputs[int(where)] = source
-        else:
-            parameters.append((target, source))
-    tensors = [*inputs, *variant.materialized(given, run.admitted.sizes)]
-    fitting, sizes, _ = double.contract.admit(tensors)
-    needing = [(f"input:{i}", t) for i, t in enumerate(tensors) if t.requires_grad] + parameters
-    runnable = double.plans["forward"]
-    again = _Run(Admitted(double, tensors, fitting, sizes), runnable, run.binding, run.current, [t for t, _ in needing])
-    with _drawing_from(run.random, double):
-        made = _Native.apply(again, *(source for _, source in needing))
-    gradients = dict(zip(double.spec.gives, made, strict=True))
-    reached = run.backward.gradients if None not in given else run.backward.reached(given)
-    return [gradients.get(t) if asked and t in reached else None for t, asked in zip(run.targets, needed, strict=True)]
-
-
-def _random_state(variant: Variant) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(variant.device)] if variant.device.type == "cuda" else [])]
-
-
-@contextlib.contextmanager
-def _drawing_from(states: Sequence[torch.Tensor], variant: Variant) -> Iterator[None]:
-    """Random numbers inside are those that were drawn from ``states``, if any; the present state is left as it is."""
-    if not states:
-        yield
-        return
-    with torch.random.fork_rng(devices=[variant.device] if variant.device.type == "cuda" else []):
-        torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1], variant.device)
-        yield
-
-
-class _Refusing(torch.autograd.Function):
-    """The same gradients, with a node behind them that raises when it is differentiated with regard to anything that they come from."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *history: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(g.detach() for g in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Any) -> Any:
-        raise GradientError(_NO_DOUBLE)
-
-
-def _wanted(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], admitted: Admitted) -> tuple[list[str], list[torch.Tensor]]:
-    """What gradients are asked for in this call, as the manifest names them, and the tensors; an error where the package has none for one."""
-    known, covered = variant.gradient_targets, variant.covered
-    targets, sources = [], []
-    for name, tensor, owned in zip(entry.state.names, current, entry.state.owned, strict=True):
-        if owned and tensor.requires_grad:
-            target = f"parameter:{name}"
-            if target not in covered:
-                raise GradientError(
-                    f"{name} requires a gradient, and was frozen when the package was exported: freeze it again, or export it unfrozen "
-                    f"(a Variant with requires_grad=[…, {name!r}])"
-                )
-            if target in known:
-                targets.append(target)
-                sources.append(tensor)
-    for i, tensor in enumerate(admitted.given):
-        if tensor.requires_grad:
-            target = f"input:{i}"
-            if target not in covered:
-                name = variant.spec.inputs[i].name
-                raise GradientError(
-                    f"input {name} requires a gradient, and did not when the package was exported: pass {name}.detach(), or export a Variant "
-                    f"with requires_grad=[…, {name!r}]"
-                )
-            if target in known:
-                targets.append(target)
-                sources.append(tensor)
-    return targets, sources
-
-
-def _note_writes(runnable: Runnable, current: Sequence[torch.Tensor]) -> None:
-    """Native code writes buffers through pointers: bump their versions, so that whoever saved one of them notices. Before it runs, because an
-    interrupt may come right behind it."""
-    if runnable.writes:
-        torch.autograd.graph.increment_version([current[i] for i in runnable.writes])
 
 
 def _slot(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -1,10 +1,11 @@
-"""One captured CUDA graph: the places that a call fills, those that a replay overwrites, and who still reads them."""
+"""One captured CUDA graph: its static inputs and outputs, and the backward that still reads the outputs."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,46 +14,48 @@ from .. import torch_api
 
 
 class CapturedGraph:
-    """One capture: the places that a call fills, and those that it overwrites."""
+    """One capture: the inputs that a call copies into, and the outputs that a replay overwrites."""
 
     def __init__(self, inputs: Sequence[torch.Tensor], fixed: frozenset[int], replay: Callable[[], None], outputs: list[torch.Tensor], pool: Any):
-        """``pool``: of its own, in which no other graph writes but its backward's; or None."""
+        """``fixed``: addresses of inputs that are read in place. ``pool``: a memory pool of its own, in which no other graph writes but its
+        backward's; or None."""
         self.inputs, self.outputs, self._replay, self.pool = inputs, outputs, replay, pool
         self._fixed = [i for i, t in enumerate(inputs) if t.data_ptr() in fixed]
-        self._filled = [(i, _once(t)) for i, t in enumerate(inputs) if t.numel() and i not in self._fixed]
-        self._narrow = [i for i, _ in self._filled if 0 in inputs[i].stride()]
-        self._holder: Callable[[], Any] = _nobody
-        self.after: dict[Any, Any] = {}  # what the backward keeps of its own graphs, which read what this one lends
+        self._copied = [(i, _without_expansion(t)) for i, t in enumerate(inputs) if t.numel() and i not in self._fixed]
+        self._expanded = [i for i, _ in self._copied if 0 in inputs[i].stride()]
+        self._reader: Callable[[], Any] = _nobody
+        self.backward_graphs: dict[Any, Any] = {}  # by library: graphs that read this one's outputs in place
         shared = Counter(t.untyped_storage().data_ptr() for t in outputs if t.numel())
         self._plain = [shared[t.untyped_storage().data_ptr()] < 2 and torch.empty_like(t).stride() == t.stride() for t in outputs]
 
-    def places(self) -> frozenset[int]:
-        """Where its inputs and results lie."""
+    def addresses(self) -> frozenset[int]:
+        """Of its inputs and outputs."""
         return frozenset(t.data_ptr() for t in (*self.inputs, *self.outputs) if t.numel())
 
     @property
-    def lent(self) -> bool:
-        """Whether a backward that reads its results is still to come."""
-        return self._holder() is not None
+    def awaits_backward(self) -> bool:
+        """Whether a backward that reads its outputs is still to come."""
+        return self._reader() is not None
 
-    def lend(self, holder: Any) -> None:
-        self._holder = weakref.ref(holder)
+    def keep_for(self, reader: Any) -> None:
+        """Until :meth:`release`, or as long as ``reader`` lives, the graph must not be replayed."""
+        self._reader = weakref.ref(reader)
 
-    def give_back(self) -> None:
-        self._holder = _nobody
+    def release(self) -> None:
+        self._reader = _nobody
 
-    def takes(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether the tensors that are read where they lie are the ones that lay there at the capture."""
+    def reads_from(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether the inputs that are read in place are where they were at the capture."""
         return all(given[i].data_ptr() == self.inputs[i].data_ptr() for i in self._fixed)
 
     def replay(self, given: Sequence[torch.Tensor]) -> None:
-        if self._filled:
-            sources = [_once(given[i]) if i in self._narrow else given[i] for i, _ in self._filled]
-            torch_api.foreach_copy_([place for _, place in self._filled], sources)
+        if self._copied:
+            sources = [_without_expansion(given[i]) if i in self._expanded else given[i] for i, _ in self._copied]
+            torch_api.foreach_copy_([place for _, place in self._copied], sources)
         self._replay()
 
-    def copied(self, which: Iterable[int] | None = None) -> list[torch.Tensor]:
-        """The results, all of them or those of the numbers ``which`` in memory of their own. Where results share memory, so do the copies."""
+    def copies(self, which: Iterable[int] | None = None) -> list[torch.Tensor]:
+        """The outputs, with copies of all of them, or of those of the numbers ``which``. Where outputs share memory, so do the copies."""
         out = list(self.outputs)
         places, sources = [], []
         storages: dict[int, torch.UntypedStorage] = {}
@@ -73,19 +76,42 @@ class CapturedGraph:
         return out
 
 
+class PooledOutputs:
+    """The outputs of a forward that stay in the memory pool of its graph until the backward has read them."""
+
+    def __init__(self, graph: CapturedGraph, operands: Iterable[tuple[str, Any]], lock: AbstractContextManager[Any], in_order: Callable[[], None]):
+        """``operands``: what the graph's inputs are. ``lock``, ``in_order``: of :class:`.cuda_graphs.Graphs`."""
+        self.graph, self._lock, self._in_order = graph, lock, in_order
+        self._inputs = {where: graph.inputs[i] for i, (kind, where) in enumerate(operands) if kind == "input"}
+
+    def input(self, number: int, given: torch.Tensor) -> torch.Tensor:
+        """The static tensor that the forward read as input ``number``; ``given`` where it did not read it."""
+        return self._inputs.get(number, given)
+
+    def with_copies(self, which: Iterable[int]) -> list[torch.Tensor]:
+        """The outputs, with copies of those of the numbers ``which``, which go to the caller."""
+        with self._lock:
+            self._in_order()
+            return self.graph.copies(which)
+
+    def release(self) -> None:
+        """The graph may be replayed again."""
+        self.graph.release()
+
+
 def _nobody() -> None:
     return None
 
 
-def place_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory that lies as ``tensor`` does, filled with it: capturing may look at sizes that come from values."""
+def static_input(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same strides, with the values copied: a capture may read sizes from values."""
     place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    _once(place).copy_(_once(tensor))
+    _without_expansion(place).copy_(_without_expansion(tensor))
     return place
 
 
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with each expanded dimension, every index of which is the same place, at its first index alone."""
+def _without_expansion(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with each expanded dimension (stride 0) narrowed to its first index."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -1,10 +1,10 @@
 """CUDA graphs of compiled code: ``load(path, cudagraphs=True)``.
 
-A CUDA graph is a list of launches at fixed addresses, which one call replays. Parameters, buffers and the optimizer's state stay where they are; of
-each other input there is a copy at a fixed place, which a call fills; results lie at fixed places too, and the caller gets copies of them, since the
-next replay overwrites them. A forward whose backward is to come *lends* its saved tensors as they lie, without a copy, and is not replayed until they
-are given back: its graph has a pool of memory of its own, and its backward's with it, since graphs of one pool write where another's results lie. All
-other graphs of a package share one, which is sound because none runs beside another, and their results are copied before the next.
+A CUDA graph is a list of launches at fixed addresses, which one call replays. Parameters, buffers and the optimizer's state stay where they are. Each
+other input has a static copy, which a call fills; outputs are static too, and the caller gets copies of them, since the next replay overwrites them.
+A forward whose backward is to come leaves its saved tensors in its graph's memory pool, without a copy, and is not replayed until the backward has
+read them: its graph shares that pool with its backward's alone, since graphs of one pool write where another's outputs are. All other graphs of a
+package share one pool, which is sound because no two run at once, and their outputs are copied before the next replay.
 
 The first call at a list of shapes runs as without graphs (kernels are loaded, workspaces made), the second is captured. What cannot be captured, or
 not now, runs as without graphs; :class:`GraphReport` counts it with the reason.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol
@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import torch
 
 from .. import torch_api
-from .captured_graph import CapturedGraph, place_for
+from .captured_graph import CapturedGraph, PooledOutputs, static_input
 from .cuda_library import capturing
-from .plan import Binding, Lease, Library
+from .library import Binding, Library
 
 SHAPES = 64  # lists of shapes of one library that have graphs
 WAITING = 4  # forwards of one list of shapes that may wait for their backward
@@ -142,56 +142,10 @@ class _At:
         self.generation = 0
 
 
-class Lent(Lease):
-    """Saved tensors that lie in a graph of the forward."""
-
-    def __init__(self, graph: CapturedGraph, operands: Iterable[tuple[str, Any]], graphs: Graphs):
-        self._graph, self._graphs = graph, graphs
-        self._inputs = {where: graph.inputs[i] for i, (kind, where) in enumerate(operands) if kind == "input"}
-
-    def input(self, number: int, given: torch.Tensor) -> torch.Tensor:
-        return self._inputs.get(number, given)
-
-    def shown(self, to_caller: Iterable[int]) -> list[torch.Tensor]:
-        with self._graphs.lock:
-            self._graphs.recorder.in_order()
-            return self._graph.copied(to_caller)
-
-    def run(self, library: Library, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-        if isinstance(library, GraphedLibrary):
-            return library.run_after(self._graph, operands)
-        return library.run(operands)
-
-    def end(self) -> None:
-        self._graph.give_back()
-
-
-class Apart(Lease):
-    """A forward that ran without a graph: its backward does, too, since a graph would have to copy all that was saved."""
-
-    def __init__(self, results: list[torch.Tensor]):
-        self._results = results
-
-    def input(self, number: int, given: torch.Tensor) -> torch.Tensor:
-        return given
-
-    def shown(self, to_caller: Iterable[int]) -> list[torch.Tensor]:
-        results, self._results = self._results, []  # not to keep them for the backward, which has what it needs
-        return results
-
-    def run(self, library: Library, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-        if isinstance(library, GraphedLibrary):
-            return library.run_apart(operands)
-        return library.run(operands)
-
-    def end(self) -> None:
-        pass
-
-
 class GraphedLibrary(Library):
     """``inner``, replayed as CUDA graphs where that can be done."""
 
-    lends = True
+    pools_outputs = True
 
     def __init__(self, inner: Library, graphs: Graphs):
         super().__init__(inner.path, inner.spec, inner.device)
@@ -220,7 +174,7 @@ class GraphedLibrary(Library):
             if graph is None:
                 return self.inner.run(inputs)
             self._replay(graph, inputs)
-            return graph.copied()
+            return graph.copies()
 
     @property
     def is_one_call(self) -> bool:
@@ -230,46 +184,42 @@ class GraphedLibrary(Library):
     def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         return self.run
 
-    def lend(
+    def run_forward(
         self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], holder: Any, hooked: bool
-    ) -> tuple[list[torch.Tensor], Lease | None]:
+    ) -> tuple[list[torch.Tensor], PooledOutputs | None]:
         with self._graphs.lock:
             if hooked:
                 self._graphs.plain("saved-tensor hooks are at work, which may keep what they get")
-            graph = None if hooked else self._for_shapes(inputs, lends=True)
+            graph = None if hooked else self._for_shapes(inputs, pooled=True)
             if graph is None:
-                results = self.inner.run(inputs)
-                return results, Apart(results)
+                return self.inner.run(inputs), None
             self._replay(graph, inputs)
-            graph.lend(holder)
-            return list(graph.outputs), Lent(graph, operands, self._graphs)
+            graph.keep_for(holder)
+            return list(graph.outputs), PooledOutputs(graph, operands, self._graphs.lock, self._graphs.recorder.in_order)
 
-    def run_after(self, forward: CapturedGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The backward of what ``forward`` has lent."""
+    def run_backward(self, inputs: list[torch.Tensor], pooled: PooledOutputs | None) -> list[torch.Tensor]:
         with self._graphs.lock:
-            at = forward.after.get(self)
+            if pooled is None:  # a graph would have to copy all saved tensors
+                self._graphs.plain("the backward of a forward that ran without")
+                self._ran.add(_shapes(inputs))
+                return self.inner.run(inputs)
+            forward = pooled.graph
+            at = forward.backward_graphs.get(self)
             if at is None or at.generation != self._generation:
-                at = forward.after[self] = _At()
+                at = forward.backward_graphs[self] = _At()
                 at.generation, at.warm = self._generation, _shapes(inputs) in self._ran
             graph = self._at_hand(at, inputs, forward=forward)
-            if graph is not None and not graph.takes(inputs):
+            if graph is not None and not graph.reads_from(inputs):
                 self._graphs.plain("retain_graph=True, where the backward overwrites what it reads")
                 graph = None
             if graph is None:
                 self._graphs.recorder.in_order()
                 return self.inner.run(inputs)
             self._replay(graph, inputs)
-            return graph.copied()
+            return graph.copies()
 
-    def run_apart(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The backward of a forward that ran without a graph."""
-        with self._graphs.lock:
-            self._graphs.plain("the backward of a forward that ran without")
-            self._ran.add(_shapes(inputs))
-            return self.inner.run(inputs)
-
-    def _for_shapes(self, inputs: Sequence[torch.Tensor], lends: bool = False) -> CapturedGraph | None:
-        """``lends``: its results are read after other graphs were replayed."""
+    def _for_shapes(self, inputs: Sequence[torch.Tensor], pooled: bool = False) -> CapturedGraph | None:
+        """``pooled``: its outputs stay in a pool of their own while other graphs are replayed."""
         key = _shapes(inputs)
         at = self._at.get(key)
         if at is None:
@@ -279,10 +229,11 @@ class GraphedLibrary(Library):
             if len(self._at) >= 16 * SHAPES:  # most have come once, and may be forgotten
                 self._at = {k: known for k, known in self._at.items() if known.graphs}
             at = self._at[key] = _At()
-        return self._at_hand(at, inputs, lends)
+        return self._at_hand(at, inputs, pooled)
 
-    def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], lends: bool = False, forward: CapturedGraph | None = None) -> CapturedGraph | None:
-        """A graph that may be replayed now, captured if need be; None, and counted, where there is none. ``forward``: what lent, of a backward."""
+    def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], pooled: bool = False, forward: CapturedGraph | None = None) -> CapturedGraph | None:
+        """A graph that may be replayed now, captured if need be; None, and counted, where there is none. ``forward``: the graph whose outputs a
+        backward reads."""
         if not self._unfit and (unsafe := [name for name in self.spec.operators if _unsafe(name)]):
             self._unfit = f"{unsafe[0]} is tagged torch.Tag.cudagraph_unsafe"
         if reason := self._unfit or self._graphs.recorder.hindrance():
@@ -292,22 +243,22 @@ class GraphedLibrary(Library):
             at.warm = True
             self._graphs.plain(WARM_UP)
             return None
-        fitting = [g for g in at.graphs if g.pool is not None or not lends]
-        graph = next((g for g in fitting if not g.lent), None)
+        fitting = [g for g in at.graphs if g.pool is not None or not pooled]
+        graph = next((g for g in fitting if not g.awaits_backward), None)
         if graph is None and len(fitting) >= WAITING:
             self._graphs.plain(f"{WAITING} forwards of these shapes wait for their backward")
             return None
-        return graph or self._captured(at, inputs, lends, forward)
+        return graph or self._captured(at, inputs, pooled, forward)
 
-    def _captured(self, at: _At, inputs: Sequence[torch.Tensor], lends: bool, forward: CapturedGraph | None) -> CapturedGraph | None:
+    def _captured(self, at: _At, inputs: Sequence[torch.Tensor], pooled: bool, forward: CapturedGraph | None) -> CapturedGraph | None:
         if any(t.device != self.device and t.numel() for t in inputs):
             self._unfit = f"{self.spec.member} reads a tensor on the CPU"
             self._graphs.plain(self._unfit)
             return None
-        recorder, fixed = self._graphs.recorder, forward.places() if forward is not None else frozenset[int]()
-        pool = forward.pool if forward is not None else recorder.pool() if lends else None
+        recorder, fixed = self._graphs.recorder, forward.addresses() if forward is not None else frozenset[int]()
+        pool = forward.pool if forward is not None else recorder.pool() if pooled else None
         with torch.inference_mode(False), torch.no_grad():  # what an inference creates could not be written to outside of one
-            static = [t if t.data_ptr() in fixed or not t.numel() else place_for(t) for t in inputs]
+            static = [t if t.data_ptr() in fixed or not t.numel() else static_input(t) for t in inputs]
             try:
                 replay, outputs = recorder.capture(partial(self.inner.run, static), pool)
             except RuntimeError as error:
@@ -330,7 +281,7 @@ class GraphedLibrary(Library):
 
 @cache
 def _unsafe(operator: str) -> bool:
-    """Whether whoever registered it says that it may not be captured."""
+    """Whether its registration says that it may not be captured."""
     namespace, _, name = operator.partition("::")
     packet, _, overload = name.partition(".")
     return torch.Tag.cudagraph_unsafe in getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default").tags

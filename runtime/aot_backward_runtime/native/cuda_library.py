@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ExecutionError
 from ..format.manifest import LibrarySpec
-from .plan import Library, reason_of
+from .library import Library, reason_of
 
 
 class CudaLibrary(Library):

@@ -16,9 +16,9 @@ from .. import torch_api
 from ..errors import InputError
 from ..format.expressions import evaluate
 from ..format.manifest import PassSpec, Segment, StructureSpec, SymbolSpec, TensorSpec
-from ..native.guards import Contract, Fast, check_ambient, check_kind, laid_out
+from ..native.guards import Contract, Fast, check_ambient, check_kind, with_strides
+from ..native.library import Library
 from ..native.memory import meet
-from ..native.plan import Library
 from ..operators import unregistered
 from ..package.recorded_pass_checks import check_against
 from .interpreter import Run
@@ -82,7 +82,7 @@ class PassContract(Contract):
             wanted_strides = tuple(evaluate(s, values) for s in expected.stride)
             if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), wanted_strides, strict=True)):
                 raise InputError(f"{expected.name} has strides {tensor.stride()}; expected {wanted_strides}")
-            fitting.append(laid_out(tensor, expected, values, self.device))
+            fitting.append(with_strides(tensor, expected, values, self.device))
             untouched = untouched and fitting[-1] is tensor
         return fitting, values, untouched
 
@@ -328,7 +328,7 @@ def _admit_value(value: Any, spec: TensorSpec, values: Mapping[str, int], device
     wanted = tuple(evaluate(s, values) for s in spec.shape)
     if value.shape != wanted:
         raise InputError(f"{spec.name} has shape {tuple(value.shape)}; expected {wanted}")
-    return laid_out(value, spec, values, device)
+    return with_strides(value, spec, values, device)
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:

@@ -22,7 +22,7 @@ from .. import torch_api
 from ..errors import InputError, MissError
 from ..format.manifest import OperatorSpec, StructureSpec
 from ..loader import Package, load
-from ..native.plan import Library
+from ..native.library import Library
 from ..operators import told, unregistered
 from ..package.signature_policy import Key, Policy
 from . import origin

@@ -7,26 +7,26 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import torch_api
-from ..entries.bound_parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable, through_hooks
-from ..entries.dispatch import Admitted, Entry
+from ..entries.bound_parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable
+from ..entries.call_cache import CachedCall
+from ..entries.dispatch import Entry, MatchedCall
 from ..errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
-from ..native.guards import Fast
+from ..native.library import Binding, reason_of
 from ..native.memory import Ranges
-from ..native.plan import Binding, Runnable, reason_of
-from ..native.pytree import unflatten
-from . import allocator
+from ..native.plan import Runnable
+from . import allocator, checkpoint_contents, eager_state, rng_state
+from .gradient_hooks import add_through_hooks, refuse_hooks_that_never_run
 from .loss_scale import LossScale
 from .state import Change, TrainingState
 
 if TYPE_CHECKING:
-    from .gradient_buckets import Averaging
+    from .distributed import Replicas
 
 _MODULE = "module."
 _REMEMBERED = 8  # kinds of call that need only a check in C
@@ -71,16 +71,13 @@ class LoadedStep(torch.optim.Optimizer):
         others = {s.name: made[s.weight] for s in entry.spec.state}
         self._state = TrainingState(spec, parameters, buffers, persistent, others, self._hand_out, self._moved)
         self._has_norm, self._may_skip = spec.norm, spec.finite
-        self._places = {s.name: i for i, s in enumerate(entry.spec.state)}
-        self._say_where_no_hook_runs(parameters)
-        entry.index_plans(self._places)
+        refuse_hooks_that_never_run(parameters, self._state.gradients)
         self._update = Runnable(spec.update, entry.libraries) if spec.update is not None else None
         self._writes: Sequence[torch.Tensor] = [*parameters.values(), *buffers.values()]
-        self._averaging: Averaging | None = None
-        self._broadcast_buffers = self._buffers_due = False
+        self._replicas: Replicas | None = None
         self._mode = "train" if entry.spec.training else "eval"
-        self._last: _Ready | None = None  # the last kind of call; None while gradients wait, or are averaged
-        self._known: list[_Ready] = []  # the last kinds of call, also of those whose gradients wait
+        self._last: _StepCall | None = None  # the last kind of call; None while gradients wait, or are averaged
+        self._known: list[_StepCall] = []  # the last kinds of call, also of those whose gradients wait
         self._binding: Binding | None = None
         self._run_update: Callable[..., list[torch.Tensor]] | None = None
         self._spoilt = ""
@@ -96,7 +93,7 @@ class LoadedStep(torch.optim.Optimizer):
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
         """One step on these arguments. ``update=False``: gradients are only added up."""
         last = self._last
-        if last is None or kwargs or not update or self._moved[0] or (self._watched and self._watch.stirred()) or not last.fits(args):
+        if last is None or kwargs or not update or self._moved[0] or (self._watched and self._watch.changed()) or not last.fits(args):
             return self._in_two(args, kwargs, update)
         # Native code runs inside one call of C, list.extend: wherever an interrupt comes, ``ran`` tells whether the update was made.
         ran: list[list[torch.Tensor]] = []
@@ -118,7 +115,7 @@ class LoadedStep(torch.optim.Optimizer):
                 self._settle(ran[0], call)
             self._broken_off(error, ran, last.runnable)
             raise
-        return ran[0][0] if last.plain else last.finish(ran[0], args)
+        return ran[0][0] if last.plain else last.value(ran[0], args)
 
     def _settle(self, results: Sequence[torch.Tensor], call: object) -> None:
         """What an update leaves behind, besides the state. Said again of the same ``call``, after an interrupt, it changes nothing more."""
@@ -147,9 +144,9 @@ class LoadedStep(torch.optim.Optimizer):
     def _in_two(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
         """A call that is not of the last kind, but of one that has come before: of another size, or with gradients that wait or are averaged."""
         with self._lock:
-            adding = not update or self._averaging is not None or self._state.accumulated > 0
+            adding = not update or self._replicas is not None or self._state.accumulated > 0
             ready = None
-            if not kwargs and not self._moved[0] and not (self._watched and self._watch.stirred()):
+            if not kwargs and not self._moved[0] and not (self._watched and self._watch.changed()):
                 ready = next((r for r in self._known if r.adding == adding and r.fits(args)), None)
             if ready is None:
                 return self._look_closely(args, kwargs, update)
@@ -158,10 +155,10 @@ class LoadedStep(torch.optim.Optimizer):
             results = self._run(ready, lambda: (ready.native, operands), update)
             if not adding:
                 self._last = ready
-            return ready.finish(results, args)
+            return ready.value(results, args)
 
     def _run(
-        self, ready: _Ready, bound: Callable[[], tuple[Any, Any]], update: bool, hooked: Mapping[str, torch.Tensor] = MappingProxyType({})
+        self, ready: _StepCall, bound: Callable[[], tuple[Any, Any]], update: bool, hooked: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> list[torch.Tensor]:
         """Native code on what ``bound`` gives, and what it leaves behind; where gradients are only added up, the ``update`` after it, too.
         ``hooked``: parameters by name whose gradients go through hooks."""
@@ -174,7 +171,7 @@ class LoadedStep(torch.optim.Optimizer):
             native, operands = bound()
             call = map(native, (operands,))
             if hooked:
-                self._add_through_hooks(call, hooked, results, ran)
+                add_through_hooks(self._state, call, hooked, results, ran)
             else:
                 ran.extend(call)
             if ready.adding:
@@ -196,32 +193,32 @@ class LoadedStep(torch.optim.Optimizer):
         entry, state = self._entry, self._state
         with self._lock:
             self._check_whole()
-            admitted = entry.admit(self._mode, args, kwargs)
+            matched = entry.match(self._mode, args, kwargs)
             binding = self._bind()
             hooked = {n: p for n in state.gradients if has_hooks(p := state.parameters[n])}
             self._watch.settle(bool(hooked))
-            apart = not update or state.accumulated > 0 or self._averaging is not None or bool(hooked)
+            apart = not update or state.accumulated > 0 or self._replicas is not None or bool(hooked)
             if apart and self._update is None:
                 raise InputError(f"entry {entry.name!r} was exported without gradients that wait: export it with accumulate=True for update=False")
             self._share_buffers()
-            runnable = admitted.variant.plans["accumulate" if apart else "step"]
+            runnable = matched.variant.plans["accumulate" if apart else "step"]
             written = runnable.written(binding, self._held)
-            runnable.refuse_its_own(written, admitted.given, admitted.variant.spec.inputs)
-            ready = _Ready(entry, admitted, runnable, self._held, apart, written)
+            runnable.refuse_overlap(written, matched.given, matched.variant.spec.inputs)
+            ready = _StepCall(entry, matched, runnable, self._held, written, apart)
             with torch.no_grad():
-                results = self._run(ready, lambda: runnable.bound(binding, admitted.flat, admitted.sizes), update, hooked)
+                results = self._run(ready, lambda: runnable.bound(binding, matched.flat, matched.sizes), update, hooked)
             self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
-            if admitted.variant.flat_arguments and not kwargs and all(a is b for a, b in zip(admitted.flat, args, strict=True)):
-                ready.remember(args)
+            if ready.remember(matched, args):
                 self._known = [ready, *self._known[: _REMEMBERED - 1]]
                 self._last = None if apart else ready
-            return ready.finish(results, admitted.given)
+            return ready.value(results, matched.given)
 
     def _added(self, call: object, update: bool) -> None:
         """After gradients were added to those that wait, or took their place."""
         self._state.added(call)
         self._last = None  # it would leave out the gradients that wait
-        self._buffers_due = update  # DDP's rule: before a forward, unless the one before it was within no_sync
+        if self._replicas is not None:
+            self._replicas.buffers_due = update
         if update:
             self._apply()
         else:
@@ -240,11 +237,10 @@ class LoadedStep(torch.optim.Optimizer):
     def _apply(self) -> None:
         state, runnable = self._state, self._update
         assert runnable is not None and runnable.library is not None
-        if self._run_update is None or self._moved[0] or (self._watched and self._watch.stirred()):
+        if self._run_update is None or self._moved[0] or (self._watched and self._watch.changed()):
             self._run_update, _ = runnable.bound(self._bind(), (), {})
-        if self._averaging is not None:
-            averaging, first = self._averaging, not state.count + state.skipped
-            self._together("the averaging of gradients", lambda: averaging.average(first))
+        if self._replicas is not None:
+            self._together("the averaging of gradients", self._replicas.average)
         ran: list[list[torch.Tensor]] = []
         call = map(self._run_update, ([],))
         if self._handed_out:
@@ -261,7 +257,6 @@ class LoadedStep(torch.optim.Optimizer):
             raise
 
     def _settle_apart(self, results: Sequence[torch.Tensor], call: object) -> None:
-        self._buffers_due = True
         self._settle(results, call)
         self.zero_grad()
 
@@ -288,44 +283,6 @@ class LoadedStep(torch.optim.Optimizer):
             self._state.write_numbers()
         return binding
 
-    # hooks on gradients
-
-    def _say_where_no_hook_runs(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """A hook needs the gradient between the backward and the update."""
-        gradients = self._state.gradients
-        served = {id(parameters[n]) for n in gradients}
-        for name, parameter in parameters.items():
-            if id(parameter) not in served and isinstance(parameter, StepParameter):
-                parameter._no_hook = (
-                    f"a hook on {name} would never run: it gets no gradient from this step, whose optimizer does not train it"
-                    if gradients
-                    else f"a hook on {name} would never run: this step makes gradients and update in one native call. Export it with "
-                    "accumulate=True, which keeps them apart; or register the hook before the export, which traces it"
-                )
-
-    def _add_through_hooks(
-        self, call: Iterator[list[torch.Tensor]], hooked: Mapping[str, torch.Tensor], results: list[list[torch.Tensor]], ran: list[Any]
-    ) -> None:
-        """``call``, which adds up gradients, with those of ``hooked`` as its hooks make them. Its results go to ``results``; ``ran`` gets an element
-        once the gradients are added to those that wait. Where a hook raises, or an interrupt comes before that, those still wait, and no others."""
-        state = self._state
-        slots = list(state.gradients.values())
-        waited = [s.detach().clone() for s in slots] if state.accumulated else None
-        try:
-            state.numbers.adding(False)  # each hook sees this call's gradient, as in eager
-            results.extend(call)
-            scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # eager's hooks see gradients of the scaled loss
-            made = dict(zip(hooked, through_hooks(list(hooked.values()), [state.gradients[n] * scale for n in hooked]), strict=True))
-            sums = [made[n] / scale if n in made else s.clone() for n, s in state.gradients.items()]
-            if waited is not None:
-                torch_api.foreach_add_(sums, waited)
-            ran.extend(map(torch_api.foreach_copy_, (slots,), (sums,)))
-        finally:
-            if not ran:
-                if waited is not None:
-                    torch_api.foreach_copy_(slots, waited)
-                state.waiting(state.accumulated)
-
     def _forget(self) -> None:
         """Each call is looked at closely again."""
         self._last, self._known, self._run_update = None, [], None
@@ -346,7 +303,7 @@ class LoadedStep(torch.optim.Optimizer):
         if adding:
             self.zero_grad()
             left = "the gradients that had been added up are lost, everything else is as it was"
-        elif self._averaging is not None:
+        elif self._replicas is not None:
             self._spoilt = f"an update failed here ({reason}), which other processes have made"
             left = "other processes have made this update: resume() a saved state on all of them"
         elif self._state.spec.in_place:
@@ -423,13 +380,13 @@ class LoadedStep(torch.optim.Optimizer):
         ``whole``: the optimizer's state also before its first step, where eager has none yet. ``torch.distributed.checkpoint.load`` needs that:
         it fills what is there, and no more."""
         with self._lock:
-            return self._state.state_dict(whole)
+            return eager_state.to_eager(self._state, whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}`` of an eager training, or :meth:`state_dict`'s.
         :class:`StateError` or :class:`InputError` names what does not fit; then nothing was changed."""
         with self._lock:
-            self._take(self._state.checked(state_dict))
+            self._take(eager_state.from_eager(self._state, state_dict))
             self._spoilt = ""
 
     def _take(self, change: Change) -> None:
@@ -450,19 +407,15 @@ class LoadedStep(torch.optim.Optimizer):
         with self._lock:
             if self._spoilt:
                 raise StateError(f"nothing was saved to {path}: {self._spoilt}")
-            random = {"cpu": torch.get_rng_state()}
-            if self._held[0].is_cuda:
-                random["cuda"] = torch.cuda.get_rng_state(self._held[0].device)
-            if self._averaging is None:
-                self._state.save(path, random, extra)
+            random, replicas = rng_state.current(self._held[0].device), self._replicas
+            if replicas is None:
+                checkpoint_contents.save(self._state, path, random, extra)
                 return
-            averaging, state = self._averaging, self._state
-            if state.accumulated:
-                self._together("the averaging of gradients", lambda: averaging.average(not state.count + state.skipped))
-                self._buffers_due = True
-            random = averaging.gathered(random)
+            if self._state.accumulated:
+                self._together("the averaging of gradients", replicas.average)
+            everyone = replicas.collectives.gathered(random)
             self._share_buffers()
-            averaging.by_first(lambda: state.save(path, random, extra))
+            replicas.collectives.by_first(lambda: checkpoint_contents.save(self._state, path, everyone, extra))
 
     def resume(self, path: str | os.PathLike[str], *, random: bool = True) -> Any:
         """Goes on from what :meth:`save` wrote, bit for bit; returns its ``extra``. ``random=False`` leaves torch's random state as it is.
@@ -470,25 +423,21 @@ class LoadedStep(torch.optim.Optimizer):
         Over several processes all must call it; the first reads, and all get what it read. A rank whose random state was not saved (there were
         fewer processes) keeps its own. Raises :class:`StateError`, on every rank; then the old state stays."""
         with self._lock:
-            state, averaging = self._state, self._averaging
-            if averaging is None:
-                change, states, extra = state.read(path, random)
+
+            def read() -> tuple[dict[str, torch.Tensor], Any]:
+                change, states, extra = checkpoint_contents.read(self._state, path, random)
                 self._take(change)
+                return states, extra
+
+            replicas = self._replicas
+            if replicas is None:
+                states, extra = read()
             else:
-
-                def first() -> tuple[dict[str, torch.Tensor], Any]:
-                    change, states, extra = state.read(path, random)
-                    self._take(change)
-                    return states, extra
-
-                states, extra = averaging.by_first(first)
-                self._follow_first(averaging)
-            self._last, self._spoilt, self._buffers_due = None, "", True
-            rank = f"/{number}" if (number := self._rank()) else ""
-            if random and f"cpu{rank}" in states:
-                torch.set_rng_state(states[f"cpu{rank}"])
-            if random and f"cuda{rank}" in states and self._held[0].is_cuda:
-                torch.cuda.set_rng_state(states[f"cuda{rank}"], self._held[0].device)
+                states, extra = replicas.collectives.by_first(read)
+                self._together("sharing the state", replicas.follow_first)
+            self._last, self._spoilt = None, ""
+            if random:
+                rng_state.restore(states, self._held[0].device, self._rank())
             return extra
 
     # several processes
@@ -504,53 +453,34 @@ class LoadedStep(torch.optim.Optimizer):
         the first. ``order``: the parameters' names in the order in which their gradients arrive in eager, where that is not the last first; from
         three processes on the last bit of a sum depends on it, and on nothing else does it bear.
         Raises :class:`DistributedError`; :class:`InputError` where the step is distributed already, or was exported for one process."""
-        from .gradient_buckets import Averaging, Buckets
+        from .distributed import Replicas
 
         if self._update is None:
             raise InputError(f"entry {self._entry.name!r} was exported for one process: export it with distributed=True")
-        if self._averaging is not None:
+        if self._replicas is not None:
             raise InputError("this step is distributed already; load the package again for other processes or other buckets")
         with self._lock:
             state = self._state
-            old = {n: state.gradients[n] for n in state.parameters if n in state.gradients}  # in the module's order, as DDP takes them
-            buckets = Buckets(
-                [(n, tuple(t.shape), t.stride(), t.dtype, t.device) for n, t in old.items()],
-                25.0 if bucket_mb is None else bucket_mb,
-                1.0 if bucket_mb is None else bucket_mb,
-                order=order,
-            )
-            averaging = Averaging(buckets, group)
-            averaging.check_same(f"package {self._digest}, entry {self._entry.name}")
+            replicas = Replicas(state, group, broadcast_buffers, bucket_mb, order)
+            replicas.collectives.check_same(f"package {self._digest}, entry {self._entry.name}")
+            replicas.move_gradients()
             for gradient in state.spec.gradients:
-                view = buckets.views[gradient.parameter]
-                self._held[self._places[gradient.state]] = view.copy_(old[gradient.parameter])
-            state.gradients = {n: buckets.views[n] for n in state.gradients}
+                self._held[self._entry.index[gradient.state]] = state.gradients[gradient.parameter]
             self._forget()
-            self._follow_first(averaging)
-            self._averaging = averaging
-            self._broadcast_buffers = broadcast_buffers and bool(state.buffers)
-            self._buffers_due = True
+            self._together("sharing the state", replicas.follow_first)
+            self._replicas = replicas
         return self
 
     def _rank(self) -> int:
-        """Whose random state is resumed. A script may well resume before it distributes."""
-        if self._averaging is not None:
-            return self._averaging.rank
+        """Whose random state is resumed. A script may resume before it distributes."""
+        if self._replicas is not None:
+            return self._replicas.collectives.rank
         distributed = torch.distributed
         return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
-    def _follow_first(self, averaging: Averaging) -> None:
-        """The whole state becomes that of rank 0."""
-
-        def follow() -> None:
-            self._state.follow(averaging.by_first(self._state.notes))
-            averaging.share(self._state.tensors())
-
-        self._together("sharing the state", follow)
-
     def _share_buffers(self) -> None:
-        if self._broadcast_buffers and self._buffers_due and (averaging := self._averaging) is not None:
-            self._together("sharing buffers", lambda: averaging.share(list(self._state.buffers.values())))
+        if (replicas := self._replicas) is not None and replicas.buffers_due and replicas.broadcasts_buffers:
+            self._together("sharing buffers", replicas.share_buffers)
 
     def _together(self, what: str, action: Callable[[], None]) -> None:
         """``action`` with the other processes. Where it is broken off, by their end or by an interrupt, some tensors are as before and some not."""
@@ -597,57 +527,10 @@ class LoadedStep(torch.optim.Optimizer):
         self._watch.add(t for s, t in zip(self._entry.spec.state, self._held, strict=True) if s.name.startswith(kind))
 
 
-class _Ready:
-    """What is left to do when the same kind of call comes again."""
+class _StepCall(CachedCall):
+    __slots__ = ("adding",)
 
-    __slots__ = (
-        "adding",
-        "count",
-        "held",
-        "holds",
-        "index",
-        "native",
-        "order",
-        "outputs",
-        "plain",
-        "runnable",
-        "sizes",
-        "tree",
-        "types",
-        "variant",
-        "written",
-    )
-
-    def __init__(self, entry: Entry, admitted: Admitted, runnable: Runnable, held: list[torch.Tensor], adding: bool, written: Ranges):
-        """``adding``: whether it only adds up gradients. ``written``: the memory that it writes."""
-        self.written = written
+    def __init__(self, entry: Entry, matched: MatchedCall, runnable: Runnable, held: list[torch.Tensor], written: Ranges, adding: bool):
+        """``adding``: whether it only adds up gradients."""
+        super().__init__(entry, matched, runnable, held, written)
         self.adding = adding
-        self.variant, self.runnable, self.sizes, self.types, self.held = admitted.variant, runnable, admitted.sizes, entry.types, held
-        self.tree = admitted.variant.spec.out_tree
-        self.outputs = runnable.outputs
-        self.plain = self.tree.kind == "tensor" and runnable.outputs == [("result", 0)]
-        self.index = {name: i for i, name in enumerate(entry.state.names)}
-        where = [i for _, i in runnable.operands]
-        self.count = len(admitted.variant.spec.inputs)
-        self.order = None if where == list(range(self.count)) else where
-        self.holds: Callable[[Sequence[torch.Tensor]], bool] = lambda _: False
-
-    def remember(self, args: Sequence[torch.Tensor]) -> None:
-        """From now on calls like ``args`` need only the check in C. The library is bound already."""
-        if self.runnable.library is not None and all(kind == "input" for kind, _ in self.runnable.operands):
-            fast = Fast(args)
-            self.holds, self.native = fast.holds, self.runnable.library.raw_run
-
-    def fits(self, args: Sequence[torch.Tensor]) -> bool:
-        if len(args) != self.count or torch_api.is_watched() or not self.holds(args):
-            return False
-        self.variant.check_ambient()
-        self.runnable.refuse_its_own(self.written, args, self.variant.spec.inputs)
-        return True
-
-    def finish(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
-        if self.plain:
-            return results[0]
-        self.variant.share(self.runnable, results, self.sizes)
-        flat = [results[w] if k == "result" else given[w] if k == "input" else self.held[self.index[w]] for k, w in self.outputs]
-        return unflatten(self.tree, flat, self.sizes, self.types)

@@ -88,13 +88,13 @@ def _rank(spec: dict[str, Any]) -> dict[str, Any]:
     _, batches = training.make(spec["model"], ROWS)
     turns = itertools.cycle(batches)
     step, alone = aot_backward_runtime.load(spec["package"]).step().distribute(), aot_backward_runtime.load(spec["package"]).step()
-    averaging = step._averaging
-    assert averaging is not None
+    replicas = step._replicas
+    assert replicas is not None
     calls: dict[str, Callable[[], Any]] = {
         "ddp": _ddp(spec["model"], turns),
         "ddp-view": _ddp(spec["model"], turns, gradient_as_bucket_view=True),
         "step": lambda: step(*next(turns)),
-        "sum": averaging.average,
+        "sum": replicas.average,
         "alone": lambda: alone(*next(turns)),
     }
     losses = {peer: [float(calls[peer]().detach()) for _ in range(4)] for peer in ("ddp", "ddp-view", "step")}

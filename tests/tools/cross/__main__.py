@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters.cuda import cross_compile
+from aot_backward_exporters.cuda import toolkit
 from aot_backward_runtime.native.weights import filled, load_weights
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import seen_as, targets_of
@@ -33,7 +33,7 @@ def look(path: Path, seen: Mapping[tuple[str, str], Compiled], folder: Path, spo
     """A row for each library of each target. ``seen``: what was compiled. ``spoil``: whether to see that the checks can fail, too."""
     archive = open_package(path)
     weights = load_weights(archive) | filled(archive)
-    driver = binaries.driver_symbols(cross_compile.cuda_home() / "include" / "cuda.h")
+    driver = binaries.driver_symbols(toolkit.cuda_home() / "include" / "cuda.h")
     rows, runnable = [], []
     for number, target in enumerate(targets_of(archive.manifest)):
         manifest = seen_as(archive.manifest, number)

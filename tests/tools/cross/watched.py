@@ -30,7 +30,7 @@ def watching() -> Iterator[dict[tuple[str, str], Compiled]]:
 
     seen: dict[tuple[str, str], Compiled] = {}
     kernels: dict[str, Source] = {}
-    compile_graphs, lower, save = compile.compile_graphs, compile._lower, CachingAutotuner.save_gpu_kernel
+    compile_graphs, lower, save = compile.compile_graphs, compile.lower, CachingAutotuner.save_gpu_kernel
 
     def watched_graphs(graphs: Any, *, target: str = "cpu", **rest: Any) -> Any:
         given = {graph.name: graph for graph in graphs}
@@ -41,7 +41,7 @@ def watching() -> Iterator[dict[tuple[str, str], Compiled]]:
             seen[target, graph.name] = Compiled(given[graph.name], lowered.wrapper, dict(kernels))
             return lowered
 
-        with mock.patch.object(compile, "_lower", watched_lower):
+        with mock.patch.object(compile, "lower", watched_lower):
             return compile_graphs(graphs, target=target, **rest)
 
     def watched_save(self: Any, stream: Any, launcher: Any) -> Any:

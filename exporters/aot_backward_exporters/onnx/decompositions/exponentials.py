@@ -1,5 +1,5 @@
-"""Functions that onnxruntime's float32 kernels compute with an error of several roundings, where a result near zero or near a limit has few right
-digits: written with float64 in between, or with what cancels left out."""
+"""Functions made of exponentials and logarithms, with float64 in between or without the term that cancels: onnxruntime's float32 kernels are off by
+several roundings, so that a result near zero or near a limit has few right digits."""
 
 from __future__ import annotations
 

@@ -1,0 +1,59 @@
+"""The CUDA toolkit's headers, and a library to link with in the driver's place."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from aot_backward.process_state import patched, patched_items
+from aot_backward_runtime.errors import ExportError
+
+from ..toolchain.gcc import compiler
+
+
+@functools.cache
+def cuda_home() -> Path:
+    """The CUDA toolkit's folder, whose headers the host code includes."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc")
+    places = [Path(named)] if named else []
+    if nvcc:
+        said = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+        found = re.search(r"TOP=(\S+)", said)
+        places += [Path(found[1])] if found else []
+    places.append(Path("/usr/local/cuda"))
+    for place in places:
+        if (place / "include" / "cuda.h").is_file():
+            return place.resolve()
+    raise ExportError("target cuda needs the headers of the CUDA toolkit (cuda.h), and none was found: install it, or set CUDA_HOME")
+
+
+@contextlib.contextmanager
+def toolkit() -> Iterator[None]:
+    """Within, what compiles the host's code finds the CUDA toolkit and, in the driver's place, a library to link with: a machine with a GPU may have
+    the driver where no linker looks."""
+    with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, contextlib.ExitStack() as stack:
+        _driver_stub(Path(folder))
+        paths = [folder, *filter(None, [os.environ.get("LIBRARY_PATH")])]
+        stack.enter_context(patched_items(os.environ, CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths)))
+        from torch.utils import cpp_extension
+
+        stack.enter_context(patched(cpp_extension, CUDA_HOME=str(cuda_home())))  # found when it is imported, and not looked for again
+        yield
+
+
+def _driver_stub(folder: Path) -> None:
+    """A library to link with in the place of the driver's: it exports the names in ``cuda.h``, so that the linker keeps the dependency on it."""
+    header = (cuda_home() / "include" / "cuda.h").read_text(errors="replace")
+    names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", header)) | set(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", header)))
+    source = folder / "stub.c"
+    source.write_text("".join(f"void {name}(void){{}}\n" for name in names))
+    argv = [*compiler(), "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(folder / "libcuda.so")]
+    subprocess.run(argv, check=True, capture_output=True)

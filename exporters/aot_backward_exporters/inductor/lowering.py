@@ -1,0 +1,110 @@
+"""Inductor's part: one graph to C++ files, with every parameter and buffer a constant of the library that is bound by pointer."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+
+from aot_backward import torch_api
+from aot_backward.graph import Graph
+from aot_backward_runtime.errors import ExportError
+
+from . import graph_fixes, patches
+from .cache_key import Canonical
+from .settings import settings_for
+from .targets import Processor
+
+_CONSTANT = re.compile(r'constants_info_\[\d+\]\.(name|original_fqn) = "(.*)";')
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What Inductor made of a graph."""
+
+    wrapper: str  # the generated C++ around the kernels
+    files: tuple[Path, ...]
+    guards: list[str]
+    cacheable: bool
+
+    def constants(self) -> dict[str, str]:
+        """The library's name of each constant -> the attribute it stands for."""
+        found = _CONSTANT.findall(self.wrapper)
+        names = [value for kind, value in found if kind == "name"]
+        return dict(zip(names, [value for kind, value in found if kind == "original_fqn"], strict=True))
+
+    def file(self, suffix: str) -> Path | None:
+        return next((f for f in self.files if f.name.endswith(suffix)), None)
+
+
+def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor) -> Lowered:
+    """``known``: how many guards the capture left. All later ones count as this graph's: an earlier graph's may have shaped its code."""
+    config, V = torch_api.inductor_config, torch_api.V
+    module = graph_fixes.copied(graph.module)
+    graph_fixes.call_kernels(module)
+    graph_fixes.complex_numbers_as_tensors(module, fake_mode)
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with (
+        torch.no_grad(),
+        patches.torch_warnings_ignored(),
+        V.set_aot_compilation(True),
+        config.patch({**settings_for(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
+        config.patch(torch_api.get_cpp_wrapper_config()),
+        config.patch(emulate_precision_casts=graph.round_as_eager),
+        V.set_fake_mode(fake_mode),
+        torch_api.functorch_config.patch(unlift_effect_tokens=True),
+        torch_api._compiling_state_context(),
+        patches.sizes_left_open(),
+        patches.generating_for(built_for),
+        patches.donating(graph, fake_mode) as donating,
+    ):
+        try:
+            compiled = torch_api.compile_fx_inner(
+                module, inputs, static_input_idxs=[], is_inference=not donating, is_backward=donating, cpp_wrapper=True
+            )
+        except torch_api.InductorError as error:
+            reason = str(error).partition("\n")[0]
+            named = re.search(r"^\s*target: (\S+)", str(error), re.MULTILINE)
+            operator = named[1] if named else _operator_of(error)
+            raise ExportError.of(
+                operator,
+                f"{graph.name}: Inductor cannot compile {operator or 'the graph'}: {reason}. Leave it to eager, or make it an operator of your own "
+                "(torch.library.custom_op with register_fake and register_autograd); TORCH_LOGS=+inductor shows more",
+            ) from error
+    files = tuple(Path(f) for f in compiled.filename)
+    wrapper = next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text()
+    new = [g.expr for g in fake_mode.shape_env.guards[known:] if not g.expr.free_symbols.isdisjoint(form.symbols)]
+    lowered = Lowered(
+        wrapper=wrapper,
+        files=files,
+        guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new],  # as text, torch's // would come back as a fraction
+        # A guard that ties this graph's sizes to another's can be told only by that other graph.
+        cacheable=all(guard.free_symbols <= form.symbols.keys() for guard in new),
+    )
+    _check_constants(graph, lowered.constants())
+    return lowered
+
+
+def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
+    for name, attribute in constants.items():
+        if attribute not in graph.constants:
+            raise ExportError(f"{graph.name}: the graph holds a tensor that is neither parameter nor buffer ({name}): register it as a buffer")
+    bound = {graph.constants[attribute][0] for attribute in constants.values()}  # a tie has two attributes and one weight
+    for weight, _ in graph.constants.values():
+        if weight not in bound:
+            raise ExportError(f"{graph.name}: the compiled code does not read {weight}, its value was folded into it: report this as a bug")
+
+
+def _operator_of(error: BaseException) -> str:
+    """The operator that Inductor was lowering when it raised, from the local variables of its frames; "" where none holds a node."""
+    found = ""
+    for one in (error, error.__cause__, getattr(error, "inner_exception", None)):
+        for frame, _ in traceback.walk_tb(one.__traceback__ if one is not None else None):
+            nodes = [v for k, v in frame.f_locals.items() if k in ("n", "node", "fx_node", "origin_node") and isinstance(v, torch.fx.Node)]
+            found = next((str(v.target) for v in nodes if v.op == "call_function"), found)
+    return found

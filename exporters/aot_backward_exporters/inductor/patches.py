@@ -1,0 +1,75 @@
+"""Context managers within which Inductor lowers a graph: each replaces something process-wide, or a context of torch's, and puts it back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from aot_backward import torch_api
+from aot_backward.graph import Graph
+from aot_backward.process_state import patched, without_convolution_libraries
+
+from .targets import Processor
+
+
+@contextlib.contextmanager
+def torch_warnings_ignored() -> Iterator[None]:
+    """Lowerings call functions that torch has deprecated since; where the caller's filters make warnings errors, no graph that has one compiles."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice on speed: "bf16 and fp16 are mixed in the scheduler node"
+        yield
+
+
+@contextlib.contextmanager
+def sizes_left_open() -> Iterator[None]:
+    """Within, Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
+
+    How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
+    convolution would run on. Whether a product of at most 16 rows is better written out.
+    """
+    kernel, V = torch_api.CppKernel, torch_api.V
+    original = kernel.need_use_acc_helper
+
+    def need_use_acc_helper(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
+        if reduction_type == "sum" and dtype == torch.float:
+            return not V.graph.sizevars.statically_known_leq(math.prod(self.call_ranges[self.reduction_depth :]), 4096)
+        return bool(original(self, reduction_type, dtype, use_scalar))
+
+    with (
+        patched(kernel, need_use_acc_helper=need_use_acc_helper),
+        patched(torch_api.decomposition, guard_or_false=torch_api.statically_known_true),
+        without_convolution_libraries(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
+    """Within, Inductor may put its own values into the memory of the inputs that are donated. Whether there are any.
+
+    None where the graph has graphs within it (cond, scan): Inductor takes the numbers for those of their inputs, too, and code overwrote incoming
+    gradients there."""
+    if not graph.donated or any(isinstance(m, torch.fx.GraphModule) for m in graph.module.children()):
+        yield False
+        return
+    context = torch_api.TracingContext(fake_mode)
+    context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=list(graph.donated))
+    with torch_api.in_tracing_context(context):
+        yield True
+
+
+@contextlib.contextmanager
+def generating_for(built_for: Processor) -> Iterator[None]:
+    """Within, Inductor generates code for that processor whichever builds it, and compiles no probes to find out (10 s in a fresh cache)."""
+    isa = torch_api.cpu_vec_isa
+    vectors = [getattr(isa, built_for.isa)()] if built_for.isa else []
+    with patched(isa, valid_vec_isa_list=lambda: vectors):
+        yield

@@ -1,0 +1,38 @@
+"""The settings that Inductor compiles every graph with."""
+
+from __future__ import annotations
+
+from aot_backward import torch_api
+from aot_backward.graph import Options
+
+from .targets import Processor
+
+FIXED: Options = {
+    "cpp_wrapper": True,
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,
+    # Else a tensor of at most 8 elements (a bias) is baked into the code, and new weights give wrong numbers in silence.
+    "always_keep_tensor_constants": True,
+    # Likewise a tensor whose elements are equal, a LayerNorm's weight of ones; torch 2.13 runs that pass only where it partitions.
+    "joint_graph_constant_folding": False,
+    "cpp.weight_prepack": False,
+    "freezing": False,
+    # With it, gradients of ResNet-18 are off by 7e-2 relative, in 60 of 62 tensors (torch 2.13 on a CPU; torch.compile's are, too).
+    "layout_optimization": False,
+    "shape_padding": False,  # asks sizes, and the clock, on a GPU
+    "fallback_random": True,  # the dropout masks are eager's
+    "cpp.dynamic_threads": True,  # else the builder's number of cores is in the code
+    # What is parallel is decided for so many, wherever it is built. Decided for one, the code of several would run single loops in each thread.
+    "cpp.threads": 8,
+    "cpp.vec_isa_ok": True,  # without a probe
+    "aot_inductor.compile_wrapper_opt_level": "O2",
+    "aot_inductor.precompile_headers": False,  # toolchain/gcc.py has its own
+    "aot_inductor.enable_line_tables": False,
+    "aot_inductor.enable_frame_pointer": False,
+    "aot_inductor.embed_kernel_binary": True,
+}
+
+
+def settings_for(built_for: Processor) -> Options:
+    """What Inductor compiles every graph with, as far as this torch knows the names."""
+    return torch_api.known_options({**FIXED, "cpp.march": built_for.march, "cpp.simdlen": built_for.simd_bits})

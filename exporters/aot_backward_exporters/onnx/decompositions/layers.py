@@ -1,0 +1,49 @@
+"""What a layer calls as one operator: weight normalisation, the bilinear form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    norms = _norms(v, dim)
+    return v * (g / norms), norms
+
+
+def _norms(v: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.sqrt(aten.sum.dim_IntList(v * v, _others(v, dim), True))
+
+
+def _others(v: torch.Tensor, dim: int) -> list[int]:
+    return [d for d in range(v.dim()) if d != dim % v.dim()]
+
+
+def _weight_norm_backward(grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of w = g · v / ‖v‖: by g the part of the gradient along v / ‖v‖, by v what is left of it, times g / ‖v‖."""
+    along = aten.sum.dim_IntList(grad * v, _others(v, dim), True) / norms
+    return (g / norms) * (grad - along * (v / norms)), along
+
+
+def _trilinear(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int],
+    sumdim: Sequence[int], unroll_dim: int = 1,
+) -> torch.Tensor:  # fmt: skip
+    spread = []
+    for x, places in ((a, expand1), (b, expand2), (c, expand3)):
+        for d in places:
+            x = x.unsqueeze(d)
+        spread.append(x)
+    out = spread[0] * spread[1] * spread[2]
+    return aten.sum.dim_IntList(out, list(sumdim)) if sumdim else out
+
+
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
+    "aten._trilinear.default": _trilinear,
+    "aten._weight_norm_interface.default": _weight_norm,
+    "aten._weight_norm_interface_backward.default": _weight_norm_backward,
+}

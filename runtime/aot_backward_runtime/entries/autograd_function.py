@@ -1,0 +1,219 @@
+"""The ``autograd.Function`` of a loaded module: forward and backward are native code, and autograd knows of one node."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_api
+from ..errors import GradientError
+from ..native.captured_graph import PooledOutputs
+from ..native.library import Binding
+from ..native.plan import Runnable
+from ..native.variant import Variant
+from .dispatch import Entry, MatchedCall
+
+_NO_SECOND_DERIVATIVE = (
+    "a derivative was asked for of a compiled backward that holds none of that order: export the module with order=2 for the second, or the "
+    "gradients themselves as a program (export_grad of a function that calls torch.autograd.grad(..., create_graph=True)), or use eager"
+)
+
+
+class DifferentiableCall:
+    """One forward call, kept for its backward."""
+
+    __slots__ = (
+        *("__weakref__", "backward", "binding", "consumed", "current", "matched", "pooled", "random", "runnable", "shared", "sources", "wrt"),
+    )
+
+    def __init__(self, matched: MatchedCall, runnable: Runnable, binding: Binding, current: Sequence[torch.Tensor], wrt: Sequence[str]):
+        """``current``: the entry's state. ``wrt``: what gradients are asked for, as the manifest names it."""
+        self.matched, self.runnable, self.binding, self.current, self.wrt = matched, runnable, binding, current, wrt
+        self.backward = matched.variant.plans["backward"]
+        self.sources: Sequence[torch.Tensor] = ()
+        self.shared = False  # whether hooks have got hold of the saved tensors
+        self.consumed = False  # whether a backward may have overwritten them
+        self.pooled: PooledOutputs | None = None  # the saved tensors, where they stay in a memory pool
+        self.random: list[torch.Tensor] = []  # the generators' states before the forward, where a second derivative draws the same numbers
+
+
+class NativeFunction(torch.autograd.Function):
+    """One node of the autograd graph for the whole compiled program. Its tensor arguments are what gradients are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DifferentiableCall, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        runnable, flat, current, double = call.runnable, call.matched.flat, call.current, call.matched.variant.double
+        ctx.set_materialize_grads(False)
+        if double is not None and double.spec.random:
+            call.random = _generator_states(double)
+        runnable.increment_versions(current)
+        hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies, and keep what they got
+        if runnable.pools_outputs:
+            results, call.pooled = runnable.call_forward(call.binding, flat, call.matched.sizes, call, hooked)
+            shown = results if call.pooled is None else call.pooled.with_copies(runnable.results)
+        else:
+            shown = results = runnable.call(call.binding, flat, call.matched.sizes)
+        differentiable = call.matched.variant.reaching(call.wrt)
+        if call.matched.variant.spec.shared:
+            detached = [n for n in range(len(runnable.outputs)) if n not in differentiable]
+            call.matched.variant.share(runnable, shown, call.matched.sizes, detached)
+
+        def pick(kind: str, where: Any) -> torch.Tensor:
+            return results[where] if kind == "result" else flat[where] if kind == "input" else current[where]
+
+        kept = [pick(*s) for s in runnable.saved]
+        # what the backward reads itself, and what shares memory with what was saved, is kept for autograd's version check only
+        read = [current[i] for i in call.backward.reads]
+        if double is None:
+            call.current = ()  # not to keep the parameters alive beside autograd's own references
+        else:  # what is differentiated again comes back with its history, which only autograd knows
+            read += [current[i] for i in double.plans["forward"].reads]
+        if call.pooled is not None:
+            read += [shown[i] for kind, i in (*runnable.saved, *runnable.watched) if kind == "result" and shown[i] is not results[i]]
+        ctx.save_for_backward(*kept, *(pick(*s) for s in runnable.watched), *read, *(sources if double is not None else ()))
+        ctx.sources = len(sources)
+        call.sources = sources
+        call.shared = bool(call.backward.consumes) and hooked
+        inputs = [] if hooked else [i for i, (kind, _) in enumerate(runnable.saved) if kind == "input"]
+        ctx.memory = [(i, kept[i].data_ptr(), kept[i].shape) for i in inputs]
+        ctx.call = call
+        ctx.mark_non_differentiable(*(shown[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
+        return tuple(shown[i] for i in runnable.results)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call, saved = ctx.call, ctx.saved_tensors
+        if call.consumed:
+            raise GradientError(
+                "an earlier backward of this graph failed half-way, and may have overwritten what it had saved: run the forward again"
+            )
+        for i, address, shape in ctx.memory:
+            if saved[i].data_ptr() != address or saved[i].shape != shape:
+                raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
+        variant, sizes = call.matched.variant, call.matched.sizes
+        given = [incoming[i] for i in variant.incoming]
+        if variant.double is not None and torch.is_grad_enabled():
+            return (None, *_differentiable_gradients(call, saved[len(saved) - ctx.sources :], given, ctx.needs_input_grad[1:]))
+        with torch.no_grad():
+            cotangents = variant.fit_cotangents(given, sizes)
+            if call.backward.consumes:
+                if call.shared or torch_api.keeps_graph():
+                    saved = call.backward.unconsumed(saved)
+                else:
+                    call.consumed = True
+            if call.runnable.pools_outputs:
+                results = _pooled_backward(call, saved, cotangents)
+            else:
+                results = call.backward.call(call.binding, call.matched.flat, sizes, saved, cotangents)
+            made = call.backward.gradients if None not in given else call.backward.reached(given)
+            gradients = [results[made[t]] if needed and t in made else None for t, needed in zip(call.wrt, ctx.needs_input_grad[1:], strict=True)]
+        if torch.is_grad_enabled():  # create_graph=True
+            there = [g for g in gradients if g is not None]
+            refusing = iter(_RefuseDoubleBackward.apply(there, *call.sources, *(t for t in given if t is not None)))
+            gradients = [None if g is None else next(refusing) for g in gradients]
+        return (None, *gradients)
+
+
+def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The backward of a forward whose library pools outputs. Where it did, inputs are read from the forward's static inputs: they still have the same
+    values, as autograd has checked."""
+    inputs, sizes, pooled = call.matched.flat, call.matched.sizes, call.pooled
+    if pooled is None:
+        return call.backward.call_backward(call.binding, inputs, sizes, saved, cotangents, None)
+    inputs = [pooled.input(i, t) for i, t in enumerate(inputs)]
+    kept = [pooled.input(w, t) if kind == "input" else t for (kind, w), t in zip(call.runnable.saved, saved, strict=False)]
+    results = call.backward.call_backward(call.binding, inputs, sizes, kept, cotangents, pooled)
+    if not torch_api.keeps_graph():
+        pooled.release()
+    return results
+
+
+def _differentiable_gradients(
+    call: DifferentiableCall, sources: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: of the forward, as autograd knows them."""
+    variant = call.matched.variant
+    double = variant.double
+    assert double is not None
+    inputs: list[torch.Tensor] = list(call.matched.flat)
+    parameters = []
+    for target, source in zip(call.wrt, sources, strict=True):
+        kind, _, where = target.partition(":")
+        if kind == "input":
+            inputs[int(where)] = source
+        else:
+            parameters.append((target, source))
+    tensors = [*inputs, *variant.materialized(given, call.matched.sizes)]
+    fitting, sizes, _ = double.contract.fit(tensors)
+    needing = [(f"input:{i}", t) for i, t in enumerate(tensors) if t.requires_grad] + parameters
+    runnable = double.plans["forward"]
+    again = DifferentiableCall(MatchedCall(double, tensors, fitting, sizes), runnable, call.binding, call.current, [t for t, _ in needing])
+    with _generators_at(call.random, double):
+        made = NativeFunction.apply(again, *(source for _, source in needing))
+    gradients = dict(zip(double.spec.gives, made, strict=True))
+    reached = call.backward.gradients if None not in given else call.backward.reached(given)
+    return [gradients.get(t) if asked and t in reached else None for t, asked in zip(call.wrt, needed, strict=True)]
+
+
+def _generator_states(variant: Variant) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(variant.device)] if variant.device.type == "cuda" else [])]
+
+
+@contextlib.contextmanager
+def _generators_at(states: Sequence[torch.Tensor], variant: Variant) -> Iterator[None]:
+    """Within, random numbers are drawn from ``states``, if any; the generators' own states are restored afterwards."""
+    if not states:
+        yield
+        return
+    with torch.random.fork_rng(devices=[variant.device] if variant.device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], variant.device)
+        yield
+
+
+class _RefuseDoubleBackward(torch.autograd.Function):
+    """The same gradients, with a node behind them that raises when they are differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *history: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(g.detach() for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Any) -> Any:
+        raise GradientError(_NO_SECOND_DERIVATIVE)
+
+
+def differentiated(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], matched: MatchedCall) -> tuple[list[str], list[torch.Tensor]]:
+    """What gradients are asked for in this call, as the manifest names them ("parameter:NAME", "input:I"), and the tensors.
+    :class:`GradientError` where the package has no gradient of one."""
+    known, covered = variant.wrt, variant.covered
+    wrt, sources = [], []
+    for i, target in entry.state.wrt:
+        tensor = current[i]
+        if tensor.requires_grad:
+            if target in known:
+                wrt.append(target)
+                sources.append(tensor)
+            elif target not in covered:
+                name = entry.state.names[i]
+                raise GradientError(
+                    f"{name} requires a gradient, and was frozen when the package was exported: freeze it again, or export it unfrozen "
+                    f"(a Variant with requires_grad=[…, {name!r}])"
+                )
+    for i, tensor in enumerate(matched.given):
+        if tensor.requires_grad:
+            target = f"input:{i}"
+            if target in known:
+                wrt.append(target)
+                sources.append(tensor)
+            elif target not in covered:
+                name = variant.spec.inputs[i].name
+                raise GradientError(
+                    f"input {name} requires a gradient, and did not when the package was exported: pass {name}.detach(), or export a Variant "
+                    f"with requires_grad=[…, {name!r}]"
+                )
+    return wrt, sources

@@ -1,0 +1,70 @@
+"""A call that was matched to a variant, kept so that the next ones like it need only a check in C."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_api
+from ..native.guards import Fast
+from ..native.memory import Ranges
+from ..native.plan import Runnable
+from ..native.pytree import unflatten
+from .dispatch import Entry, MatchedCall
+
+
+class CachedCall:
+    """What a call of an entry's variant was found to need. Once :meth:`remember` has seen arguments, others like them can be handed to :attr:`native`
+    as they are (:meth:`fits`), in the order :attr:`order`."""
+
+    __slots__ = ("_count", "_held", "_holds", "_index", "_sizes", "_tree", "_types", "_variant", "_written", "native", "order", "plain", "runnable")
+
+    native: Callable[[Any], list[torch.Tensor]]
+
+    def __init__(self, entry: Entry, matched: MatchedCall, runnable: Runnable, held: Sequence[torch.Tensor], written: Ranges | None):
+        """``held``: the entry's state. ``written``: the memory that the call writes, if any."""
+        self.runnable = runnable
+        self._variant, self._sizes, self._types, self._held, self._written = matched.variant, matched.sizes, entry.types, held, written
+        self._index = entry.index
+        self._tree = matched.variant.spec.out_tree
+        self._count = len(matched.variant.spec.inputs)
+        where = [i for _, i in runnable.operands]
+        self.order = None if where == list(range(self._count)) else where
+        """The arguments that native code takes, by their numbers; None: all, in their own order."""
+        self.plain = self._tree.kind == "tensor" and runnable.outputs == [("result", 0)]
+        """Whether the first result is the value as it is, so that :meth:`value` need not be asked."""
+        self._holds: Callable[[Sequence[torch.Tensor]], bool] = _never
+
+    def remember(self, matched: MatchedCall, args: Sequence[torch.Tensor]) -> bool:
+        """Has :meth:`fits` look for calls like this one; False where that cannot be: an argument was copied for native code, or is no tensor, or
+        native code takes more than arguments. The library must have been bound."""
+        runnable = self.runnable
+        if runnable.library is None or any(kind != "input" for kind, _ in runnable.operands):
+            return False
+        if not matched.variant.flat_arguments or len(args) != self._count or not all(a is b for a, b in zip(matched.flat, args, strict=True)):
+            return False
+        self._holds, self.native = Fast(args).holds, runnable.library.raw_run
+        return True
+
+    def fits(self, args: Sequence[torch.Tensor]) -> bool:
+        """Whether native code may have ``args``, which may be anything, as they are; an error where one lies in memory that the call writes."""
+        if len(args) != self._count or torch_api.is_watched() or not self._holds(args):
+            return False
+        self._variant.check_ambient()
+        if self._written is not None:
+            self.runnable.refuse_overlap(self._written, args, self._variant.spec.inputs)
+        return True
+
+    def value(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
+        """What the program returned. ``given``: the caller's tensors."""
+        if self.plain:
+            return results[0]
+        self._variant.share(self.runnable, results, self._sizes)
+        flat = [results[w] if k == "result" else given[w] if k == "input" else self._held[self._index[w]] for k, w in self.runnable.outputs]
+        return unflatten(self._tree, flat, self._sizes, self._types)
+
+
+def _never(tensors: Sequence[torch.Tensor]) -> bool:
+    return False

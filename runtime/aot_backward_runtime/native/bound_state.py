@@ -1,0 +1,107 @@
+"""The parameters and buffers that an entry's libraries are bound to: what fits, and whether anything has changed since the last call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from .. import torch_api
+from ..errors import WeightsError
+from ..format.manifest import EntrySpec, WeightSpec
+from . import tensor_values
+from .guards import Fast, dtype_of
+from .library import Binding
+
+
+class BoundState:
+    """The parameters and buffers that an entry's libraries are bound to, one per distinct weight."""
+
+    def __init__(self, entry: EntrySpec, weights: Mapping[str, WeightSpec], fixed: Mapping[str, torch.Tensor], device: torch.device):
+        """``fixed``: tensors by weight key that are constants of the program, not state of the entry. ``device``: where the code runs."""
+        self._device = device
+        self.names = tuple(s.name for s in entry.state)
+        self._weights = [(s.name, s.weight, weights[s.weight]) for s in entry.state]
+        keys = [s.weight for s in entry.state]
+        self.owned = [key not in keys[:i] for i, key in enumerate(keys)]  # False for the later names of a tie
+        self.wrt = [(i, f"parameter:{name}") for i, name in enumerate(self.names) if self.owned[i]]
+        """Each distinct tensor's place, and its name as what a gradient is asked of."""
+        self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
+        self._fixed = dict(fixed)
+        self.binding: Binding = (self._fixed, ())
+        self._same: Callable[[Sequence[torch.Tensor]], bool] | None = None  # whether tensors at the same addresses also have the same layout
+        self._storages: list[torch.UntypedStorage] = []  # of what is bound: kept alive, so that their memory is not used for anything else
+        self._sizes: list[int] = []  # of those in bytes: one can be shrunk where it lies
+
+    def copy(self) -> BoundState:
+        """The same contract, bound to nothing yet."""
+        out = copy.copy(self)
+        out.binding, out._same, out._storages, out._sizes = (self._fixed, ()), None, [], []
+        return out
+
+    def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
+        """``current``: the tensors of :attr:`names` now. New ones are checked first; where they do not fit, the old binding stays."""
+        try:
+            addresses = tuple(map(torch.Tensor.data_ptr, current))
+        except (RuntimeError, TypeError, ValueError):  # one without memory, None, or an UninitializedParameter
+            for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
+                check_weight(name, tensor, spec, self._device)
+            raise
+        resized = list(map(len, self._storages)) != self._sizes
+        if resized or addresses != self.binding[1] or self._same is None or not self._looks_the_same(current):
+            self._same = None
+            tensors = self.check(current)
+            self.binding = (tensors, self.binding[1] if addresses == self.binding[1] else addresses)
+            own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
+            self._storages = [t.untyped_storage() for t in own]
+            self._sizes = list(map(len, self._storages))
+            self._same = Fast(own).looks_alike if own else lambda _: True
+        return self.binding
+
+    def check(self, current: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``current``, and what is fixed, by weight key; :class:`WeightsError` where libraries could not be bound to it."""
+        tensors = dict(self._fixed)
+        for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
+            check_weight(name, tensor, spec, self._device)
+            if key not in tensors:
+                tensors[key] = tensor.detach()  # this memory, also if the parameter is given other memory (.data = …) later
+            elif tensors[key].data_ptr() != tensor.data_ptr():
+                tied = next(n for n, k, _ in self._weights if k == key)
+                raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
+        return tensors
+
+    def _looks_the_same(self, current: Sequence[torch.Tensor]) -> bool:
+        """In C, but for ties, whose later names must hold the very tensor of the first (the check in C takes no tensor twice)."""
+        assert self._same is not None
+        if not self._ties:
+            return self._same(current)
+        return all(current[i] is current[first] for i, first in self._ties) and self._same(
+            [t for t, owned in zip(current, self.owned, strict=True) if owned]
+        )
+
+
+def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, device: torch.device | None = None) -> None:
+    """:class:`WeightsError` where native code compiled for ``spec``, which runs on ``device``, could not read ``tensor``."""
+    if tensor is None:
+        raise WeightsError(f"{name} is None, and compiled code reads it: give it a tensor of shape {spec.shape}, or load the package again")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch_api.is_functorch_wrapped(tensor):
+        raise WeightsError(f"{name} is a {type(tensor).__qualname__} that native code cannot read; expected a plain tensor or Parameter")
+    if device is not None and tensor.device != device:
+        raise WeightsError(
+            f"{name} is on {tensor.device}; the loaded code runs on {device}: move it back, or load(path, device={str(tensor.device)!r})"
+        )
+    if problem := tensor_values.unplain(tensor):
+        raise WeightsError(f"{name} {problem}")
+    if tensor.dtype is not dtype_of(spec.dtype):
+        raise WeightsError(f"{name} has dtype {tensor.dtype}; the package was compiled for torch.{spec.dtype}: export it with that dtype")
+    if tuple(tensor.shape) != spec.shape:
+        raise WeightsError(f"{name} has shape {tuple(tensor.shape)}; the package was compiled for {spec.shape}")
+    if problem := tensor_values.unbacked(tensor):
+        raise WeightsError(f"{name} {problem}")
+    if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), spec.stride, strict=True)):
+        raise WeightsError(f"{name} has strides {tensor.stride()}; the package was compiled for {spec.stride}: copy it into the old tensor instead")
+    if tensor.is_cuda and tensor.numel() and tensor.data_ptr() % 16:
+        raise WeightsError(f"{name} lies at an address that is no multiple of 16 bytes, which kernels on a GPU count on: copy it (.clone())")
+    if tensor.is_conj() or tensor.is_neg():
+        raise WeightsError(f"{name} is a lazily conjugated or negated view; resolve it first (tensor.resolve_conj().resolve_neg())")

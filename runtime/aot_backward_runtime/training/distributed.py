@@ -1,0 +1,191 @@
+"""A training step on several processes of ``torch.distributed``: gradients averaged, state and buffers kept alike on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist  # this module is only imported where processes are asked for; plain `import torch` has loaded it already
+
+from ..errors import AotBackwardError, DistributedError
+from .gradient_buckets import Buckets
+from .state import TrainingState
+
+_BROADCAST = 250 << 20  # DDP's broadcast_bucket_size: bytes that a broadcast of several tensors may copy at a time
+
+
+class Replicas:
+    """The copies of one training state, one per process of ``group``: they start alike and make the same updates.
+
+    ``bucket_mb``, ``order``: see :class:`Buckets`. ``broadcast_buffers``: whether all ranks get the module's buffers of rank 0 before a forward.
+    Every method is a collective, as those of :class:`Collectives` are.
+    """
+
+    def __init__(
+        self, state: TrainingState, group: dist.ProcessGroup | None, broadcast_buffers: bool, bucket_mb: float | None, order: Sequence[str] | None
+    ):
+        gradients = {n: state.gradients[n] for n in state.parameters if n in state.gradients}  # in the module's order, as DDP takes them
+        buckets = Buckets(
+            [(n, tuple(t.shape), t.stride(), t.dtype, t.device) for n, t in gradients.items()],
+            25.0 if bucket_mb is None else bucket_mb,
+            1.0 if bucket_mb is None else bucket_mb,
+            order=order,
+        )
+        self.collectives = Collectives(buckets, group)
+        self._state = state
+        self.broadcasts_buffers = broadcast_buffers and bool(state.buffers)
+        self.buffers_due = True
+        """Whether the next forward shares the buffers first: DDP's rule, unless the forward before it was within ``no_sync``."""
+
+    def move_gradients(self) -> None:
+        """The state's gradients become views of the buckets, with the same values."""
+        views = self.collectives.buckets.views
+        self._state.gradients = {n: views[n].copy_(t) for n, t in self._state.gradients.items()}
+
+    def average(self) -> None:
+        """Gradients that have been accumulated become their mean over all ranks."""
+        self.collectives.average(first=not self._state.count + self._state.skipped)
+        self.buffers_due = True
+
+    def share_buffers(self) -> None:
+        """The buffers become those of rank 0."""
+        self.collectives.share(list(self._state.buffers.values()))
+
+    def follow_first(self) -> None:
+        """The whole state becomes that of rank 0."""
+        self._state.follow(self.collectives.by_first(self._state.notes))
+        self.collectives.share(self._state.tensors())
+        self.buffers_due = True
+
+
+class Collectives:
+    """The collectives of one training run, on the processes of ``group`` (all of them where it is None).
+
+    All ranks must call each method, in the same order. Each raises :class:`DistributedError`.
+    """
+
+    def __init__(self, buckets: Buckets, group: dist.ProcessGroup | None = None):
+        if not (dist.is_available() and dist.is_initialized()):
+            raise DistributedError(
+                "torch.distributed is not initialised: start the program with torchrun and call torch.distributed.init_process_group() first"
+            )
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise DistributedError("this process is not in the group; only its members may average over it")
+        self.buckets = buckets
+        self._group = group
+        self._scale = 1.0 / self.world
+
+    def average(self, first: bool = False) -> None:
+        """The gradients in the buckets become the mean over all ranks; returns when they are (on CUDA: when the current stream will wait for it).
+
+        ``first``: sum as DDP's first iteration does, through one flat copy of all gradients. Only from three processes on does that change a
+        bit, and only then is it done."""
+        with torch.no_grad():
+            if not first or self.world < 3:
+                self._sum(self.buckets.flat)
+                return
+            flat = [torch.cat(members) for members in self.buckets.in_order]
+            self._sum(flat)
+            for whole, members in zip(flat, self.buckets.in_order, strict=True):
+                for part, member in zip(whole.split([m.numel() for m in members]), members, strict=True):
+                    member.copy_(part)
+
+    def share(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """``tensors`` get the values that they have on rank ``source``: parameters once, buffers before each forward as DDP's broadcast_buffers.
+
+        They must be of the same sizes, dtypes and order on all ranks. They go as bytes, whatever their dtypes, in one broadcast per device.
+        """
+        with torch.no_grad():
+            for device in dict.fromkeys(t.device for t in tensors):
+                for chunk in _chunks([t for t in tensors if t.device == device]):
+                    self._broadcast(chunk, source)
+
+    def check_same(self, text: str) -> None:
+        """Refuses, on every rank, where ``text`` (such as the package's digest) or the layout of the buckets is not that of rank 0."""
+        lines = [*text.splitlines(), *self.buckets.layout]
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device())
+        digests = [torch.empty_like(own) for _ in range(self.world)]
+        self._run("comparing packages", lambda: dist.all_gather(digests, own, group=self._group))
+        if all(torch.equal(other, own) for other in digests):
+            return
+        everyone: list[Any] = [None] * self.world
+        self._run("comparing packages", lambda: dist.all_gather_object(everyone, lines, group=self._group))
+        differing = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        other = differing[0]
+        theirs, first = next((a, b) for a, b in zip_longest(everyone[other], everyone[0], fillvalue="nothing") if a != b)
+        who = f"rank {other} holds" if len(differing) == 1 else f"ranks {', '.join(map(str, differing))} hold"
+        raise DistributedError(
+            f"rank {self.rank} of {self.world}: {who} another package or other gradients than rank 0: "
+            f"{theirs!r} on rank {other}, {first!r} on rank 0; load the same package on every rank"
+        )
+
+    def gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``tensors`` of all ranks: those of rank 0 by their own names, those of rank 3 by "name/3"."""
+        everyone: list[Any] = [None] * self.world
+        self._run("gathering tensors", lambda: dist.all_gather_object(everyone, dict(tensors), group=self._group))
+        return {f"{name}/{rank}" if rank else name: t for rank, theirs in enumerate(everyone) for name, t in theirs.items()}
+
+    def by_first(self, action: Callable[[], Any]) -> Any:
+        """What ``action`` returns on rank 0, where alone it is called, on every rank. So is what it raises: on the others as it is where it is
+        an :class:`AotBackwardError`, else inside a :class:`DistributedError`."""
+        raised: Exception | None = None
+        value = None
+        if self.rank == 0:
+            try:
+                value = action()
+            except Exception as error:
+                raised = error
+        told = raised if raised is None or isinstance(raised, AotBackwardError) else DistributedError(f"rank 0 failed: {raised!r}")
+        outcome: list[Any] = [told, value]
+        self._run("waiting for rank 0", lambda: dist.broadcast_object_list(outcome, group=self._group, group_src=0))
+        if self.rank == 0 and raised is not None:
+            raise raised
+        if outcome[0] is not None:
+            raise outcome[0]
+        return outcome[1]
+
+    def _device(self) -> torch.device:
+        """Where the group's backend can take tensors: where the gradients are."""
+        return self.buckets.flat[0].device if self.buckets.flat else torch.device("cpu")
+
+    def _sum(self, flat: Iterable[torch.Tensor]) -> None:
+        def run() -> None:
+            # scaled before the sum, as DDP does: other bits than a division behind it, and no overflow of float16 on the way
+            works = [dist.all_reduce(bucket.mul_(self._scale), group=self._group, async_op=True) for bucket in flat]
+            for work in works:
+                work.wait()
+
+        self._run("averaging gradients", run)
+
+    def _broadcast(self, chunk: Sequence[torch.Tensor], source: int) -> None:
+        chunk = sorted(chunk, key=lambda t: -t.itemsize)  # each then begins at a multiple of its elements' size
+        flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in chunk])
+        self._run("sharing tensors", lambda: dist.broadcast(flat, group=self._group, group_src=source))
+        if self.rank != source:
+            for t, part in zip(chunk, flat.split([t.nbytes for t in chunk]), strict=True):
+                t.copy_(part.view(t.dtype).view(t.shape))
+
+    def _run(self, what: str, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:  # gloo raises this very class, NCCL's DistBackendError is one
+            raise DistributedError(
+                f"rank {self.rank} of {self.world}: {what} failed: another rank has ended or does not answer, or the connection is gone "
+                f"({str(error).splitlines()[0]}); resume from the last saved state"
+            ) from error
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
+    """At most _BROADCAST bytes at a time, or one tensor."""
+    ends, size = [0], 0
+    for i, tensor in enumerate(tensors):
+        if size and size + tensor.nbytes > _BROADCAST:
+            ends.append(i)
+            size = 0
+        size += tensor.nbytes
+    return (tensors[a:b] for a, b in pairwise([*ends, len(tensors)]) if a < b)

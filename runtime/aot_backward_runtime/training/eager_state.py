@@ -1,0 +1,119 @@
+"""A training state as the dicts of eager training: ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}``, and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import StateError
+from ..native import tensor_values
+from ..native.tensor_values import Copies
+from .state import COUNTERS, MALFORMED, Change, TrainingState, counter, malformed, matching
+
+
+def to_eager(own: TrainingState, whole: bool = False) -> dict[str, Any]:
+    """Copies, as an eager module's and optimizer's ``load_state_dict`` take them. ``whole``: the optimizer's state also before its first step."""
+    order = {name: i for i, name in enumerate(n for g in own.spec.groups for n in g.parameters)}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    if whole or not own.fresh:
+        for key, names, tensor in own.slots:
+            for name in names:
+                # what counts steps is on the CPU in eager, wherever the parameter is
+                state.setdefault(order[name], {})[key] = tensor.detach().clone() if tensor.dim() else tensor.detach().cpu().clone()
+    groups = []
+    for spec, group in zip(own.spec.groups, own.groups, strict=True):
+        groups.append({**group.options(), "params": [order[n] for n in spec.parameters]})
+    return {
+        "module": {n: t.detach().clone() for n, t in own.persistent.items()},
+        "optimizer": {"state": dict(sorted(state.items())), "param_groups": groups},
+        **own.counters(),
+        **({"scaler": own.scaler.state_dict()} if own.scaler is not None else {}),
+    }
+
+
+def from_eager(own: TrainingState, given: Mapping[str, Any]) -> Change:
+    """``given``, checked, for ``own.take``; :class:`StateError` says what does not fit."""
+    try:
+        return _checked(own, given)
+    except MALFORMED as error:
+        raise StateError(f"this is no state of a module and an optimizer: {malformed(error)}") from error
+
+
+def _checked(own: TrainingState, given: Mapping[str, Any]) -> Change:
+    if not isinstance(given, Mapping) or not {"module", "optimizer"} <= given.keys():
+        has = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        raise StateError(f'expected {{"module": net.state_dict(), "optimizer": optimizer.state_dict()}}, got {has}')
+    copies = matching("module", own.persistent, given["module"])
+    optimizer = given["optimizer"]
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
+        raise StateError("state['optimizer'] is no state_dict of a torch.optim optimizer: it needs 'state' and 'param_groups'")
+    slots_by_id, groups = optimizer["state"], optimizer["param_groups"]
+    theirs, ours = [len(g["params"]) for g in groups], [len(g.parameters) for g in own.spec.groups]
+    if theirs != ours:
+        raise StateError(f"the optimizer's groups have {theirs} parameters; this step was exported with {ours}")
+    names = [n for g in own.spec.groups for n in g.parameters]
+    order = [p for g in groups for p in g["params"]]
+    if strangers := sorted(map(str, slots_by_id.keys() - set(order))):
+        raise StateError(f"the optimizer's state has entries {strangers[:5]}, which none of its groups has")
+    named = {names[i]: slots_by_id[p] for i, p in enumerate(order) if p in slots_by_id}
+    if all(v is None for slots in named.values() for v in slots.values()):
+        named = {}  # as eager's SGD has it where no momentum was used yet
+    options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+    own.check_options(options)
+    slots = _slots_from(own, named)
+    counters = {name: counter(name, given.get(name, 0)) for name in COUNTERS}
+    if counters["count"] and own.slots and not named:
+        raise StateError(
+            f"{counters['count']} updates were made, but the optimizer's state is empty: a checkpoint is to be loaded into state_dict(whole=True)"
+        )
+    counters["accumulated"] = 0  # gradients that wait are no part of it
+    untouched = given.get("count") == 0 and own.initial is not None and all(map(_equal, (v for _, v in slots), own.initial))
+    scaler = given.get("scaler")
+    if own.scaler is None or not scaler:  # an eager scaler that is switched off has an empty one
+        scaler = None
+    else:
+        own.scaler.check(scaler)
+    return Change(copies + slots, options, counters, not named or untouched, scaler)
+
+
+def _slots_from(own: TrainingState, named: Mapping[str, Mapping[str, Any]]) -> Copies:
+    if not named:
+        if own.initial is None and own.slots:
+            raise StateError("the optimizer's state is empty, and this step was exported in the middle of a training: it knows no beginning")
+        return [(tensor, first) for (*_, tensor), first in zip(own.slots, own.initial or (), strict=True)]
+    copies = []
+    known = {(name, key) for key, parameters, _ in own.slots for name in parameters}
+    trained = {name for name, _ in known} or named.keys()  # the state of a parameter that was frozen since may linger in eager
+    for name in named:
+        for key, value in named[name].items():
+            if name in trained and isinstance(value, torch.Tensor) and (name, key) not in known:
+                raise StateError(f"the optimizer's state of {name!r} has {key!r}; {own.spec.optimizer}, as it was exported, has no such")
+    for key, parameters, tensor in own.slots:
+        first: torch.Tensor | None = None
+        for name in parameters:
+            value = named.get(name, {}).get(key)
+            if value is None and key == "momentum_buffer" and name in named:
+                if any(g.get("dampening") for g in own.groups) and any(s.get(key) is not None for s in named.values()):
+                    raise StateError(f"{name!r} has no momentum yet and others have: with dampening its first step would be another one")
+                value = torch.zeros_like(tensor)  # eager's, before the first step
+            if type(value) in (int, float):
+                value = torch.tensor(float(value))
+            if value is None:
+                raise StateError(f"the optimizer's state of {name!r} has no {key!r}; {own.spec.optimizer} needs it")
+            if problem := tensor_values.misfit(value, tensor):
+                raise StateError(f"the optimizer's {key!r} of {name!r} {problem}")
+            if first is not None and float(value) != float(first):
+                raise StateError(
+                    f"the optimizer's {key!r} is {float(first):g} for {parameters[0]!r} and {float(value):g} for {name!r}; this step was "
+                    f"exported with one for both: export it with the optimizer in this state"
+                )
+            first = value
+        assert first is not None
+        copies.append((tensor, first))
+    return copies
+
+
+def _equal(value: torch.Tensor, own: torch.Tensor) -> bool:
+    return torch.equal(value.to(own), own)
