@@ -21,7 +21,7 @@ LINE = "aot_backward_line"
 
 @dataclass(frozen=True)
 class Line:
-    """Where in the person's own code an operator comes from."""
+    """Where in user code an operator comes from."""
 
     file: str  # its last folder and its name: "nets/model.py"
     number: int

@@ -1,4 +1,4 @@
-"""What registered the operators that a package calls, and PyTorch itself does not have: whoever loads the package must have them, too."""
+"""What registered the operators that a package calls, and PyTorch itself does not have: a process that loads the package must have them, too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def operators_of(manifest: Manifest) -> dict[str, OperatorSpec]:
 
 
 def say(operators: Mapping[str, OperatorSpec]) -> None:
-    """Logs what whoever loads a package that calls these must do."""
+    """Logs what a process that loads a package calling these operators must do first."""
     by_source: dict[OperatorSpec, list[str]] = {}
     for operator, spec in operators.items():
         by_source.setdefault(spec, []).append(operator)
@@ -39,14 +39,14 @@ def _advice(spec: OperatorSpec) -> str:
     if spec.module == "__main__":
         return (
             f"which the script{spec.file and f' {spec.file}'} registers, and that cannot be imported by name where the package is loaded: move the "
-            "operator to a module of its own, which whoever loads the package imports"
+            "operator to a module of its own, which is imported before the package is loaded"
         )
     if spec.module:
         return (
-            f"which the Python module {spec.module!r}{spec.file and f' ({spec.file})'} registers: whoever loads the package imports it: "
+            f"which the Python module {spec.module!r}{spec.file and f' ({spec.file})'} registers: import it before the package is loaded: "
             f"load(path, imports=[{spec.module!r}]), --import {spec.module} on the command line"
         )
-    return f"which {spec.file or 'a compiled extension'} registers: whoever loads the package loads that first, by torch.ops.load_library()"
+    return f"which {spec.file or 'a compiled extension'} registers: load that before the package, by torch.ops.load_library()"
 
 
 def _registered_by(operator: str) -> OperatorSpec:

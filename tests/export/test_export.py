@@ -18,6 +18,7 @@ import aot_backward as ab
 from aot_backward.capture import partition
 from aot_backward.checks.eager_check import compare_results
 from aot_backward.checks.tolerance import Reference
+from aot_backward.checks.verify import verify_package
 from aot_backward_runtime import ExportError, InputError, load
 from aot_backward_runtime.package.archive import open_package
 
@@ -162,6 +163,16 @@ def test_the_measure() -> None:
         worst({**e, "gradient of w": None})  # type: ignore[dict-item]
     with pytest.raises(ExportError, match="has NaN or Inf where eager has none"):
         worst({**e, "gradient of w": e["gradient of w"] / 0})
+
+
+def test_an_output_with_inf_is_verified(tmp_path: Path) -> None:
+    """Inf minus Inf is NaN: what such an output may be off by must not come from eager's distance to itself."""
+
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.sin().sum(), x.detach().masked_fill(torch.eye(3, dtype=torch.bool), float("-inf"))
+
+    assert verify_package(ab.export_module(Masked(), (torch.randn(3, 3, requires_grad=True),), path=tmp_path / "masked.pt2")).ok
 
 
 class Halved(torch.autograd.Function):

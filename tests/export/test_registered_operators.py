@@ -121,7 +121,7 @@ def test_the_export_says_who_registers_what(made: SimpleNamespace) -> None:
         "calls doubles::double.tensor, which the Python module 'nets.doubles' (doubles.py) registers",
         "load(path, imports=['nets.doubles']), --import nets.doubles",
         "calls model::half, which the Python module 'model' (model.py) registers",
-        "calls absolutes::absolute, which libabsolutes.so registers: whoever loads the package loads that first, by torch.ops.load_library()",
+        "calls absolutes::absolute, which libabsolutes.so registers: load that before the package, by torch.ops.load_library()",
         "calls script::third, which the script script.py registers, and that cannot be imported by name where the package is loaded: move the",
     ):
         assert words in made.said
