@@ -26,7 +26,7 @@ CALL = """
 import sys, torch
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import AotBackwardError
-from tests import golden_packages as golden
+from tests.support import golden_packages as golden
 torch.set_num_threads(1)
 def call(kind, path):
     if kind == "passes":
