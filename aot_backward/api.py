@@ -18,9 +18,11 @@ from . import operators
 from .capture import preserve, program_module
 from .capture.cuda_semantics import as_on_gpu
 from .entries import Entries, Grad, Module, Step, Variant
-from .packaging.builder import Build, Progress
+from .packaging.builder import Build
+from .packaging.contents import Contents
 from .packaging.package_writer import check_destination, write_package
 from .process_state import exclusive
+from .progress import Progress, silent
 
 
 def export(
@@ -50,17 +52,18 @@ def export(
     check_destination(path)
     if target.startswith("cuda:"):
         return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, progress=progress)
-    say = progress or (lambda *_: None)
+    progress = progress or silent
     with everything_kept(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        built = Build(target, Path(folder), say, portable=portable)
+        contents = Contents(target, Path(folder), progress, portable=portable)
+        build = Build(contents)
         for name, entry in entries.items():
-            built.add(name, entry)
-        manifest = built.manifest(weights)
+            build.add(name, entry)
+        manifest = build.manifest(weights)
         examples: dict[str, torch.Tensor] = {}
-        manifest = built.check(manifest, examples)
-        say("write", 0, 1)
-        written = write_package(path, manifest, built.artifacts, built.weights, examples, built.portables)
-        say("write", 1, 1)
+        manifest = build.check(manifest, contents.packages(manifest), examples)
+        progress("write", 0, 1)
+        written = write_package(path, manifest, contents.artifacts, contents.weights, examples, contents.portables)
+        progress("write", 1, 1)
     operators.say(written.operators)
     return path
 

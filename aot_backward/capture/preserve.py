@@ -20,6 +20,18 @@ def random_state_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """The values of ``tensors`` are put back."""
+    before = [(t, t.detach().clone()) for t in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+
+
+@contextlib.contextmanager
 def in_mode(program: nn.Module, mode: str) -> Iterator[None]:
     """``program`` in ``mode`` ("train", "eval", or "" for a function, which has none), and afterwards every submodule as it was.
 

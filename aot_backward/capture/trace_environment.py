@@ -17,6 +17,8 @@ from .. import torch_api
 from ..process_state import without_convolution_libraries
 from .layer_patches import traceable_layers
 
+aten = torch.ops.aten
+
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
@@ -38,7 +40,7 @@ def _checks_as_plain_operators() -> Iterator[None]:
 
     torch 2.13 threads it through the graph by tokens, as further inputs and outputs of it.
     """
-    check = torch.ops.aten._linalg_check_errors.default
+    check = aten._linalg_check_errors.default
     effect = torch_api._get_effect(check) if torch_api.minor() == "2.13" else None
     if effect is None:
         yield
@@ -88,7 +90,6 @@ def decompositions() -> dict[Any, Any]:
         _ = torch_api.partition_fn  # brings in the lowerings, which some decompositions look up
         with torch_api.inductor_config.patch(fallback_random=True):
             _DECOMPOSITIONS.update(torch_api.select_decomp_table())
-        aten = torch.ops.aten
         products = (aten.mm.default, aten.bmm.default, aten.addmm.default)
         pooling = (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
         for operator in (aten.native_dropout.default, *products, *pooling):

@@ -1,13 +1,14 @@
 """Compiled graphs against the same graphs run by eager's operators, on the very tensors that the compiled ones were given.
 
 This is the check of a rebuilt package, where the model's source is absent. Per result of a graph, a the compiled code's and e the operators':
-‖a − e‖ ≤ r·max(‖e‖, 1e-2·G), G the largest norm among the graph's results, r the tolerance (``selfcheck.RELATIVE``) of e, and in a graph with 16-bit
+‖a − e‖ ≤ r·max(‖e‖, 1e-2·G), G the largest norm among the graph's results, r the :data:`.tolerance.RELATIVE` of e, and in a graph with 16-bit
 values twice theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,28 +23,35 @@ from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, PassSpec, TensorSpec, Verdict
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.native.cuda_library import library_on
+from aot_backward_runtime.native.guards import dtype_of
 from aot_backward_runtime.native.library import Library
 
 from ..graph import Graph
 from ..process_state import patched
-from . import eager_check
-from .verify import example_of, verify_variant
+from .example_sizes import cotangents_at, sizes_to_check
+from .named_results import results_of_entry
+from .tolerance import RELATIVE, Comparison, compare_graph_result, distance, is_inexact
+from .verify import stored_example, verify_variant
 
 
 @dataclass
 class _Findings:
-    """The worst result so far; of each library only the first call at each set of sizes is looked at, since operators run one by one are slow."""
+    """The result nearest to what is allowed, so far; of each library only the first call at each set of sizes is looked at, since operators run one
+    by one are slow. ``trains``: an optimizer divides a gradient that is zero but for rounding by its own size, and what it writes is compared with
+    what is stored alone."""
 
     worst: str = ""
     ratio: float = 0.0
     seen: set[Any] = field(default_factory=set)
-    trains: bool = (
-        False  # an optimizer divides a gradient that is zero but for rounding by its own size: what it writes is compared with what is stored
-    )
+    trains: bool = False
 
-    def note(self, name: str, ratio: float) -> None:
+    def add(self, name: str, ratio: float) -> None:
         if not ratio <= self.ratio or not self.worst:
             self.worst, self.ratio = name, ratio
+
+    def verdict(self, labels: Sequence[str]) -> Verdict:
+        """``labels``: the sizes at which it was run, in words."""
+        return Verdict("verified", self.worst, round(self.ratio, 6), tuple(dict.fromkeys(filter(None, labels))))
 
 
 def check_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor], graphs: Mapping[str, Graph]) -> Verdict:
@@ -51,7 +59,7 @@ def check_variant(package: Package, entry: str, number: int, examples: Mapping[s
     at others, compared with the operators. Raises :class:`ExportError` naming what is wrong."""
     spec = package.manifest.entries[entry].variants[number]
     findings = _Findings(trains=package.entries[entry] == "step")
-    sizes = list[str]()
+    labels = list[str]()
     with _watched(package, graphs, findings, f"{entry} variant {number}"):
         try:
             report = verify_variant(package, entry, number, examples)
@@ -64,16 +72,15 @@ def check_variant(package: Package, entry: str, number: int, examples: Mapping[s
                 f"{entry} variant {number}: what torch {torch.__version__} compiled does not give what is stored in the package: "
                 f"{report.wrong[0]}; nothing was written"
             )
-        findings.note(report.worst, report.ratio)
+        findings.add(report.worst, report.ratio)
         if package.entries[entry] != "step":
-            for values, args, kwargs in eager_check.sizes_of(spec, example_of(spec, entry, number, examples)):
-                at = ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
+            for sized in sizes_to_check(spec, stored_example(spec, entry, number, examples)):
                 try:
-                    eager_check.artifact(package, entry, spec, spec.mode, args, kwargs, eager_check.cotangents_at(spec, values))
+                    results_of_entry(package, entry, spec, sized.example, cotangents_at(spec, sized.values))
                 except (_Refused, InputError):
-                    continue  # as eager does at this size: an index out of range; or an example of size 0, which cannot be enlarged, and the like
-                sizes.append(at)
-    return Verdict("verified", findings.worst, round(findings.ratio, 6), tuple(s for s in sizes if s))
+                    continue  # as eager does at this size: an index out of range, or rows that do not fit the program
+                labels.append(sized.label)
+    return findings.verdict(labels)
 
 
 def check_pass(
@@ -81,7 +88,7 @@ def check_pass(
 ) -> Verdict:
     """Every graph of a recorded pass on made-up numbers, since the recorded ones are not kept. Raises :class:`ExportError` naming what is wrong."""
     findings = _Findings()
-    sizes = list[str]()
+    labels = list[str]()
     for name in [s.library for s in variant.segments if s.library]:
         spec = manifest.libraries[name]
         device = device_of(manifest)
@@ -91,28 +98,28 @@ def check_pass(
         for values in _sizes(variant, spec, graphs[name]):
             for most in (3, 1, 0):  # integers may be indices into what has but few elements: the operators, which are run first, say so
                 try:
-                    given = [_made_up(looks, values, i, most) for i, looks in enumerate(spec.inputs)]
-                    _compared(name, spec, graphs[name], given, constants, library.run, findings, "a recorded pass")
+                    inputs = [_random_input(described, values, i, most) for i, described in enumerate(spec.inputs)]
+                    _compare_call(name, spec, graphs[name], inputs, constants, library.run, findings, "a recorded pass")
                     break
                 except _Refused as error:
-                    if most == 0 and not sizes:
+                    if most == 0 and not labels:
                         raise ExportError(
                             f"a recorded pass: PyTorch's own operators fail on made-up numbers: {error}; nothing was written"
                         ) from error
-            sizes.append(", ".join(f"{s.label}={values[s.name]}" for s in variant.symbols if s.name in values))
+            labels.append(", ".join(f"{s.label}={values[s.name]}" for s in variant.symbols if s.name in values))
     if not findings.worst:
         return Verdict("not run: it draws random numbers, which are others on a GPU than on the CPU")
-    return Verdict("verified", findings.worst, round(findings.ratio, 6), tuple(dict.fromkeys(s for s in sizes if s)))
+    return findings.verdict(labels)
 
 
 def _sizes(variant: PassSpec, spec: LibrarySpec, graph: Graph) -> Iterator[dict[str, int]]:
     """The sizes of the example, then others, where the variant allows any."""
     first: dict[str, int] = {}
-    for node, looks in zip(graph.module.graph.find_nodes(op="placeholder"), spec.inputs, strict=True):
-        for size, stated in zip(node.meta["val"].shape, looks.shape, strict=True):
+    for node, described in zip(graph.module.graph.find_nodes(op="placeholder"), spec.inputs, strict=True):
+        for size, stated in zip(node.meta["val"].shape, described.shape, strict=True):
             if isinstance(stated, str) and stated.isidentifier():
                 first[stated] = int(size.node.hint) if isinstance(size, torch.SymInt) else size
-    needed = {s for looks in spec.inputs for size in (*looks.shape, *looks.stride) for s in symbols_of(size)}
+    needed = {s for described in spec.inputs for size in (*described.shape, *described.stride) for s in symbols_of(size)}
     if needed - first.keys():
         raise ExportError(f"{spec.member}: the sizes {sorted(needed - first.keys())} cannot be told from what it is given; report this as a bug")
     yield first
@@ -125,15 +132,15 @@ def _sizes(variant: PassSpec, spec: LibrarySpec, graph: Graph) -> Iterator[dict[
             return
 
 
-def _made_up(looks: TensorSpec, values: Mapping[str, int], seed: int, most: int) -> torch.Tensor:
+def _random_input(described: TensorSpec, values: Mapping[str, int], seed: int, most: int) -> torch.Tensor:
     """``most``: the largest integer."""
-    shape, stride = [evaluate(s, values) for s in looks.shape], [evaluate(s, values) for s in looks.stride]
-    dtype, generator = getattr(torch, looks.dtype), torch.Generator().manual_seed(seed)
+    shape, stride = [evaluate(s, values) for s in described.shape], [evaluate(s, values) for s in described.stride]
+    dtype, generator = dtype_of(described.dtype), torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         drawn = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
     else:
         drawn = torch.randint(0, 2 if dtype == torch.bool else most + 1, shape, generator=generator).to(dtype)
-    drawn = drawn.to(looks.device)
+    drawn = drawn.to(described.device)
     if any(s == 0 and n > 1 for n, s in zip(shape, stride, strict=True)):
         return drawn[tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)].expand(shape)
     return torch.empty_strided(shape, stride, dtype=dtype, device=drawn.device).copy_(drawn)
@@ -175,16 +182,16 @@ class _Watched:
         if key in self._findings.seen:
             return self._runner.run(inputs)
         self._findings.seen.add(key)
-        return _compared(self._name, self._spec, self._graph, inputs, self._constants, self._runner.run, self._findings, self._what)
+        return _compare_call(self._name, self._spec, self._graph, inputs, self._constants, self._runner.run, self._findings, self._what)
 
 
-def _compared(
+def _compare_call(
     name: str, spec: LibrarySpec, graph: Graph, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor], run: Any, findings: _Findings,
     what: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     """What ``run`` gives, once it is compared. The operators run on the CPU, where the graph was captured; one that draws random numbers draws others
     there than on a GPU, and is not compared."""
-    if draws(graph) and any(t.device.type != "cpu" for t in (*inputs, *constants.values())):
+    if consumes_rng(graph) and any(t.device.type != "cpu" for t in (*inputs, *constants.values())):
         return list(run(list(inputs)))
     kept, weights = [_copy(t).cpu() for t in inputs], {key: _copy(t).cpu() for key, t in constants.items()}
     with torch.random.fork_rng(devices=[]):
@@ -193,28 +200,28 @@ def _compared(
         except Exception as error:  # an index out of range is an IndexError, of an operator written in Python it may be anything
             raise _Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     actual = run(list(inputs))
-    pairs = [(looks.name, a.cpu(), e) for looks, a, e in zip(spec.outputs, actual, expected, strict=True)]
+    pairs = [(described.name, a.cpu(), e) for described, a, e in zip(spec.outputs, actual, expected, strict=True)]
     if not findings.trains:
         pairs += [(f"what is written to {key}", constants[key].cpu(), weights[key]) for key in constants]
     largest = max((float(torch.linalg.vector_norm(_finite(e).double())) for _, _, e in pairs[: len(actual)] if e.is_floating_point()), default=0.0)
-    coarsest = 2 * max((eager_check.RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)  # both are rounded, each in its own order
+    coarsest = 2 * max((RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)  # both are rounded, each in its own order
     for label, a, e in pairs:
-        ratio = _ratio(a, e, largest, coarsest)
+        ratio = _compare(label, a, e, largest, coarsest).ratio
         if not ratio <= 1:
             raise ExportError(
                 f"{what}: the code compiled from the portable graph {name} gives another {label} than PyTorch's own operators do for the same graph, "
                 f"{ratio:.3g} times what is allowed; nothing was written"
             )
-        findings.note(f"{label} of {name}", ratio)
+        findings.add(f"{label} of {name}", ratio)
     return actual
 
 
-def draws(graph: Graph) -> bool:
+def consumes_rng(graph: Graph) -> bool:
     """Whether it draws random numbers."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _drops(node) for node in graph.module.graph.nodes)
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _has_dropout(node) for node in graph.module.graph.nodes)
 
 
-def _drops(node: Node) -> bool:
+def _has_dropout(node: Node) -> bool:
     """False of attention without dropout, which is tagged as if it had some."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -255,11 +262,9 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
 
 
-def _ratio(a: torch.Tensor, e: torch.Tensor, largest: float, coarsest: float) -> float:
-    """‖a − e‖ over what is allowed."""
+def _compare(label: str, a: torch.Tensor, e: torch.Tensor, largest: float, coarsest: float) -> Comparison:
     if a.shape != e.shape or a.dtype != e.dtype:
-        return float("inf")
-    if not (e.is_floating_point() or e.is_complex()):
-        differing = int((a != e).sum())  # a mask, or where the largest is: what lies at the limit falls to either side by rounding
-        return differing / (max(coarsest, 1e-6) * e.numel()) if differing else 0.0
-    return eager_check.plain_ratio(a, e, largest, coarsest)
+        return Comparison(label, math.inf, 0.0)
+    if not is_inexact(e):  # a mask, or where the largest is: what lies at the limit falls to either side by rounding
+        return Comparison(label, distance(a, e), max(coarsest, 1e-6) * e.numel())
+    return compare_graph_result(label, a, e, largest, coarsest)

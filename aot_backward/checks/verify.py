@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,10 +23,10 @@ from aot_backward_runtime.package.targets import targets_of
 
 from ..capture import preserve
 from ..process_state import exclusive
-from . import eager_check
-from .eager_check import Named
-
-Progress = Callable[[str, int, int], None]
+from ..progress import Progress, silent
+from .example_sizes import Example
+from .named_results import Named, results_of_entry
+from .tolerance import Comparison, distance
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,11 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
     A ``replay`` entry stores no numbers, and is only reported. With ``run=False`` no native code is opened. Raises
     :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` where the native code cannot run here.
     """
-    say = progress or (lambda *_: None)
-    say("digests", 0, 1)
+    progress = progress or silent
+    progress("digests", 0, 1)
     archive = open_package(path, admit=admission(None, key))
     archive.verify_digests()
-    say("digests", 1, 1)
+    progress("digests", 1, 1)
     members = archive.members()
     total = sum(m.size for m in members.values())
     entries = archive.manifest.entries
@@ -102,16 +101,16 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
             not_run = "the package stores no example inputs"
     reports = []
     if not not_run:
-        with warnings.catch_warnings():  # load tells whoever loads an unproved package to run this here
+        with warnings.catch_warnings():  # load's advice, for a package that was not compared with eager, is to run this
             warnings.filterwarnings("ignore", message=".*was not compared with eager")
             runnable = _runnable(archive.manifest)
             packages = {label: load(path, target=label, key=key) for label in runnable} or {"": load(path, key=key)}  # the latter raises
         todo = [(name, i, label) for name, entry in entries.items() for i in range(len(entry.variants)) for label in packages]
         for done, (name, i, label) in enumerate(todo):
-            say("numbers", done, len(todo))
+            progress("numbers", done, len(todo))
             found = verify_variant(packages[label], name, i, examples)
             reports.append(dataclasses.replace(found, target=label if archive.manifest.targets else ""))
-        say("numbers", len(todo), len(todo))
+        progress("numbers", len(todo), len(todo))
     signature = str(signature_beside(archive.path) or "") if key is not None else ""
     return Report(len(members), total, tuple(reports), not_run, recorded, signature)
 
@@ -128,80 +127,67 @@ def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
     return RecordedReport(name, len(entry.structures), len(verdicts), sum(v != "verified" for v in verdicts))
 
 
-def example_of(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> eager_check.Example:
+def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> Example:
     """The stored arguments of a variant."""
     names = [f"{entry}/{number}/input/{i}" for i in range(len(spec.inputs))]
     if missing := [n for n in names if n not in examples]:
         raise PackageError(f"the package stores examples, and no {missing[0]!r}, which variant {number} of entry {entry!r} is compared with")
-    stored = [_as(s.dtype, examples[n]) for s, n in zip(spec.inputs, names, strict=True)]
+    stored = [_as_dtype(s.dtype, examples[n]) for s, n in zip(spec.inputs, names, strict=True)]
     inputs = [t.to(s.device).requires_grad_(s.requires_grad) for s, t in zip(spec.inputs, stored, strict=True)]
     args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
-    return eager_check.Example(args, kwargs, spec.mode, None)
+    return Example(args, kwargs, spec.mode)
 
 
 def verify_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> VariantReport:
     """Runs variant ``number`` of ``entry`` on its stored inputs and compares with what is stored."""
     spec = package.manifest.entries[entry].variants[number]
-    kept = {name.removeprefix(f"{entry}/{number}/"): t for name, t in examples.items() if name.startswith(f"{entry}/{number}/")}
-    cotangents = [_as(s.dtype, kept[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in kept]
-    example = example_of(spec, entry, number, examples)
-    args, kwargs = example.args, example.kwargs
+    stored = {name.removeprefix(f"{entry}/{number}/"): t for name, t in examples.items() if name.startswith(f"{entry}/{number}/")}
+    cotangents = [_as_dtype(s.dtype, stored[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in stored]
+    example = stored_example(spec, entry, number, examples)
     with _under(spec.ambient, spec), preserve.random_state_kept():
         if package.entries[entry] == "step":
-            actual = _steps(package, entry, spec.mode, args, kwargs, kept)
+            actual = _results_of_step(package, entry, example, stored)
         else:
-            actual = eager_check.artifact(package, entry, spec, spec.mode, args, kwargs, cotangents)
-    return _compared(entry, number, actual, kept)
+            actual = results_of_entry(package, entry, spec, example, cotangents)
+    return _compare_with_stored(entry, number, actual, stored)
 
 
-def _steps(package: Package, entry: str, mode: str, args: Any, kwargs: Any, kept: Mapping[str, torch.Tensor]) -> Named:
+def _results_of_step(package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]) -> Named:
     """What a few steps make of the loss and of the state, as far as eager's is stored; the step's own state is put back."""
     from . import step_check  # brings in sympy, which looking at other entries does not need
 
-    found = step_check.named(step_check.run(package, entry, mode, args, kwargs, waiting=False))
-    return {name: tensor for name, tensor in found.items() if f"expected/{name}" in kept}
+    found = step_check.stored_results(step_check.steps_of_entry(package, entry, example, waiting=False))
+    return {name: tensor for name, tensor in found.items() if f"expected/{name}" in stored}
 
 
-def _compared(entry: str, number: int, actual: Named, kept: Mapping[str, torch.Tensor]) -> VariantReport:
-    expected = {name.removeprefix("expected/"): t for name, t in kept.items() if name.startswith("expected/")}
-    wrong, worst, worst_ratio = [], "", 0.0
-    for name in expected.keys() - {n for n, a in actual.items() if a is not None}:
-        wrong.append(f"{name} is missing")
+def _compare_with_stored(entry: str, number: int, actual: Named, stored: Mapping[str, torch.Tensor]) -> VariantReport:
+    expected = {name.removeprefix("expected/"): t for name, t in stored.items() if name.startswith("expected/")}
+    wrong = [f"{name} is missing" for name in expected.keys() - {n for n, a in actual.items() if a is not None}]
+    worst: Comparison | None = None
     for name, a in actual.items():
         if a is None:
             continue
         if name not in expected:
             wrong.append(f"{name} was None when the package was built")
             continue
-        a, e = a.detach().cpu(), _as(str(a.dtype).removeprefix("torch."), expected[name])
+        a, e = a.detach().cpu(), _as_dtype(str(a.dtype).removeprefix("torch."), expected[name])
         if a.shape != e.shape or a.dtype != e.dtype:
             wrong.append(f"{name} is {a.dtype} {tuple(a.shape)}, stored was {e.dtype} {tuple(e.shape)}")
             continue
-        limit = kept.get(f"allowed/{name}")
+        limit = stored.get(f"allowed/{name}")
         if limit is None or limit.numel() != 1:
             raise PackageError(f"the package does not say how far off {name} of entry {entry!r} may be: 'allowed/{name}' is missing, or no number")
-        allowed = float(limit)
-        error = _difference(a, e)
-        ratio = error / allowed if allowed else (0.0 if error == 0 else float("inf"))
-        if not ratio <= 1:
-            wrong.append(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed")
-        if not ratio <= worst_ratio or not worst:
-            worst, worst_ratio = name, ratio
-    return VariantReport(entry, number, len(expected), worst, worst_ratio, tuple(wrong))
+        comparison = Comparison(name, distance(a, e), float(limit))
+        if comparison.wrong:
+            wrong.append(f"{name} is off by {comparison.error:.3g}, {comparison.allowed:.3g} is allowed")
+        if worst is None or not comparison.ratio <= worst.ratio:
+            worst = comparison
+    if worst is None:
+        return VariantReport(entry, number, len(expected), "", 0.0, tuple(wrong))
+    return VariantReport(entry, number, len(expected), worst.name, worst.ratio, tuple(wrong))
 
 
-def _difference(a: torch.Tensor, e: torch.Tensor) -> float:
-    """‖a − e‖, NaN and Inf being equal to themselves; of integers and booleans, how many differ."""
-    if not (e.is_floating_point() or e.is_complex()):
-        return float((a != e).sum())
-    finite = torch.isfinite(e)
-    if not torch.equal(finite, torch.isfinite(a)):
-        return float("inf")
-    wide = torch.complex128 if e.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(torch.where(finite, a.to(wide) - e.to(wide), 0)))
-
-
-def _as(dtype: str, tensor: torch.Tensor) -> torch.Tensor:
+def _as_dtype(dtype: str, tensor: torch.Tensor) -> torch.Tensor:
     """A stored tensor as what it was: complex128 is stored as pairs, and packages are mapped, so that a write must go to a copy."""
     return torch.view_as_complex(tensor).clone() if dtype == "complex128" and not tensor.is_complex() else tensor.clone()
 

@@ -13,13 +13,13 @@ from .support.progress import shown
 
 @click.command(name="compile", epilog=EXIT_CODES)
 @click.argument("misses", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BW.pt2", help="The package that it is added to.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BW.pt2", help="The package that they are added to.")
 @click.option("--entry", default="backward", show_default=True, metavar="NAME", help="The name of its replay entry.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
 @import_option
 @debug_option
 def compile_command(misses: Path, output: Path, entry: str, target: str) -> None:
-    """Compile what a replay kept with --save-misses, and add it to BW.pt2."""
+    """Compile the passes that a replay saved with --save-misses, and add them to BW.pt2."""
     from ..recording.miss_file import compile_misses
 
     with shown() as progress:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 external_data_option = click.option(
     "--external-data/--no-external-data",
     default=None,
-    help="Whether weights lie in one file beside the ONNX graphs, OUT.onnx.data; by default where they come to more than 64 MiB.",
+    help="Whether weights are stored in one file beside the ONNX graphs, OUT.onnx.data; by default where they are larger than 64 MiB.",
 )
 
 

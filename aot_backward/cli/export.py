@@ -98,7 +98,7 @@ def export(
 
 
 def _check_options(context: click.Context, form: str) -> None:
-    """:class:`click.UsageError` for an option that the format has no use for."""
+    """:class:`click.UsageError` for an option that does not apply to the format."""
     idle = ("target", "portable", "weights") if form == "onnx" else ("external_data", "as_json")
     for parameter in context.command.params:
         if parameter.name in idle and context.get_parameter_source(parameter.name) is not click.core.ParameterSource.DEFAULT:
@@ -122,7 +122,7 @@ def _kind(entry: object) -> str:
 
 
 def _chosen(entries: Entries, wanted: tuple[str, ...], program: str) -> Entries:
-    """Those that ``wanted`` names; a name counts before a kind."""
+    """The entries that ``wanted`` selects, each by name or, where no entry has that name, by kind."""
     chosen = set(entries) if not wanted else set[str]()
     for which in wanted:
         found = [which] if which in entries else [n for n, e in entries.items() if _kind(e) == which]
@@ -152,7 +152,7 @@ def _offered(module: Any) -> list[str]:
 
 
 def _called(function: Callable[[], Any], what: str) -> Any:
-    """The caller's own code: its errors are told from ours."""
+    """Runs user code: what it raises is reported as an error in ``what``, not as one of aot-backward."""
     from aot_backward_runtime.errors import ExportError
 
     try:

@@ -27,7 +27,7 @@ def record(context: click.Context, output: Path, entry: str, target: str, as_jso
 
     Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the script fails.
     """
-    from aot_backward_runtime.passes.session import MAX_STRUCTURES
+    from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
     from ..recording.record import record as recording
 
@@ -37,7 +37,7 @@ def record(context: click.Context, output: Path, entry: str, target: str, as_jso
     if as_json:
         click.echo(json.dumps({**session.report.to_json(), "recorded": session.recorded, "skipped": dict(session.skipped)}), err=True)
     else:
-        click.echo(f"{session.recorded} passes of {len(session.met)} structures recorded; {session.report}", err=True)
+        click.echo(f"{session.recorded} passes of {len(session.structures)} structures recorded; {session.report}", err=True)
         for reason in session.skipped:
             click.echo(f"  left out: {reason}", err=True)
         if output.exists():

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @click.command(epilog=EXIT_CODES)
 @click.option("--entry", metavar="NAME", help="Which replay entry; a sole one needs no name.")
-@click.option("--strict", is_flag=True, help="A backward pass that the package does not hold is an error.")
-@click.option("--save-misses", type=click.Path(path_type=Path), metavar="FILE", help="Where to keep what it does not hold, for compile.")
+@click.option("--strict", is_flag=True, help="A backward pass that the package has no variant for is an error.")
+@click.option("--save-misses", type=click.Path(path_type=Path), metavar="FILE", help="Where to save those that it has no variant for, for compile.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @signature_options
@@ -43,9 +43,9 @@ def replay(
 ) -> None:
     """Run TRAIN.py as it is, its backward passes from BW.pt2: no tracing, no compiler.
 
-    A pass that the package does not hold is interpreted: the gradients are eager's, and the report says why.
+    A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why.
     """
-    from aot_backward_runtime.passes.session import MAX_STRUCTURES
+    from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
     from ..recording.replay import replay as replaying
 
@@ -56,6 +56,6 @@ def replay(
     if as_json:
         click.echo(json.dumps(session.report.to_json()), err=True)
     else:
-        for line in str(session.report).splitlines():  # its reasons name nodes as the package does
+        for line in str(session.report).splitlines():  # reasons hold names from the package
             say(line, err=True)
     context.exit(code)

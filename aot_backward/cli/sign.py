@@ -17,7 +17,7 @@ from .support.failures import EXIT_CODES, debug_option
 @click.option("--password-env", metavar="VARIABLE", help="The environment variable that holds the password of an encrypted key.")
 @debug_option
 def sign(package: Path, key: Path, output: Path | None, password_env: str | None) -> None:
-    """Compare OUT.pt2 with its digests, then sign all of its bytes. Whoever has your public key can then insist on them.
+    """Compare OUT.pt2 with its digests, then sign all of its bytes. With your public key, loading can then require that they are unchanged.
 
     Needs the OpenSSF model-signing library: pip install 'aot-backward[sign]'.
     """

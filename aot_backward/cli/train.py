@@ -37,7 +37,7 @@ _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
     metavar="STATE.safetensors",
     help="Where the state goes after each epoch, and when interrupted.",
 )
-@click.option("--resume", is_flag=True, help="Go on from what was saved there.")
+@click.option("--resume", is_flag=True, help="Continue from what was saved there.")
 @click.option("--batch-size", type=click.IntRange(min=1), metavar="B", help="Samples of a step: by default what was exported, else 32.")
 @click.option("--entry", metavar="NAME", help="Which training step; a sole one needs no name.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the samples' order, and of dropout.")
@@ -67,12 +67,12 @@ def train(
     """Train with the step of OUT.pt2 on the samples in DATA.safetensors: no tracing, no compiler.
 
     DATA.safetensors holds a tensor for each argument of the step; each row of the first dimension is a sample. The order of an epoch depends on
-    the seed and the epoch alone, so that a training that was interrupted (Ctrl-C, SIGTERM) goes on with --resume as if it never had been, to
+    the seed and the epoch alone, so that a training that was interrupted (Ctrl-C, SIGTERM) continues with --resume as if it had not been, to
     the last bit. Under torchrun each process takes B samples of every step, and gradients are averaged.
     """
-    from ..commands.train_entry import Watcher, train
+    from ..commands.train_entry import Callbacks, train
 
-    def told(report: EpochReport) -> None:
+    def report_epoch(report: EpochReport) -> None:
         if as_json:
             values = dataclasses.asdict(report)
             click.echo(json.dumps(values if math.isfinite(report.loss) else values | {"loss": None}))  # JSON has no NaN
@@ -83,8 +83,8 @@ def train(
         sys.stdout.flush()
 
     with _bar(epochs) as (step, say):
-        watcher = Watcher(step, told, say)
-        outcome = train(
+        callbacks = Callbacks(step, report_epoch, say)
+        result = train(
             package,
             data,
             epochs=epochs,
@@ -93,24 +93,24 @@ def train(
             batch_size=batch_size,
             entry=entry,
             seed=seed,
-            watcher=watcher,
+            callbacks=callbacks,
             device=device,
             cudagraphs=cudagraphs,
             signature=signature,
             key=key,
         )
-    if outcome.signal:
-        after = f"{outcome.epochs} epochs" + (f" and {outcome.steps} steps" if outcome.steps else "")
-        if outcome.rank == 0:
-            click.echo(f"error: interrupted after {after}; {save} holds the state: --resume goes on from it", err=True)
+    if result.signal:
+        after = f"{result.epochs} epochs" + (f" and {result.steps} steps" if result.steps else "")
+        if result.rank == 0:
+            click.echo(f"error: interrupted after {after}; {save} holds the state: --resume continues from it", err=True)
         context.exit(INTERRUPTED)
-    if outcome.rank == 0 and not as_json:
+    if result.rank == 0 and not as_json:
         click.echo(f"saved {save}")
 
 
 @contextlib.contextmanager
 def _bar(epochs: int) -> Iterator[tuple[Callable[[int, int, int, Any], None], Callable[[str], None]]]:
-    """What is called after each step, and with a note. A bar on standard error while someone watches."""
+    """Two callbacks, for each step and for notes: a bar on standard error where that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda *_: None, lambda text: click.echo(text, err=True)
         return

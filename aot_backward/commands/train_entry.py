@@ -1,14 +1,12 @@
-"""``train``: a step entry of a package over a file of samples, epoch after epoch, saved so that it can go on bit for bit. What
-``aot-backward train`` does, on the runtime alone.
+"""``train``: a step entry of a package over a file of samples, epoch after epoch. What ``aot-backward train`` does, on the runtime alone.
 
-The order of the samples in an epoch depends on the seed and the epoch's number, and on nothing else; the random state of dropout is in the saved
-state. So a training that was interrupted anywhere and resumed sees the batches that it would have seen.
+The state is saved so that a training interrupted anywhere and resumed is bit for bit the one that was not: it holds the random state of dropout
+and the number of batches done, and :mod:`.train_samples` draws the batches from the seed and the epoch's number alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import signal
 import threading
@@ -19,22 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from aot_backward_runtime import InputError, Package, StateError, load
-from aot_backward_runtime.format.manifest import VariantSpec
-from aot_backward_runtime.native.guards import Contract
-from aot_backward_runtime.native.pytree import unflatten
-from aot_backward_runtime.native.tensor_bytes import tensor_chunks
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.signature_policy import Key, Policy, admission
 from aot_backward_runtime.training.step import LoadedStep
 
-from ..tensor_file import read_tensors
+from .train_samples import Batches, Samples, cut_batches, mixed_seed, read_samples
 
-BATCH = 32
-"""The size of a batch where the package leaves it open."""
-_OURS = "aot-backward train"  # the key, in what a state file says, of what this module notes there
+_OURS = "aot-backward train"  # the key of this module's entry in a state file
 
 
 @dataclass(frozen=True)
@@ -53,8 +44,8 @@ class EpochReport:
 
 
 @dataclass(frozen=True)
-class Watcher:
-    """Who is told what. ``step(epoch, done, total, loss)`` comes after each step, ``loss`` being a 0-d tensor; ``note`` with what to know."""
+class Callbacks:
+    """``step(epoch, done, total, loss)`` is called after each step, with ``loss`` a 0-d tensor; ``note`` with a sentence for the user."""
 
     step: Callable[[int, int, int, torch.Tensor], None] = lambda *_: None
     epoch: Callable[[EpochReport], None] = lambda _: None
@@ -62,8 +53,8 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How far it came: epochs that are whole, steps of the next one, and the signal that ended it early, or 0. ``rank``: of this process."""
+class TrainingResult:
+    """``epochs`` that are complete, ``steps`` of the next one, and the ``signal`` that ended it early, or 0. ``rank``: of this process."""
 
     epochs: int
     steps: int
@@ -81,20 +72,20 @@ def train(
     batch_size: int | None = None,
     entry: str | None = None,
     seed: int = 0,
-    watcher: Watcher | None = None,
+    callbacks: Callbacks | None = None,
     device: str | None = None,
     cudagraphs: bool = False,
     signature: Policy | None = None,
     key: Key | None = None,
-) -> Outcome:
+) -> TrainingResult:
     """Trains a ``step`` entry of ``package`` (the sole one where ``entry`` is None) on the samples of ``data`` until ``epochs`` epochs are done.
 
     ``data``: a safetensors file with a tensor for each that the step takes, by the names that ``inspect`` lists; each row of the first dimension
-    is a sample. ``batch_size``: samples of a call; by default what was exported, or :data:`BATCH` where that is dynamic. Samples left over at
-    the end of an epoch are a smaller batch where the package takes one, else they are left out of that epoch.
-    ``save``: the state, written after each epoch and on SIGINT and SIGTERM, which end the training early, after the step at hand.
-    ``resume``: go on from ``save``; with other data, another seed or batch size it is refused. ``device``, ``cudagraphs``, ``signature`` and ``key``
-    are those of :func:`aot_backward_runtime.load`; samples are moved to the device batch by batch.
+    is a sample. ``batch_size``: samples of a call; by default what was exported, or :data:`.train_samples.BATCH` where that is dynamic. Samples
+    left over at the end of an epoch are a smaller batch where the package takes one, else they are left out of that epoch.
+    ``save``: the state, written after each epoch and on SIGINT and SIGTERM, which end the training early, after the step under way.
+    ``resume``: continue from ``save``; refused with other data, another seed or another batch size. ``device``, ``cudagraphs``, ``signature``
+    and ``key`` are those of :func:`aot_backward_runtime.load`; samples are moved to the device batch by batch.
 
     Where ``WORLD_SIZE`` says that it is one of several processes (``torchrun``), each takes ``batch_size`` samples of every batch, and
     gradients are averaged; of a package for GPUs each has the GPU of its ``LOCAL_RANK``. Raises :class:`InputError` where samples do not fit, before
@@ -109,36 +100,36 @@ def train(
     name = _step_entry(loaded, entry)
     spec = loaded.manifest.entries[name]
     mode = "train" if any(v.mode == "train" for v in spec.variants) else "eval"
-    samples = _samples(Path(data), name, [v for v in spec.variants if v.mode == mode], loaded.device)
+    samples = read_samples(Path(data), name, [v for v in spec.variants if v.mode == mode], loaded.device)
     with _processes(loaded.device) as (rank, world):
-        watcher = (watcher or Watcher()) if rank == 0 else Watcher()
-        batches = _batches(samples, batch_size, rank, world, watcher)
+        callbacks = (callbacks or Callbacks()) if rank == 0 else Callbacks()
+        batches = cut_batches(samples, batch_size, rank, world, callbacks.note)
         step = loaded.step(name).train(mode == "train")
         if world > 1:
             step.distribute()
         about = {"seed": seed, "batch_size": batches.size, "processes": world, "samples": samples.count, "data": samples.digests}
-        return _train(step, samples, batches, epochs, seed, save, resume, about, watcher)
+        return _train(step, samples, batches, epochs, seed, save, resume, about, callbacks)
 
 
 def _train(
     step: LoadedStep,
-    samples: _Samples,
-    batches: _Batches,
+    samples: Samples,
+    batches: Batches,
     epochs: int,
     seed: int,
     save: Path,
     resume: bool,
     about: Mapping[str, Any],
-    watcher: Watcher,
-) -> Outcome:
-    torch.manual_seed(seed if batches.rank == 0 else _mixed(seed, "rank", batches.rank))  # else all ranks would drop out alike
+    callbacks: Callbacks,
+) -> TrainingResult:
+    torch.manual_seed(seed if batches.rank == 0 else mixed_seed(seed, "rank", batches.rank))  # else all ranks had the same dropout masks
     epoch = done = 0
     total = 0.0  # of the losses of the epoch's samples so far, in all processes
     if resume:
-        noted = _noted(step.resume(save), about, save, samples.data)
-        epoch, done, total = int(noted["epoch"]), int(noted["batches"]), float(noted["loss"])
+        position = _saved_position(step.resume(save), about, save, samples.data)
+        epoch, done, total = int(position["epoch"]), int(position["batches"]), float(position["loss"])
         if epoch >= epochs:
-            watcher.note(f"{save} has made {epoch} of {epochs} epochs already: nothing is left to train")
+            callbacks.note(f"{save} has made {epoch} of {epochs} epochs already: nothing is left to train")
 
     def write() -> None:
         step.save(save, {_OURS: {**about, "epoch": epoch, "batches": done, "loss": total}})
@@ -151,20 +142,20 @@ def _train(
                 loss = samples.call(step, rows)
                 sums += loss.double() * len(rows)
                 done += 1
-                watcher.step(epoch + 1, done, len(batches.shares), loss)
+                callbacks.step(epoch + 1, done, len(batches.shares), loss)
                 ended = batches.largest(caught[0] if caught else 0)
                 if ended:
                     total = batches.sum(sums)
                     write()
-                    return Outcome(epoch, done, ended, batches.rank)
+                    return TrainingResult(epoch, done, ended, batches.rank)
             seconds, steps = time.perf_counter() - began, done - first
             count = sum(batches.shares) * batches.world
             loss_mean = batches.sum(sums) / count
             report = EpochReport(epoch + 1, epochs, done, count, loss_mean, step.skipped, seconds, steps / seconds if steps else 0.0)
             epoch, done, total = epoch + 1, 0, 0.0
             write()
-            watcher.epoch(report)
-    return Outcome(epoch, 0, 0, batches.rank)
+            callbacks.epoch(report)
+    return TrainingResult(epoch, 0, 0, batches.rank)
 
 
 def _on_gpu(package: str | os.PathLike[str], signature: Policy | None, key: Key | None) -> bool:
@@ -200,154 +191,26 @@ def _processes(device: torch.device) -> Iterator[tuple[int, int]]:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """The tensors of a data file in the order in which a step takes them, and its variants that could."""
-
-    tensors: list[torch.Tensor]
-    variants: list[tuple[VariantSpec, Contract]]
-    count: int
-    digests: dict[str, str]
-    data: Path
-    device: torch.device
-
-    def refusal(self, size: int) -> InputError | None:
-        """Why no variant takes ``size`` samples at once; None where one does."""
-        refused = None
-        for _, contract in self.variants:
-            try:
-                contract.fit([t[:size].to(self.device) for t in self.tensors])
-                return None
-            except InputError as error:
-                refused = refused or error
-        return refused
-
-    def call(self, step: LoadedStep, rows: torch.Tensor) -> torch.Tensor:
-        """One step on these samples; its loss."""
-        variant = self.variants[0][0]
-        args, kwargs = unflatten(variant.in_tree, [t[rows].to(self.device) for t in self.tensors], {}, {})
-        loss: torch.Tensor = pytree.tree_leaves(step(*args, **kwargs))[0]
-        return loss
-
-
-def _samples(data: Path, name: str, variants: Sequence[VariantSpec], device: torch.device) -> _Samples:
-    given = read_tensors(data)
-    fitting = [v for v in variants if {s.name for s in v.inputs} == given.keys()]
-    if not fitting:
-        wanted = [s.name for s in variants[0].inputs]
-        missing, extra = [n for n in wanted if n not in given], sorted(given.keys() - set(wanted))
-        parts = [f"it has no {', '.join(map(repr, missing))}"] if missing else []
-        parts += [f"it has {', '.join(map(repr, extra))}, which the step does not take"] if extra else []
-        raise InputError(f"{data} does not fit entry {name!r}, which takes {', '.join(wanted)}: {'; '.join(parts)}")
-    single = [n for n, t in given.items() if not t.dim()]
-    if single:
-        raise InputError(f"{data}: {single[0]!r} has no dimensions, and the first should be that of the samples")
-    lengths = {n: len(t) for n, t in given.items()}
-    if len(set(lengths.values())) != 1:
-        raise InputError(f"{data}: tensors have different numbers of samples: {', '.join(f'{n} {k}' for n, k in lengths.items())}")
-    count = next(iter(lengths.values()))
-    if not count:
-        raise InputError(f"{data} holds no samples")
-    first = [s.name for s in fitting[0].inputs]
-    alike = [v for v in fitting if [s.name for s in v.inputs] == first and v.in_tree == fitting[0].in_tree]
-    tensors = [given[n] for n in first]
-    contracts = [(v, Contract(v.inputs, v.symbols, v.guards, device)) for v in alike]
-    return _Samples(tensors, contracts, count, {n: _digest(t) for n, t in given.items()}, data, device)
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    for chunk in tensor_chunks(tensor):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """How an epoch is cut: ``shares`` are the samples of each call, of this process and of every other."""
-
-    size: int
-    shares: list[int]
-    count: int
-    rank: int
-    world: int
-
-    def of(self, seed: int, epoch: int) -> list[torch.Tensor]:
-        """This process's rows in each batch of ``epoch``, without replacement."""
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(_mixed(seed, "epoch", epoch)))
-        out, start = [], 0
-        for share in self.shares:
-            out.append(order[start + self.rank * share : start + (self.rank + 1) * share])
-            start += share * self.world
-        return out
-
-    def largest(self, number: int) -> int:
-        """The largest that any process has, so that all of them end after the same step."""
-        return int(self._reduced(torch.tensor(number), "MAX")) if self.world > 1 else number
-
-    def sum(self, value: torch.Tensor) -> float:
-        """Over all processes; in all of them."""
-        return float(self._reduced(value.clone(), "SUM") if self.world > 1 else value)
-
-    def _reduced(self, value: torch.Tensor, operation: str) -> torch.Tensor:
-        import torch.distributed as dist
-
-        value = value.to("cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(value, getattr(dist.ReduceOp, operation))
-        return value
-
-
-def _mixed(seed: int, what: str, number: int) -> int:
-    """A seed for each number. Hashed, because torch's generators on the CPU look at 32 bits of a seed only."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {what} {number}".encode()).digest()[:4])
-
-
-def _batches(samples: _Samples, size: int | None, rank: int, world: int, watcher: Watcher) -> _Batches:
-    chosen = size or _exported(samples) or BATCH
-    whole, rest = divmod(samples.count, chosen * world)
-    last = rest // world
-    refused = samples.refusal(chosen) if whole else None
-    if refused is not None:
-        hint = "" if size or _exported(samples) else f" (a batch size of {chosen} was taken, as none was given)"
-        raise InputError(f"{samples.data} does not fit{hint}: {refused}")
-    too_few = samples.refusal(last) if last else None
-    if not whole and (not last or too_few is not None):
-        raise InputError(f"{samples.data} has {samples.count} samples, which are no batch of {chosen * world}{f': {too_few}' if too_few else ''}")
-    if too_few is not None or not last:
-        last = 0
-    left = samples.count - whole * chosen * world - last * world
-    if left:
-        why = f": {too_few}" if too_few is not None else f", which {world} processes cannot share evenly"
-        watcher.note(f"{left} of {samples.count} samples, others each time, are left out of every epoch{why}")
-    return _Batches(chosen, [chosen] * whole + ([last] if last else []), samples.count, rank, world)
-
-
-def _exported(samples: _Samples) -> int | None:
-    """The size of a batch where the package fixes it."""
-    size = samples.variants[0][0].inputs[0].shape[0]
-    return size if isinstance(size, int) else None
-
-
-def _noted(extra: Any, about: Mapping[str, Any], save: Path, data: Path) -> Mapping[str, Any]:
-    """What :func:`train` noted in the state; :class:`StateError` where it was another training."""
-    noted = extra.get(_OURS) if isinstance(extra, Mapping) else None
-    if not isinstance(noted, Mapping) or not {*about, "epoch", "batches", "loss"} <= noted.keys():
+def _saved_position(extra: Any, about: Mapping[str, Any], save: Path, data: Path) -> Mapping[str, Any]:
+    """What :func:`train` saved with the state; :class:`StateError` where that was another training than ``about``."""
+    saved = extra.get(_OURS) if isinstance(extra, Mapping) else None
+    if not isinstance(saved, Mapping) or not {*about, "epoch", "batches", "loss"} <= saved.keys():
         raise StateError(f"{save} was not saved by `aot-backward train`, and does not say which samples come next: resume it with step.resume()")
     words = {"seed": "the seed", "batch_size": "the batch size", "processes": "the number of processes", "samples": "the number of samples"}
     for key, what in words.items():
-        if noted[key] != about[key]:
-            raise StateError(f"{save} cannot go on: {what} was {noted[key]}, and is {about[key]} now")
+        if saved[key] != about[key]:
+            raise StateError(f"{save} cannot be resumed: {what} was {saved[key]}, and is {about[key]} now")
     for name, digest in about["data"].items():
-        if not isinstance(noted["data"], Mapping) or noted["data"].get(name) != digest:
-            raise StateError(f"{save} cannot go on: {name!r} in {data} is not what it was trained on")
-    return noted
+        if not isinstance(saved["data"], Mapping) or saved["data"].get(name) != digest:
+            raise StateError(f"{save} cannot be resumed: {name!r} in {data} is not what it was trained on")
+    return saved
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[Sequence[int]]:
-    """The SIGINT or SIGTERM that came, so that the step at hand is finished and saved; a second SIGINT ends at once."""
+    """Lists SIGINT and SIGTERM instead of being ended by them, so that the step under way is finished and saved; a second SIGINT interrupts."""
     caught: list[int] = []
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1  # torchrun passes on what the terminal has sent already
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1  # torchrun forwards the SIGINT that the terminal has sent to each process already
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return

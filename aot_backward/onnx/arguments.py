@@ -1,4 +1,4 @@
-"""What parameters and arguments of an entry are called in its ONNX graphs. Without onnx: ``inspect`` says it, too."""
+"""The names of an entry's parameters and arguments in its ONNX graphs. Imports no onnx, because ``inspect`` prints them, too."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Manifest
 
 from ..graph import Graph
+from ..progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +24,12 @@ if TYPE_CHECKING:
 
     from .value_names import Part
 
-Progress = Callable[[str, int, int], None]
-
 
 @dataclass(frozen=True)
 class OnnxFile:
     """One ONNX file. ``graph``: "forward", "backward", "inference", "gradient", "step", "accumulate" or "update". ``nodes``: of ONNX.
 
-    ``compared``: what ran it beside eager ("onnxruntime 1.31.0"), with the tensor that was nearest to what is allowed; or "not compared: why".
+    ``compared``: what ran it beside eager ("onnxruntime 1.31.0"), with the tensor that came nearest to the tolerance; or "not compared: why".
     """
 
     path: Path
@@ -43,7 +42,7 @@ class OnnxFile:
     compared: str
 
 
-def require() -> None:
+def require_onnx() -> None:
     """:class:`ExportError` where what writes ONNX is not installed."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
@@ -99,8 +98,8 @@ class Conversion:
         self.paths = {}
         for part in parts:
             numbered = variant is None and len(manifest.entries[part.entry].variants) > 1
-            pieces = [path.name.removesuffix(".onnx"), *([part.entry] if several else []), *([str(part.variant)] if numbered else []), part.file]
-            self.paths[part.library] = path.with_name(".".join(p for p in pieces if p) + ".onnx")
+            name_parts = [path.name.removesuffix(".onnx"), *([part.entry] if several else []), *([str(part.variant)] if numbered else []), part.file]
+            self.paths[part.library] = path.with_name(".".join(p for p in name_parts if p) + ".onnx")
         if not parts:
             raise ExportError("there is no graph to write: every output is an input or a parameter as it is")
         for one in self.paths.values():
@@ -114,11 +113,11 @@ class Conversion:
         say("translate", len(parts), len(parts))
 
     def compare(self, check: Callable[[Package], dict[tuple[str, int], str]]) -> dict[tuple[str, int], str]:
-        """``check``: compares what it is given with eager; by entry and variant the tensor that was nearest to what is allowed."""
+        """``check``: compares what it is given with eager; returns, by entry and variant, the tensor that came nearest to the tolerance."""
         import onnx
         import onnx.shape_inference
 
-        from .onnxruntime_backend import Described, OnnxLibrary, OnnxPackage, engine, runner
+        from .onnxruntime_backend import OnnxLibrary, OnnxPackage, UnwrittenArchive, engine, runner
 
         for name, translated in self.translated.items():
             try:
@@ -133,7 +132,7 @@ class Conversion:
             return OnnxLibrary(self.manifest.libraries[library], part.names, translated, runner(translated.with_fixed(), chosen))
 
         copies = {key: tensor.detach().clone() for key, tensor in self.weights.items()}
-        package = OnnxPackage(Described(self.manifest), copies, {name: partial(opened, name) for name in self.parts})
+        package = OnnxPackage(UnwrittenArchive(self.manifest), copies, {name: partial(opened, name) for name in self.parts})
         worst = check(package)
         version = __import__(chosen.partition(".")[0]).__version__
         return {which: f"{chosen} {version}, nearest to what is allowed: {name}" for which, name in worst.items()}

@@ -19,7 +19,8 @@ from ..capture.shapes.restore_shapes import restored_shapes
 from ..checks import graph_check
 from ..checks.verify import verify_variant
 from ..graph import Graph
-from .conversion import Conversion, OnnxFile, Progress, checked_destination, require
+from ..progress import Progress, silent
+from .conversion import Conversion, OnnxFile, checked_destination, require_onnx
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +42,9 @@ def convert(
     ``entry``, ``variant``: only that one. Each graph is compared with what is stored in the package and with PyTorch's operators. Raises
     :class:`PackageError` where ``source`` is no whole package, :class:`ExportError` where it has no graphs as data, or one has no translation.
     """
-    require()
+    require_onnx()
     path = checked_destination(path)
-    say = progress or (lambda *_: None)
+    say = progress or silent
     archive = open_package(source)
     archive.verify_digests()
     manifest = archive.manifest
@@ -75,7 +76,7 @@ def convert(
             if manifest.entries[name].kind != "step":
                 out[name, number] = graph_check.check_variant(package, name, number, examples, graphs).worst
                 continue
-            # the operators' own step is no measure: Adam makes a whole step of a gradient that is noise, as a bias's before a BatchNorm
+            # the operators' own step is no reference: Adam makes a full step of rounding noise, which a bias's gradient before a BatchNorm is
             report = verify_variant(package, name, number, examples)
             if report.wrong:
                 raise ExportError(f"{name} variant {number}: the ONNX graph does not give what is stored in the package: {report.wrong[0]}")
@@ -86,7 +87,7 @@ def convert(
 
 
 def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: Mapping[str, torch.Tensor]) -> dict[str, Graph]:
-    """The graphs of one variant, as data made graphs again."""
+    """The graphs of one variant, read from the package."""
     libraries = archive.manifest.libraries
     plans = [*(getattr(variant, role) for role in ROLES), entry.step.update if entry.step is not None else None]
     names = [p.call.library for p in plans if p is not None and p.call is not None]
@@ -102,7 +103,7 @@ def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: M
         hints |= sizes
     try:
         return _read(archive, variant, forms, hints, weights, oblivious=True)
-    except PackageError:  # where that failed at export too, sizes were asked whether they are 0 or 1
+    except PackageError:  # the export traced without it, too: a size was compared with 0 or 1
         return _read(archive, variant, forms, hints, weights, oblivious=False)
 
 

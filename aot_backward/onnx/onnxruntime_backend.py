@@ -1,4 +1,4 @@
-"""ONNX graphs in place of native code: what the runtime's modules, gradients and steps call, so that one check serves both."""
+"""ONNX graphs in place of native code: the runtime's modules, gradients and steps call them, so that native code and ONNX are checked alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.library import Library
 
 Run = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Takes tensors by the inputs' names, gives those of all outputs."""
+"""Takes tensors by the inputs' names, returns those of all outputs."""
 
 
 def engine() -> str:
@@ -48,7 +48,7 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's classes of errors share no base
-        raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} cannot run the graph: {_told(error)}") from error
+        raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} cannot run the graph: {_first_line(error)}") from error
     value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
 
     def run_session(feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
         try:
             found = session.run_with_ort_values(outputs, given)
         except Exception as error:
-            raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} fails in the graph: {_told(error)}") from error
+            raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} fails in the graph: {_first_line(error)}") from error
         return {n: _tensor(v) for n, v in zip(outputs, found, strict=True)}
 
     return run_session
@@ -69,8 +69,8 @@ def _tensor(value: Any) -> torch.Tensor:
     return tensor_of(value.numpy())
 
 
-def _told(error: Exception) -> str:
-    """What onnxruntime says, without the place in its own source."""
+def _first_line(error: Exception) -> str:
+    """The first line of onnxruntime's error, without the location in its own source."""
     return re.sub(r"/\S*onnxruntime/\S+\s", "", str(error).splitlines()[0])
 
 
@@ -89,8 +89,8 @@ class OnnxLibrary(Library):
 
 
 class _Runner:
-    """What :class:`aot_backward_runtime.torch_api.Runner` is to a compiled graph. What the graph updates is written into the
-    tensors that it is bound to."""
+    """Does for an ONNX graph what :class:`aot_backward_runtime.torch_api.Runner` does for a compiled one. Updated values are written into the
+    tensors that the graph is bound to."""
 
     def __init__(self, spec: LibrarySpec, names: Names, translated: Translated, run: Run):
         self._spec, self._names, self._translated, self._run = spec, names, translated, run
@@ -117,12 +117,12 @@ class _Runner:
                 wanted = getattr(torch, self._spec.outputs[int(where)].dtype)
                 if found[name].dtype is not wanted:
                     raise ExportError(f"{name} is {found[name].dtype} in the ONNX graph and {wanted} in eager: report this as a bug")
-                made[int(where)] = _laid_out(found[name], self._spec.outputs[int(where)])
+                made[int(where)] = _with_dim_order(found[name], self._spec.outputs[int(where)])
         return [made.get(i, torch.empty(())) for i in range(len(self._spec.outputs))]
 
 
-def _laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The dimensions in memory in the order in which ``spec`` has them: ONNX knows row-major tensors only."""
+def _with_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """``tensor`` with its dimensions in memory in the order of ``spec``'s strides: ONNX has row-major tensors only."""
     symbols = {name: 10007 + 2 * i for i, name in enumerate(sorted({n for s in spec.stride for n in symbols_of(s)}))}
     strides = [evaluate(s, symbols) for s in spec.stride]
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
@@ -130,7 +130,7 @@ def _laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 class OnnxPackage(Package):
-    """A package whose libraries are ONNX graphs. ``archive``: what gives the manifest and names the file."""
+    """A package whose libraries are ONNX graphs. ``archive``: has the manifest, and a name for errors."""
 
     def __init__(self, archive: Any, weights: Mapping[str, torch.Tensor], libraries: Mapping[str, Callable[[], Library]]):
         super().__init__(archive, weights, {})
@@ -140,8 +140,8 @@ class OnnxPackage(Package):
         return {name: self._libraries[name]() for name in sorted(set(names))}
 
 
-class Described:
-    """Stands for an archive that was never written: all that a :class:`Package` asks of it."""
+class UnwrittenArchive:
+    """The attributes of an archive that a :class:`Package` reads, for one that is never written."""
 
     def __init__(self, manifest: Manifest):
         self.manifest, self.path, self.manifest_digest = manifest, Path("the ONNX graph"), ""

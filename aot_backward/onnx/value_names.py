@@ -1,4 +1,4 @@
-"""What the inputs and outputs of an entry's ONNX graphs are called: as the program calls its arguments, parameters and results."""
+"""The names of the inputs and outputs of an entry's ONNX graphs: those of the program's arguments, parameters and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLES = ("forward", "backward", "inference", "gradient", "step", "accumulate")
 
 @dataclass(frozen=True)
 class Part:
-    """One ONNX graph of an entry: what becomes of one plan. ``file``: what its file is called by besides the entry: "backward", or nothing."""
+    """One ONNX graph of an entry, made from one plan. ``file``: what the file's name has besides the entry's: "backward", or nothing."""
 
     entry: str
     variant: int
@@ -107,13 +107,13 @@ def _source(source: str, plan: Plan, weights: Mapping[str, str]) -> str:
     if kind == "input":
         assert plan.call is not None
         if source not in plan.call.operands:
-            return ""  # what the graph does not see itself, the caller has
+            return ""  # an argument returned as it is, which the graph does not read: the caller has it
         return f"input:{plan.call.operands.index(source)}"
     return source
 
 
 def _kept(variant: VariantSpec, arguments: list[str]) -> list[str]:
-    """What a backward's saved tensors are called: the argument's name where it is one, so that nobody passes it twice."""
+    """The names of a backward's saved tensors; one that is an argument has the argument's name, so that it is passed once."""
     saved = variant.forward.saved if variant.forward is not None else ()
     return [arguments[int(s.partition(":")[2])] if s.startswith("input:") else f"saved.{i}" for i, s in enumerate(saved)]
 
@@ -145,7 +145,7 @@ def _numbers(step: StepSpec) -> tuple[Number, ...]:
 
 
 def _about(name: str, entry: EntrySpec, number: int, role: str) -> dict[str, str]:
-    """``metadata_props``: what the graph is, and for which sizes and numbers it holds."""
+    """``metadata_props``: what the graph is, and for which sizes and numbers it is right."""
     variant = entry.variants[number]
     out = {"entry": name, "kind": entry.kind, "variant": str(number), "graph": role}
     if variant.mode:

@@ -14,14 +14,14 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.atomic_file import replacing
 
 LARGE = 64 << 20
-"""Bytes of weights from which on they lie outside the models."""
+"""More bytes of weights than these are stored outside the models."""
 _ALIGNMENT = 4096  # of each tensor in the file of weights, so that it can be mapped
 
 
 def write(models: Mapping[Path, Translated], data: Path, external: bool | None) -> Path | None:
     """``models`` by path. ``external``: whether weights go to ``data``, which all models share; None: where they are large.
 
-    Returns the file of weights, where there is one. Weights are written first: whoever finds a new model finds what it refers to.
+    Returns the file of weights, where there is one. Weights are written first, so that a new model never refers to weights that are not there.
     """
     tensors = {_key(t, name): tensor for t in models.values() for name, tensor in _values(t).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -59,7 +59,7 @@ def _write_data(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def _with_values(translated: Translated, places: Mapping[str, tuple[int, int]], file: str) -> onnx.ModelProto:
-    """The model with a value for each of its weights, or where it lies in ``file``."""
+    """The model with each weight's value, or its place in ``file``."""
     out = onnx.ModelProto()
     out.CopyFrom(translated.model)
     for name, tensor in _values(translated).items():

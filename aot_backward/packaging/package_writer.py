@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.atomic_file import replacing as _replacing
+from aot_backward_runtime.format.atomic_file import replacing
 from aot_backward_runtime.format.manifest import (
     EXAMPLES_MEMBER,
     GRAPH_FOLDER,
@@ -33,7 +33,7 @@ from aot_backward_runtime.format.safetensors_header import ALIGNMENT, size_of, s
 from aot_backward_runtime.format.zip_directory import PADDING
 from aot_backward_runtime.native.tensor_bytes import dtype_name, tensor_chunks
 from aot_backward_runtime.native.weights import layout_problem
-from aot_backward_runtime.package.archive import GRAPH_NAME, LIBRARY_FOLDER
+from aot_backward_runtime.package.validate import GRAPH_NAME, LIBRARY_FOLDER
 
 from ..graph import Artifact, Graph
 from ..operators import operators_of
@@ -43,7 +43,7 @@ _CHUNK = 1 << 20
 _PT2 = {"archive_format": b"pt2", "archive_version": b"0", ".data/version": b"6\n", "byteorder": b"little"}
 
 
-def library_spec(graph: Graph, artifact: Artifact, further: Iterable[Artifact] = ()) -> LibrarySpec:
+def library_spec(graph: Graph, artifact: Artifact, *further: Artifact) -> LibrarySpec:
     """What the manifest says of one compiled graph, but for the members, which :func:`write_package` fills in. ``further``: the same graph for the
     package's further targets."""
     return LibrarySpec(
@@ -70,6 +70,11 @@ def _build_spec(artifact: Artifact) -> BuildSpec:
 def stem_of(name: str, target: Target | None) -> str:
     """What the files of graph ``name`` are called in the archive, for a further ``target`` of the package or, without one, the first."""
     return name if target is None else f"{name}.{target.level}"
+
+
+def stems_of(name: str, targets: Sequence[Target]) -> list[str]:
+    """:func:`stem_of` graph ``name`` for each of the package's targets."""
+    return [stem_of(name, target if number else None) for number, target in enumerate(targets)]
 
 
 def write_package(
@@ -129,7 +134,7 @@ def write_package(
         return complete
 
     try:
-        with _replacing(path.resolve()) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        with replacing(path.resolve()) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             return fill(_Writer(archive, file))
     except OSError as error:
         raise ExportError(f"cannot write package {path}: {error.strerror or error}; nothing was changed") from error

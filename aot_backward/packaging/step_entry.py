@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
 
-from ..capture import partition, preserve, program_module, trace
+from ..capture import partition, preserve, program_module
 from ..capture.shapes import dynamic_shapes
 from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
 from ..capture.user_code import source_location
-from ..checks import eager_check, step_check
+from ..checks import step_check
+from ..checks.example_sizes import exclude_refused_empty_sizes
 from ..entries import Step
-from .variant_spec import prepared, requiring, variant_spec
+from .contents import Check, Contents
+from .variant_capture import prepare_example, requiring_gradients_of, trace_variant
+from .variant_spec import variant_spec
 
-if TYPE_CHECKING:
-    from .builder import Build, Check
 
-
-def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
-    """What the manifest says of ``entry``, and its check. Graphs, weights and artifacts go to ``build``."""
+def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Check]:
+    """What the manifest says of ``entry``, and its check. Graphs, weights and libraries go to ``contents``."""
     if not isinstance(entry.module, nn.Module):
         raise ExportError(f"entry {name!r}: module is a {type(entry.module).__name__}; a training step needs a torch.nn.Module")
     program = steps.ProgramWithLoss(entry.module, entry.loss_fn)
@@ -33,26 +33,29 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
     trained = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
     wanted = [("parameter", steps.MODULE + names[id(p)]) for p in trained]
     state = program_module.state_of(program)
-    weights = {n: (build.key(name, n, t), t.detach()) for n, t in state.items()}
+    weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
     variants, examples = [], []
     shared: steps.StepState | None = None
     for i, variant in enumerate(entry.variants):
-        build.say(f"capture {name}", i, len(entry.variants))
+        stage, total = f"capture {name}", len(entry.variants)
+        contents.progress(stage, i, total)
         if variant.requires_grad is not None:
             raise ExportError(f"entry {name!r}: requires_grad names inputs, and a training step gives no gradients of inputs")
         signature = program.signature(variant.args)
-        args, kwargs = prepared(variant, signature, build.specs[0].device)
-        shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
         mode = variant.mode or ("train" if entry.module.training else "eval")
+        example = prepare_example(variant, signature, mode, contents.device)
+        shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
         prefix = f"{name}.{i}"
         with (
             preserve.in_mode(entry.module, mode),
-            requiring(program, wanted, args, kwargs) as (args, kwargs),
-            source_location.errors_located(program, args, kwargs),
+            requiring_gradients_of(wanted, program, example) as example,
+            source_location.errors_located(program, example.args, example.kwargs),
         ):
-            joint = trace.trace_program(program, args, kwargs, shapes, signature=signature, kind="step", first_only=True)
-            for fixed in dynamic_shapes.left_fixed(dynamic_shapes.declared(shapes, signature, args, kwargs), joint.input_names, joint.inputs):
-                build.say(f"capture {name}: Dim.AUTO came out fixed, {fixed}", i, len(entry.variants))
+
+            def told(words: str, i: int = i, stage: str = stage, total: int = total) -> None:
+                contents.progress(f"{stage}: {words}", i, total)
+
+            joint = trace_variant(program, example, shapes, signature, "step", told)
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]
                 raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")
@@ -60,27 +63,27 @@ def add_step(build: Build, name: str, entry: Step) -> tuple[EntrySpec, Check]:
             optimized = optimizer_spec.inspect_optimizer(entry.optimizer, names, steps.gets_gradient(joint))
             if shared is None:
                 shared = steps.step_state(optimized, settings, program, waiting=entry.accumulate or entry.distributed)
-                weights |= {n: (build.key(name, n, t), t) for n, t in shared.tensors.items()}
+                weights |= {n: (contents.weight_key(name, n, t), t) for n, t in shared.tensors.items()}
             elif optimized.trained != shared.optimized.trained:
                 odd = sorted(set(optimized.trained) ^ set(shared.optimized.trained))
                 raise ExportError(f"entry {name!r}: {odd[0]} gets a gradient in some variants only; the optimizer would treat it differently")
             if settings.loss_scale is not None:
                 joint = steps.with_scaled_loss(joint, shared, loss_gradient)
-            pieces, update = steps.split_step(joint, prefix, weights, shared)
+            partitions, update = steps.split_step(joint, prefix, weights, shared)
             if i == 0:
                 shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, numbers=update.allowed, in_place=update.in_place))
                 if shared.gradients:
                     graph, plan = steps.update_alone(joint, f"{name}.update", weights, shared, update)
-                    pieces.graphs.append(graph)
+                    partitions.graphs.append(graph)
                     shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, update=plan))
-            build.compile(pieces.graphs, joint)
-            variants.append(eager_check.without_refused_emptiness(variant_spec(mode, joint, pieces), program, mode, args, kwargs))
-            examples.append(step_check.Example(args, kwargs, mode))
-        build.say(f"capture {name}", i + 1, len(entry.variants))
+            contents.compile(partitions.graphs, joint)
+            variants.append(exclude_refused_empty_sizes(variant_spec(mode, joint, partitions), program, example))
+            examples.append(example)
+        contents.progress(stage, i + 1, total)
     assert shared is not None
     for n, tensor in shared.tensors.items():
         if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
-            build.fills[weights[n][0]] = float(tensor.flatten()[0])
+            contents.fills[weights[n][0]] = float(tensor.flatten()[0])
     persistent = {steps.MODULE + n for n in entry.module.state_dict(keep_vars=True)}
     everything: dict[str, Any] = state | shared.tensors
     spec = EntrySpec(

@@ -1,4 +1,4 @@
-"""What is kept of a pass that was watched: how its tensors and sizes looked, without their values."""
+"""The metadata of one backward pass: its tensors' dtypes, devices, shapes and strides, its sizes and scalars, and the state it was called under."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from aot_backward_runtime.format.manifest import Ambient
+from aot_backward_runtime.passes.pass_contract import Operands
+from aot_backward_runtime.passes.tape import Tape
+
+from ..capture.ambient import current_ambient
 
 
 @dataclass(frozen=True)
-class Looks:
+class TensorMetadata:
     """A tensor of a pass, without its values."""
 
     dtype: torch.dtype
@@ -19,29 +23,37 @@ class Looks:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool = False
-    unlike: str = ""  # how it is no plain, dense tensor, which alone a compiled pass takes
+    unsupported: str = ""  # why no compiled pass can take it: "a sparse tensor (torch.sparse_coo)"
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Looks:
-        unlike = ""
+    def of(cls, tensor: torch.Tensor) -> TensorMetadata:
+        unsupported = ""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            unlike = f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a subclass of torch.Tensor"
+            unsupported = f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a subclass of torch.Tensor"
         elif tensor.layout is not torch.strided:
-            unlike = f"a sparse tensor ({tensor.layout})"
+            unsupported = f"a sparse tensor ({tensor.layout})"
         stride = tensor.stride() if tensor.layout is torch.strided else (0,) * tensor.dim()
-        return cls(tensor.dtype, tensor.device.type, tuple(tensor.shape), stride, tensor.requires_grad, unlike)
+        return cls(tensor.dtype, tensor.device.type, tuple(tensor.shape), stride, tensor.requires_grad, unsupported)
 
 
 @dataclass(frozen=True)
 class Observation:
     """One pass, without its values."""
 
-    inputs: tuple[Looks, ...]
+    inputs: tuple[TensorMetadata, ...]
     sizes: tuple[int, ...]
     scalars: tuple[int | float, ...]
     ambient: Ambient
     hook_groups: tuple[int, ...] = ()  # hooks that were one object have one number
     positions: frozenset[int] = field(default=frozenset(), compare=False)  # Tape.positions
+
+    @classmethod
+    def of(cls, operands: Operands, tape: Tape) -> Observation:
+        numbers: dict[int, int] = {}
+        groups = tuple(numbers.setdefault(id(h), len(numbers)) for h in operands.hooks)
+        inputs = tuple(map(TensorMetadata.of, operands.inputs))
+        device = inputs[0].device if inputs else "cpu"
+        return cls(inputs, tuple(operands.sizes), tuple(operands.scalars), current_ambient(device), groups, tape.positions)
 
     def every_size(self) -> tuple[int, ...]:
         """The sizes of all tensors, then those of the pass."""
@@ -53,13 +65,13 @@ class Observation:
         def special(size: int) -> int:
             return size if size in (0, 1) else 2
 
-        looks = tuple((t.dtype, t.device, t.requires_grad, t.unlike, tuple(map(special, t.shape)), _order(t)) for t in self.inputs)
+        tensors = tuple((t.dtype, t.device, t.requires_grad, t.unsupported, tuple(map(special, t.shape)), _dim_order(t)) for t in self.inputs)
         sizes = tuple(2 if n in self.positions else special(size) for n, size in enumerate(self.sizes))
-        return looks, sizes, self.scalars, self.ambient
+        return tensors, sizes, self.scalars, self.ambient
 
 
-def _order(looks: Looks) -> tuple[int, ...]:
-    """The dimensions from the largest stride to the smallest, those of stride 0 marked; sizes of 1 have no say."""
-    counted = [d for d, n in enumerate(looks.shape) if n > 1]
-    ordered = sorted(counted, key=lambda d: -looks.stride[d])
-    return tuple(d if looks.stride[d] else -1 - d for d in ordered)
+def _dim_order(tensor: TensorMetadata) -> tuple[int, ...]:
+    """The dimensions from the largest stride to the smallest, those of stride 0 as -1 - d; dimensions of size 1 are left out."""
+    counted = [d for d, n in enumerate(tensor.shape) if n > 1]
+    ordered = sorted(counted, key=lambda d: -tensor.stride[d])
+    return tuple(d if tensor.stride[d] else -1 - d for d in ordered)

@@ -1,15 +1,13 @@
-"""Tape -> graphs: a recorded pass, cut where Python code runs, each piece traced into a functional ATen graph.
+"""The compiled partitions of a recorded pass, each traced into a functional ATen graph.
 
-The trace runs the interpreter (``aot_backward_runtime.passes.interpreter``) on fake tensors, so what is compiled is what would be interpreted.
-Between two pieces stand, in eager's order, the operations that no graph can hold: hooks, custom functions, and the leaves that take their
-gradients.
+The trace runs the interpreter (:mod:`aot_backward_runtime.passes.interpreter`) on fake tensors, so the graph computes what the interpreter does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Segment, TensorSpec
 from aot_backward_runtime.passes.interpreter import Run
-from aot_backward_runtime.passes.tape import CALLS_OUT, Op, Slot, Tape, slots
+from aot_backward_runtime.passes.tape import Op, Slot, Tape, slots
 
 from .. import torch_api
 from ..capture.bind_graph import lift_constants
@@ -28,268 +26,190 @@ from ..capture.shapes.symbolic_shapes import Sizes, expression_of
 from ..capture.trace_environment import decompositions, tracing
 from ..graph import Graph
 from .infer_shapes import Shapes
+from .partition_tape import Partition
+from .recorded_structure import ExamplePass
 
 
-class NotTraced(Exception):
-    """``node``'s backward failed on fake tensors, with the error that is the cause of this one."""
+class TraceError(Exception):
+    """``node``'s backward raised on fake tensors; ``__cause__`` is what it raised."""
 
     def __init__(self, node: int, name: str):
         super().__init__(name)
         self.node, self.name = node, name
 
 
-OPAQUE = frozenset({"MkldnnRnnLayerBackward0"})
-"""Nodes whose backward stays as it is: one operator of oneDNN, which nothing would be gained by compiling (and whose missing list of batch
-sizes AOTInductor's proxy executor cannot pass on, torch 2.13)."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Operations that become one graph, or a single one that stays as it is.
-
-    ``inputs``, ``needs``: the tensors and earlier values that go in; ``gives``: the values that are used later, by whatever.
-    """
-
-    ops: tuple[int, ...]
-    compiled: bool
-    inputs: tuple[int, ...] = ()
-    needs: tuple[int, ...] = ()
-    gives: tuple[int, ...] = ()
-
-
 @dataclass
-class Traced:
-    """A piece as a graph, before its sizes are spelled: symbols may still turn out to be equal."""
+class TracedPartition:
+    """A partition as a graph, before its sizes are written as expressions: further traces may still show symbols to be equal."""
 
-    piece: Piece
+    partition: Partition
     module: torch.fx.GraphModule
     placeholders: list[tuple[str, Any, torch.Tensor]]  # ("input", I), ("value", V) or ("size", symbol), and its fake tensor
     results: list[torch.fx.Node]
-    gives: list[int]
-    undefined: list[int]
-    own: set[int] = field(default_factory=set)  # values whose memory is theirs alone
+    outputs: list[int]  # the value that each result is
+    undefined_outputs: list[int]
+    unaliased: set[int] = field(default_factory=set)  # outputs whose memory nothing else uses: a leaf may take them without a copy
     name: str = ""
-    operands: list[tuple[str, Any, torch.Tensor]] = field(default_factory=list)  # the placeholders that are left
-    absent: list[int] = field(default_factory=list)  # values that were undefined when it was traced
+    used_placeholders: list[tuple[str, Any, torch.Tensor]] = field(default_factory=list)
+    undefined_values: list[int] = field(default_factory=list)  # values that were undefined when it was traced
 
 
-def cut(tape: Tape, hook_groups: Sequence[int], traced: bool = True, opaque: Set[str] = OPAQUE, single: Set[int] = frozenset()) -> list[Piece]:
-    """The pieces of a pass in the order in which they run. ``hook_groups``: which hooks are one object. ``traced``: whether custom functions
-    whose backward is plain (``function_code.py``) become part of the graphs. ``opaque``: nodes by name, and ``single``: operations by number,
-    that stay as they are.
-
-    A hook sees what eager would have done by then, so everything before it runs before it. Only the hooks that unpack saved tensors look at
-    nothing: those of one object are called together, before the operations between them (the next object is another checkpoint, whose
-    recomputed tensors should not be there at the same time).
-    """
-    pieces: list[list[int]] = []
-    compiled: list[bool] = []
-    graph: list[int] = []
-    leaves: list[int] = []
-    unpacking: int | None = None
-
-    def flush() -> None:
-        nonlocal unpacking
-        if graph:
-            pieces.append(list(graph))
-            compiled.append(True)
-        for n in leaves:
-            pieces.append([n])
-            compiled.append(False)
-        graph.clear()
-        leaves.clear()
-        unpacking = None
-
-    for n, op in enumerate(tape.ops):
-        if op.kind == "accumulate":
-            leaves.append(n)
-        elif (n not in single and (op.kind not in CALLS_OUT and op.name not in opaque)) or (traced and n in tape.plain_customs):
-            graph.append(n)
-        else:
-            group = None
-            if op.kind == "unpack_hook":
-                index = op.operands[0].index
-                group = hook_groups[index] if index < len(hook_groups) else -1 - index
-            if group is None or group != unpacking:
-                flush()
-            unpacking = group
-            pieces.append([n])
-            compiled.append(False)
-    flush()
-    used = _users(tape)
-    out = []
-    for numbers, is_graph in zip(pieces, compiled, strict=True):
-        if not is_graph:
-            out.append(Piece(tuple(numbers), False))
-            continue
-        inside = {r for n in numbers for r in tape.ops[n].results if r >= 0}
-        members = set(numbers)
-        reads = [s for n in numbers for s in slots(tape.ops[n].operands)]
-        out.append(
-            Piece(
-                ops=tuple(numbers),
-                compiled=True,
-                inputs=tuple(dict.fromkeys(s.index for s in reads if s.kind == "input")),
-                needs=tuple(dict.fromkeys(s.index for s in reads if s.kind == "value" and s.index not in inside)),
-                gives=tuple(r for r in sorted(inside) if used.get(r, set()) - members),
-            )
-        )
-    return out
-
-
-def trace(
+def trace_partition(
     tape: Tape,
-    piece: Piece,
+    partition: Partition,
     shapes: Shapes,
     values: dict[int, Any],
     scalars: Sequence[Any],
     ambient: Ambient,
     contexts: Mapping[int, Any],
     fake_mode: Any,
-) -> Traced:
-    """The graph of a compiled piece. ``values``: what earlier pieces give, fake; this one's are added. ``contexts``: of custom functions."""
+) -> TracedPartition:
+    """The graph of a compiled partition. ``values``: fake results of earlier partitions; this one's are added. ``contexts``: of custom functions."""
     leaves = {op.operands[1].index: op.operands[0].index for op in tape.ops if op.kind == "accumulate" and isinstance(op.operands[1], Slot)}
-    given: list[tuple[str, Any, torch.Tensor]] = [("input", i, shapes.inputs[i]) for i in piece.inputs]
-    given += [("value", v, values[v]) for v in piece.needs if values[v] is not None]
-    shown = {expression_of(n) for _, _, t in given for n in t.shape}
-    with fake_mode:
-        carriers = [("size", s, torch.empty((shapes.carried[s], 0))) for s in shapes.symbols if s not in shown]
-    given += carriers
-    known: dict[str, Any] = {}
+    placeholders: list[tuple[str, Any, torch.Tensor]] = [("input", i, shapes.inputs[i]) for i in partition.inputs]
+    placeholders += [("value", v, values[v]) for v in partition.values if values[v] is not None]
+    in_shapes = {expression_of(n) for _, _, t in placeholders for n in t.shape}
+    with fake_mode:  # a symbol that no tensor's shape shows comes in as the first dimension of an empty one
+        placeholders += [("size", s, torch.empty((shapes.symints[s], 0))) for s in shapes.symbols if s not in in_shapes]
+    outputs: list[int] = []
+    undefined: list[int] = []
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs: dict[int, torch.Tensor] = {}
-        run_values: dict[int, Any] = dict.fromkeys(piece.needs)
-        for (kind, where, _), tensor in zip(given, tensors, strict=True):
+        run_values: dict[int, Any] = dict.fromkeys(partition.values)
+        for (kind, where, _), tensor in zip(placeholders, tensors, strict=True):
             if kind == "input":
                 inputs[where] = tensor
             elif kind == "value":
                 run_values[where] = tensor
         state = Run(inputs, shapes.sizes, scalars, contexts, ())  # type: ignore[arg-type]
         state.values.update(run_values)
-        for n in piece.ops:
+        for n in partition.ops:
             try:
                 state.step(tape.ops[n])
             except Exception as error:  # whatever an operator's implementation on fake tensors raises
-                raise NotTraced(tape.ops[n].node, tape.ops[n].name) from error
-        out = {v: state.values[v] for v in piece.gives}
+                raise TraceError(tape.ops[n].node, tape.ops[n].name) from error
+        out = {v: state.values[v] for v in partition.outputs}
         for v, leaf in leaves.items():
             if out.get(v) is not None:
-                out[v] = _laid_like(out[v], shapes.inputs[leaf])
-        known["gives"] = [v for v, t in out.items() if t is not None]
-        known["undefined"] = [v for v, t in out.items() if t is None]
-        return tuple(out[v] for v in known["gives"])
+                out[v] = _with_gradient_strides(out[v], shapes.inputs[leaf])
+        outputs[:] = [v for v, t in out.items() if t is not None]  # not appended: torch may call this more than once
+        undefined[:] = [v for v, t in out.items() if t is None]
+        return tuple(out[v] for v in outputs)
 
-    with _under(ambient, shapes), tracing(), torch.no_grad(), torch_api.V.set_fake_mode(fake_mode):
-        wrapper = _Wrapped(run)
-        module, signature = torch_api.aot_export_module(wrapper, [t for _, _, t in given], trace_joint=False, decompositions=decompositions())
+    with _autocast_of(ambient, shapes), tracing(), torch.no_grad(), torch_api.V.set_fake_mode(fake_mode):
+        module, signature = torch_api.aot_export_module(
+            _FunctionModule(run), [t for _, _, t in placeholders], trace_joint=False, decompositions=decompositions()
+        )
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         raise ExportError("a backward of the pass changes one of its operands in place")
-    _binary(module)
-    output = next(iter(module.graph.find_nodes(op="output")))
-    results = list(output.args[0])
-    for v, node in zip(known["gives"], results, strict=True):
+    _split_variadic_arithmetic(module)
+    results = list(next(iter(module.graph.find_nodes(op="output"))).args[0])
+    for v, node in zip(outputs, results, strict=True):
         values[v] = node.meta["val"]
-    for v in known["undefined"]:
+    for v in undefined:
         values[v] = None
-    absent = [v for v in piece.needs if values[v] is None]
-    traced = Traced(piece, module, given, results, known["gives"], known["undefined"], absent=absent)
+    undefined_values = [v for v in partition.values if values[v] is None]
+    unaliased = _unaliased(tape, outputs, results)
+    return TracedPartition(partition, module, placeholders, results, outputs, undefined, unaliased, undefined_values=undefined_values)
+
+
+def _unaliased(tape: Tape, outputs: Sequence[int], results: Sequence[torch.fx.Node]) -> set[int]:
+    """Outputs with one reader, whose memory is neither an input's nor shared with another output."""
     roots = [root_of(r) for r in results]
     readers: dict[int, int] = {}
     for op in tape.ops:
         for s in slots(op.operands):
             if s.kind == "value":
                 readers[s.index] = readers.get(s.index, 0) + 1
-    outputs = {s.index for s in slots(tape.outputs) if s.kind == "value"}
-    for v, root in zip(traced.gives, roots, strict=True):
-        if root.op == "call_function" and roots.count(root) == 1 and readers.get(v) == 1 and v not in outputs:
-            traced.own.add(v)
-    return traced
+    returned = {s.index for s in slots(tape.outputs) if s.kind == "value"}
+    return {
+        v
+        for v, root in zip(outputs, roots, strict=True)
+        if root.op == "call_function" and roots.count(root) == 1 and readers.get(v) == 1 and v not in returned
+    }
 
 
-def assume(op: Op, examples: Sequence[Any], values: dict[int, Any], shapes: Shapes, fake_mode: Any) -> None:
-    """What an operation that stays as it is will give, as far as the recorded passes tell: its looks are checked when it has run.
+def assume_results(op: Op, examples: Sequence[ExamplePass], values: dict[int, Any], shapes: Shapes, fake_mode: Any) -> None:
+    """Adds to ``values`` fake results of an operation that stays as it is, inferred from the recorded ones; the runtime checks the real ones.
 
-    ``examples``: ``record.Example``; their values give ranks, dtypes and strides. A size that is a symbol's number in every example is
-    that symbol.
+    Ranks, dtypes and strides are those of ``examples``. A size that equals a symbol's value in every example is that symbol.
     """
-    numbers = [_symbol_numbers(shapes, e) for e in examples]
+    numbers = [_symbol_values(shapes, e) for e in examples]
     for number in op.results:
         if number < 0:
             continue
         seen = [e.values.get(number) for e in examples]
         if any(t is not None and t.layout is not torch.strided for t in seen):
             continue  # no graph reads it: sparse_operations
-        if not seen or any(t is None for t in seen):
+        tensors = [t for t in seen if t is not None]
+        if not tensors or len(tensors) < len(seen):
             values[number] = None
             continue
-        if any(t.dim() != seen[0].dim() or t.dtype != seen[0].dtype or t.layout is not torch.strided for t in seen):
-            raise ExportError(f"the results of {op.name or op.kind} look different in two passes")
-        shape = [_as_size([t.shape[d] for t in seen], numbers, shapes) for d in range(seen[0].dim())]
-        order = sorted(range(len(shape)), key=lambda d: (seen[0].stride(d), -d))
+        first = tensors[0]
+        if any(t.dim() != first.dim() or t.dtype != first.dtype for t in tensors):
+            raise ExportError(f"the results of {op.name or op.kind} have other dtypes or numbers of dimensions in two passes")
+        shape = [_infer_size([t.shape[d] for t in tensors], numbers, shapes) for d in range(first.dim())]
+        order = sorted(range(len(shape)), key=lambda d: (first.stride(d), -d))
         strides: list[Any] = [1] * len(shape)
         dense: Any = 1
-        for d in order:  # row-major in the order seen: what lies otherwise is copied before native code reads it
+        for d in order:  # dense in the observed order; a result with other strides is copied before native code reads it
             strides[d] = dense
             dense = dense * shape[d]
         with fake_mode:
-            values[number] = torch.empty_strided(shape, strides, dtype=seen[0].dtype, device=seen[0].device)
+            values[number] = torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device)
 
 
-def sparse_operations(tape: Tape, examples: Sequence[Any]) -> set[int]:
-    """The operations that give or read a sparse tensor. Native code has none: they stay as they are."""
-    sparse = {Slot("value", v) for e in examples for v, t in e.values.items() if t is not None and t.layout is not torch.strided}
-    if not sparse:
-        return set()
-    made = {n for n, op in enumerate(tape.ops) if any(Slot("value", r) in sparse for r in op.results)}
-    return made | {n for n, op in enumerate(tape.ops) if not sparse.isdisjoint(slots(op.operands))}
-
-
-def _symbol_numbers(shapes: Shapes, example: Any) -> dict[Any, int]:
+def _symbol_values(shapes: Shapes, example: ExamplePass) -> dict[Any, int]:
     return {s: example.shapes[k.input][k.dim] if k.input >= 0 else example.sizes[k.dim] for s, k in shapes.symbols.items()}
 
 
-def _as_size(seen: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: Shapes) -> Any:
-    for symbol, carried in shapes.carried.items():
+def _infer_size(seen: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: Shapes) -> Any:
+    for symbol, symint in shapes.symints.items():
         # also where it is one number in all of them: the examples may be of one batch size though the group is not
         if all(n[symbol] == s for n, s in zip(numbers, seen, strict=True)):
-            return carried
+            return symint
     if len(set(seen)) == 1:
         return seen[0]
-    raise ExportError(f"a size of what a hook or custom function gives changes ({list(seen)}) and is no size of the pass")
+    raise ExportError(f"a result of a hook or custom function has a size that changes ({list(seen)}) and is no size of the pass")
 
 
-def finish(name: str, piece: Piece, traced: Traced | None, sizes: Sizes, tape: Tape) -> tuple[Graph | None, list[Segment]]:
-    """The graph as the compiler gets it, and the steps that run the piece. A graph that computes nothing is not worth a call."""
-    graph = traced.module if traced is not None else None
-    if traced is None or graph is None or not any(r.op == "call_function" for r in traced.results):
-        return None, [Segment((n,)) for n in piece.ops]
-    inputs: list[tuple[str, Any, torch.Tensor]] = []
-    for node, (kind, where, fake) in zip(graph.graph.find_nodes(op="placeholder"), traced.placeholders, strict=True):
+def graph_and_segments(
+    name: str, partition: Partition, traced: TracedPartition | None, sizes: Sizes, tape: Tape
+) -> tuple[Graph | None, list[Segment]]:
+    """The graph for the compiler, and the segments that run the partition. A graph that computes nothing is left out: its operations are
+    interpreted."""
+    if traced is None or not any(r.op == "call_function" for r in traced.results):
+        return None, [Segment((n,)) for n in partition.ops]
+    module = traced.module
+    used: list[tuple[str, Any, torch.Tensor]] = []
+    for node, (kind, where, fake) in zip(module.graph.find_nodes(op="placeholder"), traced.placeholders, strict=True):
         if not node.users:
-            graph.graph.erase_node(node)
+            module.graph.erase_node(node)
             continue
-        inputs.append((kind, where, fake))
+        used.append((kind, where, fake))
     constants: dict[str, tuple[str, torch.Tensor]] = {}
-    lift_constants(graph, constants, next((fake.device for kind, _, fake in inputs if kind != "size"), torch.device("cpu")))
-    graph.graph.lint()
-    graph.recompile()
-    traced.name, traced.operands = name, inputs
-    count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
-    segment = Segment(piece.ops, name, operands(traced, sizes), tuple(traced.gives), tuple(traced.undefined), tuple(traced.absent))
-    return Graph(name, graph, *specs(traced, sizes), constants, count), [segment]
+    lift_constants(module, constants, next((fake.device for kind, _, fake in used if kind != "size"), torch.device("cpu")))
+    module.graph.lint()
+    module.recompile()
+    traced.name, traced.used_placeholders = name, used
+    count = sum(1 for n in module.graph.nodes if n.op == "call_function")
+    outputs, undefined, absent = map(tuple, (traced.outputs, traced.undefined_outputs, traced.undefined_values))
+    return Graph(name, module, *graph_specs(traced, sizes), constants, count), [
+        Segment(partition.ops, name, graph_operands(traced, sizes), outputs, undefined, absent)
+    ]
 
 
-def operands(traced: Traced, sizes: Sizes) -> tuple[str, ...]:
-    """What the graph is given, as the package states it."""
-    return tuple(f"size:{sizes.size(fake.shape[0])}" if kind == "size" else f"{kind}:{where}" for kind, where, fake in traced.operands)
+def graph_operands(traced: TracedPartition, sizes: Sizes) -> tuple[str, ...]:
+    """The graph's operands as the package states them: ``input:I``, ``value:V``, ``size:EXPRESSION``."""
+    return tuple(f"size:{sizes.size(fake.shape[0])}" if kind == "size" else f"{kind}:{where}" for kind, where, fake in traced.used_placeholders)
 
 
-def specs(traced: Traced, sizes: Sizes) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """What the graph takes and gives."""
+def graph_specs(traced: TracedPartition, sizes: Sizes) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """The specs of the graph's inputs and outputs."""
     words = {"input": "tensor {}", "value": "the gradient %v{}", "size": "size {}"}
-    inputs = tuple(sizes.spec(words[kind].format(where), fake, False) for kind, where, fake in traced.operands)
-    return inputs, tuple(sizes.spec(f"%v{v}", node.meta["val"], False) for v, node in zip(traced.gives, traced.results, strict=True))
+    inputs = tuple(sizes.spec(words[kind].format(where), fake, False) for kind, where, fake in traced.used_placeholders)
+    return inputs, tuple(sizes.spec(f"%v{v}", node.meta["val"], False) for v, node in zip(traced.outputs, traced.results, strict=True))
 
 
 def gradient_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -298,12 +218,12 @@ def gradient_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, 
     return tuple(stride) if torch_api.is_non_overlapping_and_dense(leaf) else tuple(torch_api.contiguous_strides(tuple(shape)))
 
 
-def origin(tape: Tape, index: int) -> str:
-    """What an error calls a tensor of the pass: the first node that uses it."""
+def input_name(tape: Tape, index: int) -> str:
+    """What errors call a tensor of the pass: its number and the first node that reads it."""
     return f"tensor {index} (of {tape.user_of(Slot('input', index))})"
 
 
-class _Wrapped(nn.Module):
+class _FunctionModule(nn.Module):
     def __init__(self, run: Any):
         super().__init__()
         self.run = run
@@ -312,8 +232,8 @@ class _Wrapped(nn.Module):
         return self.run(*tensors)
 
 
-def _binary(module: torch.fx.GraphModule) -> None:
-    """Sizes that the tracer multiplied three at a time, ``operator.mul(16, s0, s1)``, which nothing could call (torch 2.13)."""
+def _split_variadic_arithmetic(module: torch.fx.GraphModule) -> None:
+    """``operator.mul(16, s0, s1)``, which the tracer writes for a product of three sizes and Python cannot call (torch 2.13), as two products."""
     for node in list(module.graph.nodes):
         if node.target in (operator.mul, operator.add) and len(node.args) > 2:
             first, *rest = node.args
@@ -326,7 +246,7 @@ def _binary(module: torch.fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def _laid_like(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+def _with_gradient_strides(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """``grad`` with the strides that eager gives a leaf's gradient: the leaf's own where it is dense, else row-major ones."""
     if grad.layout is not torch.strided or grad.shape != leaf.shape:
         return grad
@@ -337,8 +257,8 @@ def _laid_like(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _under(ambient: Ambient, shapes: Shapes) -> Iterator[None]:
-    """The autocast state of the pass: the engine runs a backward under its caller's."""
+def _autocast_of(ambient: Ambient, shapes: Shapes) -> Iterator[None]:
+    """The autocast state of the recorded pass, which is that of the code that called backward."""
     device = next((t.device.type for t in shapes.inputs), "cpu")
     if not ambient.autocast:
         with torch.autocast(device, enabled=False):
@@ -346,16 +266,3 @@ def _under(ambient: Ambient, shapes: Shapes) -> Iterator[None]:
         return
     with torch.autocast(device, dtype=getattr(torch, ambient.autocast), cache_enabled=False):
         yield
-
-
-def _users(tape: Tape) -> dict[int, set[int]]:
-    """Value -> the operations that read it; -1 stands for the pass's outputs."""
-    out: dict[int, set[int]] = {}
-    for n, op in enumerate(tape.ops):
-        for s in slots(op.operands):
-            if s.kind == "value":
-                out.setdefault(s.index, set()).add(n)
-    for s in slots(tape.outputs):
-        if s.kind == "value":
-            out.setdefault(s.index, set()).add(-1)
-    return out

@@ -1,4 +1,4 @@
-"""``replay(path)`` with what the runtime's own cannot have: a file of the passes that the package does not hold."""
+"""``replay(path, save_misses=FILE)``: the runtime's replay, which also writes a file of the passes that the package has no variant for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,30 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from aot_backward_runtime.loader import load
+from aot_backward_runtime.loader import Package, load
 from aot_backward_runtime.package.signature_policy import Key, Policy
-from aot_backward_runtime.passes.session import MAX_STRUCTURES, Replaying
-from aot_backward_runtime.passes.session import replay as replay_only
+from aot_backward_runtime.passes.session import Replaying
+from aot_backward_runtime.passes.session import replay as runtime_replay
+from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
+
+from ..packaging.package_writer import check_destination
+from .observed_replay import ObservedReplay
+
+
+class MissSavingReplay(ObservedReplay):
+    """The context of ``replay(save_misses=FILE)``."""
+
+    def __init__(self, package: Package, entry: str | None, file: Path, *, strict: bool, max_structures: int):
+        check_destination(file)
+        super().__init__(package, entry, strict=strict, max_structures=max_structures)
+        self.file = file
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self.observed_any:
+            from .miss_file import save_misses
+
+            self.skipped += save_misses(self.file, self.structures_to_compile())
 
 
 def replay(
@@ -23,15 +43,13 @@ def replay(
     key: Key | None = None,
     max_structures: int = MAX_STRUCTURES,
 ) -> Replaying:
-    """:func:`aot_backward_runtime.passes.session.replay`, which can also keep what it met and the package does not hold.
+    """:func:`aot_backward_runtime.replay`, which can also save the passes that it interpreted.
 
     ``save_misses``: a file to which, when the context closes, the graphs of the interpreted passes are written; ``aot-backward compile FILE
     -o PACKAGE`` (:func:`aot_backward.recording.miss_file.compile_misses`) adds them, on this machine or another. Only then is a tracer imported,
     after the last pass. Needs memory for two passes of each structure that is missed.
     """
     if save_misses is None:
-        return replay_only(path, entry=entry, strict=strict, imports=imports, signature=signature, key=key, max_structures=max_structures)
-    from .record import Saving
-
+        return runtime_replay(path, entry=entry, strict=strict, imports=imports, signature=signature, key=key, max_structures=max_structures)
     package = load(path, imports=imports, signature=signature, key=key)
-    return Saving(package, entry, Path(save_misses), strict=strict, max_structures=max_structures)
+    return MissSavingReplay(package, entry, Path(save_misses), strict=strict, max_structures=max_structures)

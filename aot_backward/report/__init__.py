@@ -1,7 +1,7 @@
 """A package as one self-contained page of HTML: :func:`report`.
 
-Made from the manifest and from the portable graphs, each read after its digest was checked; no native code is opened and no graph is run. Every
-string in a package is somebody else's: :mod:`.markup` escapes what stands in the page, and the script puts text where text goes.
+Made from the manifest and from the portable graphs, each read after its digest was checked; no native code is opened and no graph is run. Strings
+in a package are untrusted: :mod:`.markup` escapes them in the page, and the script sets them as text only.
 """
 
 from __future__ import annotations

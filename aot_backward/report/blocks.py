@@ -46,7 +46,7 @@ def code(text: str) -> Html:
 
 
 def bytes_shown(size: int) -> Html:
-    """For people, and exactly where the pointer rests."""
+    """Rounded, and exact as a tooltip."""
     return element("span", size_in_words(size), title=f"{size:,} bytes")
 
 

@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from aot_backward_runtime.format.manifest import EntrySpec, PassSpec, StateSpec, StructureSpec, TensorSpec, Tree, VariantSpec, Verdict
+from aot_backward_runtime.format.manifest import EntrySpec, PassSpec, StructureSpec, TensorSpec, Tree, VariantSpec, Verdict
+from aot_backward_runtime.format.param_groups import options_of
 from aot_backward_runtime.native.pytree import describe, signature
 from aot_backward_runtime.package.archive import Archive
 from aot_backward_runtime.package.targets import targets_of
-from aot_backward_runtime.training.param_groups import options_of
 
 from .blocks import SHOWN, code, facts, folded, line, section
+from .entry_state import program_state
 from .graph_views import order_in_words, owner, variant_title
 from .markup import Child, Html, element
 from .wording import Words, ambient_in_words, counted, verdict_in_words
@@ -23,7 +24,7 @@ def entries(archive: Archive) -> Html:
 
 
 def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
-    own = _of_the_program(entry)
+    own = program_state(entry)
     parameters, frozen = [s for s in own if s.parameter], [s.name for s in own if s.parameter and not s.requires_grad]
     elements = sum(math.prod(archive.manifest.weights[key].shape) for key in {s.weight for s in parameters})
     ties = len(own) - len({s.weight for s in own})
@@ -38,13 +39,6 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
     parts += [_structure(s, archive) for s in entry.structures]
     title = element("h3", name, " ", element("span", entry.kind, class_="kind"))
     return element("article", title, facts(rows), parts, class_="entry")
-
-
-def _of_the_program(entry: EntrySpec) -> list[StateSpec]:
-    """Without what a training step adds to them."""
-    step = entry.step
-    added = {"numbers", *(s.state for s in step.state), *(g.state for g in step.gradients)} if step else set()
-    return [s for s in entry.state if s.name not in added]
 
 
 def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:

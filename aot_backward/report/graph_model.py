@@ -1,5 +1,5 @@
-"""A portable graph (``docs/format.md``, section 6) as something to look at: checked piece by piece, because anybody may have written it. No operator
-is looked up, let alone called."""
+"""A portable graph (``docs/format.md``, section 6) as a model for display. Untrusted, so each part is checked; no operator
+is looked up or called."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from aot_backward_runtime.package.archive import Archive
 from .markup import clean
 
 LARGEST = 1 << 53  # bytes, which is also as far as JavaScript counts
-_LONGEST_CALL, _LONGEST_NAME = 240, 60  # characters; a name may stand in the calls of a hundred thousand nodes
+_LONGEST_CALL, _LONGEST_NAME = 240, 60  # characters; one name may be in the calls of a hundred thousand nodes
 
 
 @dataclass(frozen=True)
-class Looks:
-    """Of one tensor. ``bytes``: at the example's sizes."""
+class TensorInfo:
+    """``bytes``: at the example's sizes."""
 
     dtype: str
     shape: tuple[Size, ...]
@@ -35,13 +35,13 @@ class Looks:
 @dataclass(frozen=True)
 class Node:
     """``operator``: "placeholder", "weight", "constant", "graph", "output", or an operator's full name. ``inputs``: the nodes that it reads, each
-    once. ``looks``: one for each tensor of its value, with None for what is no tensor; ``several`` says that the value is a list of them."""
+    once. ``tensors``: one for each item of its value, None for what is no tensor; ``several`` says that the value is a list of them."""
 
     operator: str
     name: str
     inputs: tuple[int, ...]
     call: str  # its arguments in words
-    looks: tuple[Looks | None, ...]
+    tensors: tuple[TensorInfo | None, ...]
     several: bool
     line: int  # in Drawing.lines, or -1
     index: int = -1  # of an item that is taken out of several
@@ -49,7 +49,7 @@ class Node:
     @property
     def computes(self) -> bool:
         """Whether it makes a tensor out of others; sizes, weights, inputs and the output do not."""
-        return self.operator not in KINDS and any(self.looks) and self.operator != "operator:getitem"
+        return self.operator not in KINDS and any(self.tensors) and self.operator != "operator:getitem"
 
     @property
     def short(self) -> str:
@@ -91,41 +91,41 @@ def _drawing(name: str, archive: Archive, member: str) -> Drawing:
         for parts, node_name, looks, place in zip(form["nodes"], form["names"], form["looks"], form["places"], strict=True):
             try:
                 nodes.append(_node(parts, node_name, looks, place, nodes, len(lines), sizes))
-            except _Odd as error:
-                raise _Odd(f"node {len(nodes)}: {error}") from error
+            except _Malformed as error:
+                raise _Malformed(f"node {len(nodes)}: {error}") from error
         outputs = [n for n in form["nodes"] if n[0] == "output"]
         if len(outputs) != 1 or nodes[-1].operator != "output" or not isinstance(outputs[0][1], list):
-            raise _Odd("it has no output, or several, or one that is not the last node")
+            raise _Malformed("it has no output, or several, or one that is not the last node")
         results = tuple(r["node"] if isinstance(r, dict) and "node" in r else -1 for r in outputs[0][1])
-    except (_Odd, RecursionError) as error:
+    except (_Malformed, RecursionError) as error:
         raise PackageError(f"corrupt package {archive.path}: the portable graph {name} cannot be drawn: {clean(str(error))}") from error
     return Drawing(name, tuple(nodes), lines, results, sizes)
 
 
-class _Odd(Exception):
-    """What a graph holds that the form does not allow."""
+class _Malformed(Exception):
+    """A part of a graph is not as the format says."""
 
 
 def _line(form: Any) -> Line:
     kinds = (str, int, str, str, str)
     if not isinstance(form, list) or len(form) != 5 or not all(type(v) is k for v, k in zip(form, kinds, strict=True)):
-        raise _Odd("a line is not file, number, function, text and submodule")
+        raise _Malformed("a line is not file, number, function, text and submodule")
     return Line(*form)
 
 
 def _sizes(form: Any) -> dict[str, int]:
     if not isinstance(form, dict) or not all(type(v) is int for v in form.values()):
-        raise _Odd("its sizes are no numbers")
+        raise _Malformed("its sizes are no numbers")
     return form
 
 
 def _node(parts: Any, name: Any, looks: Any, place: Any, before: list[Node], lines: int, sizes: Mapping[str, int]) -> Node:
     if not isinstance(parts, list) or not parts or not isinstance(parts[0], str):
-        raise _Odd("it has no operator")
+        raise _Malformed("it has no operator")
     operator = parts[0]
     expected = {"placeholder": 1, "constant": 1, "weight": 2, "graph": 2, "output": 2}.get(operator, 3)
     if len(parts) != expected or not isinstance(name, str) or type(place) is not int or not -1 <= place < lines:
-        raise _Odd("its parts, name or place are not as the format says")
+        raise _Malformed("its parts, name or place are not as the format says")
     inputs: dict[int, None] = {}
     call = ""
     if operator == "weight":
@@ -139,46 +139,46 @@ def _node(parts: Any, name: Any, looks: Any, place: Any, before: list[Node], lin
     if operator == "operator:getitem" and isinstance(parts[1], list) and len(parts[1]) == 2 and type(parts[1][1]) is int:
         index = parts[1][1]
     several = isinstance(looks, list) and not (len(looks) == 3 and isinstance(looks[0], str))
-    seen = tuple(_looks(v, sizes) for v in (looks if several else [looks]))
+    seen = tuple(_tensor(v, sizes) for v in (looks if several else [looks]))
     shortened = call if len(call) <= _LONGEST_CALL else f"{call[: _LONGEST_CALL - 1]}…"
     return Node(operator, clean(name), tuple(inputs), shortened, seen, several, place, index)
 
 
-def _looks(form: Any, sizes: Mapping[str, int]) -> Looks | None:
+def _tensor(form: Any, sizes: Mapping[str, int]) -> TensorInfo | None:
     if form is None or form == []:
         return None
     if not isinstance(form, list) or len(form) != 3 or not isinstance(form[0], str) or not all(isinstance(s, list) for s in form[1:]):
-        raise _Odd("its looks are not dtype, sizes and strides")
+        raise _Malformed("its looks are not dtype, sizes and strides")
     dtype, shape, stride = form
     if not all(type(s) in (int, str) for s in (*shape, *stride)):
-        raise _Odd("a size of its value is neither a number nor an expression")
+        raise _Malformed("a size of its value is neither a number nor an expression")
     try:
         count = dtype_of(dtype).itemsize
         for size in shape:
             count *= evaluate(size, sizes)
     except (InputError, PackageError) as error:
-        raise _Odd(str(error)) from error
+        raise _Malformed(str(error)) from error
     if not 0 <= count < LARGEST:
-        raise _Odd(f"its value has {count} bytes")
-    return Looks(dtype, tuple(shape), tuple(stride), count)
+        raise _Malformed(f"its value has {count} bytes")
+    return TensorInfo(dtype, tuple(shape), tuple(stride), count)
 
 
 def _reads(form: Any, before: int, out: dict[int, None]) -> None:
-    """The nodes that stand anywhere in ``form``, in their order."""
+    """Adds to ``out`` the nodes that occur anywhere in ``form``, in their order."""
     if isinstance(form, list):
         for value in form:
             _reads(value, before, out)
     elif isinstance(form, dict):
         if len(form) != 1:
-            raise _Odd("an argument is an object of not one key")
+            raise _Malformed("an argument is an object of not one key")
         ((kind, value),) = form.items()
         if kind == "node":
             if type(value) is not int or not 0 <= value < before:
-                raise _Odd(f"it reads node {value}, which does not come before it")
+                raise _Malformed(f"it reads node {value}, which does not come before it")
             out[value] = None
         elif kind == "map":
             if not isinstance(value, dict):
-                raise _Odd("a map is none")
+                raise _Malformed("a map is none")
             for inner in value.values():
                 _reads(inner, before, out)
 
@@ -203,5 +203,5 @@ def _worded(form: Any, before: list[Node]) -> str:
         try:
             return f"{float.fromhex(value):g}"
         except (ValueError, OverflowError) as error:
-            raise _Odd(f"it holds the number {value!r}") from error
+            raise _Malformed(f"it holds the number {value!r}") from error
     return str(value)

@@ -10,7 +10,7 @@ from aot_backward_runtime.format.manifest import EntrySpec, Manifest, PassSpec, 
 
 from .graph_model import Drawing
 from .markup import clean
-from .memory import Use, use
+from .memory import MemoryUse, memory_use
 
 _LONGEST_LABEL = 40  # characters of a symbol's name, which is repeated in every shape
 
@@ -22,7 +22,7 @@ class Column:
 
     role: str  # "forward"
     drawing: Drawing
-    use: Use
+    use: MemoryUse
     given: Mapping[int, str]
     gives: Mapping[int, tuple[str, ...]]
     labels: Mapping[str, str]
@@ -43,15 +43,15 @@ class View:
     @property
     def saved(self) -> int:
         """Bytes of the saved tensors."""
-        return sum(looks.bytes for node in {b for _, b in self.links} for looks in self.columns[1].drawing.nodes[node].looks if looks)
+        return sum(tensor.bytes for node in {b for _, b in self.links} for tensor in self.columns[1].drawing.nodes[node].tensors if tensor)
 
 
-_Drawn = Mapping[str, tuple[Drawing, Use]]
+_Drawn = Mapping[str, tuple[Drawing, MemoryUse]]
 
 
 def views(manifest: Manifest, drawings: Mapping[str, Drawing]) -> list[View]:
     """Everything there is to draw, in the manifest's order."""
-    drawn = {name: (drawing, use(drawing)) for name, drawing in drawings.items()}
+    drawn = {name: (drawing, memory_use(drawing)) for name, drawing in drawings.items()}
     return [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, drawn) if view.columns]
 
 
@@ -106,7 +106,7 @@ def _planned(drawn: _Drawn, *plans: tuple[str, Plan | None], of: VariantSpec | N
     return tuple(columns)
 
 
-def _column(role: str, drawn: tuple[Drawing, Use], given: Sequence[str], gives: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> Column:
+def _column(role: str, drawn: tuple[Drawing, MemoryUse], given: Sequence[str], gives: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> Column:
     """``given``: what the library's inputs are, in its order; ``gives``: what its results are, by their number."""
     drawing, memory = drawn
     results: dict[int, tuple[str, ...]] = {}
@@ -133,7 +133,7 @@ def _operand(operand: str, inputs: Sequence[TensorSpec], cotangents: Sequence[Te
     """What a call is passed, in words."""
     kind, _, rest = operand.partition(":")
     known = {"input": inputs, "cotangent": cotangents}.get(kind, ())
-    return known[number_of(rest)].name if 0 <= number_of(rest) < len(known) else f"{kind} {spelled(rest, labels)}"
+    return known[number_of(rest)].name if 0 <= number_of(rest) < len(known) else f"{kind} {with_labels(rest, labels)}"
 
 
 def owner(of: str, inputs: Sequence[TensorSpec]) -> str:
@@ -157,6 +157,6 @@ def _labels(symbols: Sequence[SymbolSpec]) -> dict[str, str]:
     return {s.name: clean(s.label)[:_LONGEST_LABEL] for s in symbols}
 
 
-def spelled(expression: str, labels: Mapping[str, str]) -> str:
+def with_labels(expression: str, labels: Mapping[str, str]) -> str:
     """An expression with the author's names for its symbols."""
     return re.sub(r"[A-Za-z_]\w*", lambda m: labels.get(m[0], m[0]), expression)

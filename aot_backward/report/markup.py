@@ -1,4 +1,4 @@
-"""HTML that cannot be broken out of: elements whose text and attributes are escaped, whoever wrote them."""
+"""HTML from untrusted strings: elements whose text and attributes are escaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _VOID = frozenset({"meta", "input", "br"})
-LONGEST = 1000  # characters of one piece of text out of a package
+LONGEST = 1000  # characters of one text out of a package
 
 
 class Html(str):
@@ -21,7 +21,7 @@ Child = str | Html | Iterable[Any] | None
 
 
 def clean(text: str) -> str:
-    """``text`` without what cannot be seen, or turns the direction of the text around it, and not longer than a person would read."""
+    """``text`` with unprintable characters, direction marks included, replaced, and cut to :data:`LONGEST`."""
     shown = _visible(text)
     return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"
 
@@ -55,7 +55,7 @@ def joined(children: Child) -> Html:
 
 
 def raw(tag: str, text: str, **attributes: str) -> Html:
-    """A script or style sheet of ours; it must not hold the end of its own element."""
+    """One of this package's scripts or style sheets, unescaped; it must not contain its own closing tag."""
     assert f"</{tag}" not in text.lower()
     words = [tag, *(f'{name}="{html.escape(value)}"' for name, value in attributes.items())]
     return Html(f"<{' '.join(words)}>{text}</{tag}>")

@@ -22,8 +22,8 @@ VIEWS = frozenset(
 
 
 @dataclass(frozen=True)
-class Use:
-    """``live``: bytes in memory while each node runs. ``given``: those of the inputs, which their owner keeps all the time. ``peak``: the node
+class MemoryUse:
+    """``live``: bytes in memory while each node runs. ``given``: those of the inputs, which the caller keeps all the time. ``peak``: the node
     at which most is live."""
 
     live: tuple[int, ...]
@@ -34,13 +34,13 @@ class Use:
         return max(range(len(self.live)), key=self.live.__getitem__)
 
 
-def use(drawing: Drawing) -> Use:
-    """What ``drawing`` holds: a value from the node that makes it to the last that reads it, or a view of it; inputs and results to the end."""
+def memory_use(drawing: Drawing) -> MemoryUse:
+    """A value is live from the node that makes it to the last that reads it or a view of it; inputs and results to the end."""
     last = len(drawing.nodes) - 1
     begin: list[int] = []
     end: list[int] = []
     bytes_: list[int] = []
-    held: list[tuple[tuple[int, ...], ...]] = []  # of each node, for each tensor of its value, the memories that it lies in
+    held: list[tuple[tuple[int, ...], ...]] = []  # of each node, for each tensor of its value, the allocations that it uses
     given = 0
 
     def memory(start: int, stop: int, count: int) -> int:
@@ -56,17 +56,17 @@ def use(drawing: Drawing) -> Use:
                 for m in memories:
                     end[m] = max(end[m], i)
         if node.operator == "placeholder":
-            given += sum(looks.bytes for looks in node.looks if looks)
-            held.append(tuple((memory(0, last, looks.bytes),) if looks else () for looks in node.looks))
+            given += sum(t.bytes for t in node.tensors if t)
+            held.append(tuple((memory(0, last, t.bytes),) if t else () for t in node.tensors))
         elif node.operator in ("weight", "constant", "graph", "output"):
-            held.append(((),) * len(node.looks))
+            held.append(((),) * len(node.tensors))
         elif node.operator == "operator:getitem" and node.inputs:
             source = held[node.inputs[0]]
             held.append((source[node.index],) if 0 <= node.index < len(source) and drawing.nodes[node.inputs[0]].several else source[:1])
         elif node.inputs and shares(node):
-            held.append((tuple(m for memories in held[node.inputs[0]] for m in memories),) * len(node.looks))
+            held.append((tuple(m for memories in held[node.inputs[0]] for m in memories),) * len(node.tensors))
         else:
-            held.append(tuple((memory(i, i, looks.bytes),) if looks else () for looks in node.looks))
+            held.append(tuple((memory(i, i, t.bytes),) if t else () for t in node.tensors))
     change = [0] * (last + 2)
     for start, stop, count in zip(begin, end, bytes_, strict=True):
         change[start] += count
@@ -75,9 +75,9 @@ def use(drawing: Drawing) -> Use:
     for difference in change[:-1]:
         now += difference
         live.append(now)
-    return Use(tuple(live), given)
+    return MemoryUse(tuple(live), given)
 
 
 def shares(node: Node) -> bool:
-    """Whether its value lies in the memory of what it reads: a view, or its first argument changed in place."""
+    """Whether its value shares the memory of what it reads: a view, or its first argument changed in place."""
     return node.short in VIEWS or (node.short.endswith("_") and not node.short.endswith("__"))

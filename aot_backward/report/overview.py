@@ -39,7 +39,7 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
                 ("Graphs", graphs),
                 ("Features it asks for", ", ".join(manifest.required_features)),
                 *((f"Note: {key}", text) for key, text in manifest.notes.items()),
-                ("Signature", f"{signature.name} lies beside it, and was not looked at" if signature else None),
+                ("Signature", f"{signature.name} is beside it, and was not checked" if signature else None),
                 ("Manifest", ["SHA-256 ", element("code", archive.manifest_digest, class_="digest")]),
             ]
         ),
@@ -47,7 +47,7 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
     )
 
 
-def _judged(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
+def _all_verdicts(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
     """Every verdict of the package: of what, and for which target."""
     targets = targets_of(archive.manifest)
     for name, entry in archive.manifest.entries.items():
@@ -62,18 +62,18 @@ def _judged(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
 
 
 def _verdicts(archive: Archive) -> Html:
-    judged = list(_judged(archive))
-    missing = [(what, target, v) for what, target, v in judged if v.status != "verified"]
-    if not judged:
+    compared = list(_all_verdicts(archive))
+    missing = [(what, target, v) for what, target, v in compared if v.status != "verified"]
+    if not compared:
         return element("p", "Nothing in it was compared with eager.", class_="verdict open")
     if missing:
         what, target, verdict = missing[0]
-        open_ = f"{len(missing)} of {counted(len(judged), 'comparison')} with eager missing: {what} for {target.label}: {verdict.status}"
+        open_ = f"{len(missing)} of {counted(len(compared), 'comparison')} with eager missing: {what} for {target.label}: {verdict.status}"
         return element("p", open_, class_="verdict open")
-    _, _, worst = max(judged, key=lambda j: j[2].error)
+    _, _, worst = max(compared, key=lambda j: j[2].error)
     said = element("strong", "Verified against eager PyTorch")
     tail = f"; the worst tensor, {worst.worst}, is at {worst.error:.1%} of what is allowed" if worst.worst else ""
-    return element("p", said, f": {counted(len(judged), 'comparison')}{tail}.", class_="verdict good")
+    return element("p", said, f": {counted(len(compared), 'comparison')}{tail}.", class_="verdict good")
 
 
 def _targets(archive: Archive) -> Html:

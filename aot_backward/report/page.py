@@ -12,8 +12,8 @@ from aot_backward_runtime.package.archive import Archive
 from .blocks import section
 from .chart import chart
 from .entries import entries
-from .graph_model import Drawing, Looks, drawings
-from .graph_views import Column, View, spelled, views
+from .graph_model import Drawing, TensorInfo, drawings
+from .graph_views import Column, View, views, with_labels
 from .kernels import kernels
 from .markup import Html, clean, data, element, raw
 from .memory import shares
@@ -169,27 +169,27 @@ def _graph_data(column: Column, strings: dict[str, int], lines: dict[tuple[Any, 
     def number(text: str) -> int:
         return strings.setdefault(clean(text), len(strings))
 
-    def shape(looks: Looks | None) -> str:
-        if looks is None:
+    def shape(tensor: TensorInfo | None) -> str:
+        if tensor is None:
             return ""
-        key = (looks.dtype, looks.shape)
+        key = (tensor.dtype, tensor.shape)
         if key not in words:
-            sizes = "×".join(_short(spelled(str(s), column.labels)) for s in looks.shape)
-            words[key] = f"{_DTYPES.get(looks.dtype, looks.dtype)} {sizes or 'scalar'}"
+            sizes = "×".join(_short(with_labels(str(s), column.labels)) for s in tensor.shape)
+            words[key] = f"{_DTYPES.get(tensor.dtype, tensor.dtype)} {sizes or 'scalar'}"
         return words[key]
 
-    def strides(looks: Looks) -> str:
-        return f"({', '.join(spelled(str(s), column.labels) for s in looks.stride)})"
+    def strides(tensor: TensorInfo) -> str:
+        return f"({', '.join(with_labels(str(s), column.labels) for s in tensor.stride)})"
 
     places = [lines.setdefault((clean(x.file), x.number, clean(x.function), clean(x.text), clean(x.module)), len(lines)) for x in drawing.lines]
     return {
         "operators": [number(n.operator) for n in drawing.nodes],
         "names": [clean(n.name) for n in drawing.nodes],
-        "looks": [number("; ".join(filter(None, map(shape, n.looks)))) for n in drawing.nodes],
+        "looks": [number("; ".join(filter(None, map(shape, n.tensors)))) for n in drawing.nodes],
         "strides": [
-            number("; ".join(f"({', '.join(spelled(str(s), column.labels) for s in k.stride)})" for k in n.looks if k)) for n in drawing.nodes
+            number("; ".join(f"({', '.join(with_labels(str(s), column.labels) for s in k.stride)})" for k in n.tensors if k)) for n in drawing.nodes
         ],
-        "bytes": [sum(k.bytes for k in n.looks if k) for n in drawing.nodes],
+        "bytes": [sum(k.bytes for k in n.tensors if k) for n in drawing.nodes],
         "inputs": [n.inputs for n in drawing.nodes],
         "calls": [clean(n.call) for n in drawing.nodes],
         "places": [places[n.line] if n.line >= 0 else -1 for n in drawing.nodes],

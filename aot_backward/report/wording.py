@@ -1,4 +1,4 @@
-"""What a package demands of its inputs, in words: ``batch: 2 and more, a multiple of 4``, ``x: float32, batch × 3 × 32 × 32, contiguous``."""
+"""What a package requires of its inputs, in words: ``batch: 2 and more, a multiple of 4``, ``x: float32, batch × 3 × 32 × 32, contiguous``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JOINED = {ast.Add: "+", ast.Sub: "−", ast.Mult: "×", ast.Mod: "mod"}
 
 
 def size_in_words(count: int) -> str:
-    """Bytes for people: ``41.7 kB``."""
+    """``41.7 kB``."""
     if count < 1000:
         return f"{count} B"
     power = next((p for p in (1, 2, 3) if count < 999.95 * 1000**p), 4)
@@ -63,17 +63,17 @@ class Words:
         return f"{spec.dtype}, {self.shape(spec.shape)}, {self.layout(spec)}{device}"
 
     def layout(self, spec: TensorSpec) -> str:
-        """How it lies in memory: contiguous, channels last, or its strides."""
+        """The memory format: contiguous, channels last, or the strides."""
         dims = range(len(spec.shape))
         if len(spec.stride) != len(spec.shape):
             raise PackageError(f"{spec.name} has {len(spec.shape)} dimensions and {len(spec.stride)} strides")
-        if self._lies(spec, tuple(reversed(dims))):
+        if self._is_dense(spec, tuple(reversed(dims))):
             return "contiguous"
-        if len(dims) in (4, 5) and self._lies(spec, (1, *reversed(dims[2:]), 0)):
+        if len(dims) in (4, 5) and self._is_dense(spec, (1, *reversed(dims[2:]), 0)):
             return "channels last"
         return f"strides ({', '.join(map(self.size, spec.stride))})"
 
-    def _lies(self, spec: TensorSpec, order: Sequence[int]) -> bool:
+    def _is_dense(self, spec: TensorSpec, order: Sequence[int]) -> bool:
         """Whether its dimensions follow each other in memory without gaps in ``order``, the innermost first; probed at two sizes."""
         for values in self._probes:
             step = 1

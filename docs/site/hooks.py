@@ -1,7 +1,7 @@
 """Hooks of mkdocs: docs/ is Markdown that GitHub renders, and this adds what only the site has.
 
 - `<!-- figure: NAME -->` and `<!-- table: NAME -->` are replaced by a plot and a table, made from the committed JSON files.
-- A link to a file outside docs/ (`../tests/entries/test_grad.py`) leads to a page that shows the file.
+- A link to a file or folder outside docs/ (`../tests/entries/test_grad.py`) leads to a page that shows it.
 - In the navigation, `FOLDER/*.md` stands for the pages of that folder, the newest first.
 - A built page that would load anything from another host is a warning, which strict mode makes an error.
 """
@@ -43,9 +43,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     todo = {"CHANGELOG.md", *links}
     while todo:
         path = todo.pop()
-        if path.startswith(("docs/", "../")) or not (ROOT / path).is_file() or files.get_file_from_path(_uri(path)):
+        if path.startswith(("docs/", "../")) or not (ROOT / path).exists() or files.get_file_from_path(_uri(path)):
             continue
-        text = (ROOT / path).read_text()
+        text = (ROOT / path).read_text() if (ROOT / path).is_file() else "\n".join(_names(ROOT / path))
         if path.endswith(".md"):
             todo |= set(_targets(text, path))
         content = text if path.endswith(".md") else _listing(path, text)
@@ -102,9 +102,13 @@ def _link(link: str, path: str, source: str) -> str:
     target = _target(link, path)
     if (ROOT / target).is_dir() and (ROOT / target / "README.md").is_file():
         target += "/README.md"
-    if not (ROOT / target).is_file():
+    if not (ROOT / target).is_file() and (target.startswith(("docs/", "../")) or not (ROOT / target).is_dir()):
         return link  # for mkdocs to complain of, where it is a link
     return posixpath.relpath(_uri(target), posixpath.dirname(source) or ".")
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(f"{child.name}/" if child.is_dir() else child.name for child in folder.iterdir() if not child.name.startswith((".", "__pycache__")))
 
 
 def _listing(path: str, text: str) -> str:

@@ -15,14 +15,14 @@ from .compatibility import choose
 from .entries.dispatch import Entry
 from .entries.grad import LoadedGrad
 from .entries.module import LoadedModule
-from .errors import AotBackwardError, InputError, WeightsError
+from .errors import AotBackwardError, InputError
 from .format.manifest import EntrySpec, Manifest, StructureSpec
-from .native.bound_state import BoundState, check_weight
+from .native.bound_state import BoundState
 from .native.cuda_graphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .native.cuda_library import library_on
 from .native.library import Library
 from .native.plan import ROLES
-from .native.weights import filled, load_weights
+from .native.weights import all_weights
 from .operators import check_registered, import_modules
 from .package.archive import Archive, open_package
 from .package.signature_policy import Key, Policy, admission
@@ -126,7 +126,7 @@ class Package:
 
 
 def device_of(manifest: Manifest, asked: torch.device | None = None) -> torch.device:
-    """Where the package's code runs: the device that was asked for, or the current one of its kind."""
+    """The device that the package's code runs on: the one asked for, or the current one of its kind."""
     if manifest.target.device == "cpu":
         return torch.device("cpu")
     index = asked.index if asked is not None else None
@@ -152,7 +152,7 @@ def load(
     results may be made of (a package only names them). ``target``: of several in one package, the one to run ("cpu:avx2"); without it, the best that
     this processor can. ``device``: the GPU that a package for GPUs runs on ("cuda:1"), its weights with it; without one, the current one. A call
     then takes tensors on that device, and runs on the caller's current stream of it. ``cudagraphs``: calls are captured as CUDA graphs, one for each
-    list of shapes, and replayed (:mod:`.cudagraphs`); ``Package.cudagraphs`` counts them, and why a call could not be.
+    list of shapes, and replayed (:mod:`.native.cuda_graphs`); ``Package.cudagraphs`` counts them, and why a call could not be.
 
     ``imports``: names of modules to import first, such as register operators that the package calls; nothing else is imported, whatever the package
     says.
@@ -166,7 +166,7 @@ def load(
     is renamed over it does no harm. Of a package whose signature is required they are read all the same.
 
     Raises :class:`PackageError` where the file is not a whole package,
-    :class:`IncompatibleError` where it was built for something else than this machine, or calls operators that nobody has registered in this process,
+    :class:`IncompatibleError` where it was built for something else than this machine, or calls operators that are not registered in this process,
     :class:`WeightsError` where weights do not fit.
     Loading a package, like importing a module, lets its author's code run when it is called.
     """
@@ -176,25 +176,10 @@ def load(
     manifest = archive.manifest
     import_modules(imports)
     check_registered(manifest, path)
-    tensors = load_weights(archive, mmap) if manifest.has_weights else {}
-    if weights is not None:
-        if not isinstance(weights, Mapping):
-            raise WeightsError(
-                f"weights is a {type(weights).__name__}; expected tensors by their key, as {path} lists them: {sorted(manifest.weights)[:20]}"
-            )
-        if unknown := sorted(map(str, weights.keys() - manifest.weights.keys())):
-            raise WeightsError(f"{path} has no weight {unknown[0]!r}; its weights: {sorted(manifest.weights)[:20]}")
-        for key, tensor in weights.items():
-            check_weight(key, tensor, manifest.weights[key])
-        tensors.update(weights)
-    tensors = filled(archive) | tensors
     where = device_of(manifest, asked)
     if cudagraphs and where.type != "cuda":
         raise InputError(f"cudagraphs=True is for packages for a GPU; the target of {path} that runs here is {manifest.target.label}")
-    tensors = {name: tensor.to(where) for name, tensor in tensors.items()}
-    missing = sorted(manifest.weights.keys() - tensors.keys())
-    if missing:
-        raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")
+    tensors = {name: tensor.to(where) for name, tensor in all_weights(archive, path, weights, mmap).items()}
     verdicts = [(n, v.verdict) for n, e in manifest.entries.items() for v in e.variants]
     verdicts += [(n, v.verdict) for n, e in manifest.entries.items() for s in e.structures for v in s.variants]
     unproved = [n for n, v in verdicts if v.status != "verified"]

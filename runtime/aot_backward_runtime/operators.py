@@ -1,6 +1,6 @@
-"""Operators that a package calls and PyTorch itself does not have: whether somebody has registered them in this process, and who could.
+"""Operators that a package calls and PyTorch itself does not have: whether they are registered in this process, and what registers them.
 
-A package never imports anything: it only says what registered its operators when it was exported. What is imported is what the caller names.
+A package never imports anything: it only says what registered its operators when it was exported. Only modules that the caller names are imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MODULE = re.compile(r"(\w+(\.\w+)*)?")
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Imports the modules of these names; :class:`InputError` where one of them is no module that can be imported."""
+    """Imports the modules of these names; :class:`InputError` where one cannot be imported."""
     if isinstance(names, str):
         raise InputError(f"imports is {names!r}; expected a list of names of modules, [{names!r}]")
     for name in names:
@@ -35,7 +35,7 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def check_registered(manifest: Manifest, path: object, *, recorded_too: bool = False) -> None:
-    """:class:`IncompatibleError` where an entry calls operators that nobody has registered here. It names them all, and what registers them.
+    """:class:`IncompatibleError` where an entry calls operators that are not registered here. It names them all, and what registers them.
 
     ``recorded_too``: also recorded passes. They are served to a script that has operators of its own, and may import them after it has loaded the
     package, so loading does not ask for these."""

@@ -61,10 +61,10 @@ pop_dispatch_mode = _C._pop_torch_dispatch_stack
 __all__ = [
     "CONSTANT_LOOKS",
     "AOTIModelContainerRunnerCpu",
+    "InterceptZeros",
     "Runner",
     "Stated",
     "TensorGuards",
-    "ZerosEar",
     "adopt_functional",
     "backward_hooks",
     "call_cpp_tensor_pre_hooks",
@@ -165,10 +165,10 @@ def refuse_duals(tensors: Iterable[Any]) -> None:
             )
 
 
-class ZerosEar:
+class InterceptZeros:
     """While open, every ``zeros`` that C++ makes in this thread is made by ``zeros(size, dtype, device)``.
 
-    A dispatch mode, without the base class: that one imports Dynamo when it is used. Sizes may be symbols, for which no kernel has an ear.
+    A dispatch mode, without the base class: that one imports Dynamo when it is used. Sizes may be symbolic, which no kernel accepts.
     """
 
     def __init__(self, zeros: Callable[[Sequence[Any], torch.dtype, torch.device], Tensor]):

@@ -26,10 +26,10 @@ import aot_backward as ab
 from aot_backward.cli import main
 from aot_backward.graph import Line
 from aot_backward.report import report
-from aot_backward.report.graph_model import Drawing, Looks, Node, drawings
+from aot_backward.report.graph_model import Drawing, Node, TensorInfo, drawings
 from aot_backward.report.graph_views import views
 from aot_backward.report.markup import data, element, raw
-from aot_backward.report.memory import use
+from aot_backward.report.memory import memory_use
 from aot_backward.report.storage import bytes_of
 from aot_backward.report.wording import Words, size_in_words
 from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
@@ -277,7 +277,7 @@ def test_bytes_in_words() -> None:
 
 def test_memory_is_held_from_the_node_that_makes_it_to_its_last_use() -> None:
     def node(operator: str, inputs: tuple[int, ...], *counts: int, several: bool = False, index: int = -1) -> Node:
-        looks = tuple(Looks("float32", (c // 4,), (1,), c) for c in counts)
+        looks = tuple(TensorInfo("float32", (c // 4,), (1,), c) for c in counts)
         return Node(operator, "n", inputs, "", looks or (None,), several, -1, index)
 
     nodes = (
@@ -292,7 +292,7 @@ def test_memory_is_held_from_the_node_that_makes_it_to_its_last_use() -> None:
         node("aten.copy_.default", (1, 7), 7000),  # into a weight
         node("output", (7,)),
     )
-    found = use(Drawing("g", nodes, (Line("f", 1, "g", "t", ""),), (7,)))
+    found = memory_use(Drawing("g", nodes, (Line("f", 1, "g", "t", ""),), (7,)))
     assert found.live == (100, 100, 140, 140, 140, 140, 960, 120, 120, 120)
     assert (found.peak, found.given) == (6, 100)
 

@@ -18,7 +18,8 @@ from torch import nn
 
 import aot_backward as ab
 from aot_backward.commands import train_entry
-from aot_backward.commands.train_entry import Watcher, train
+from aot_backward.commands.train_entry import Callbacks, train
+from aot_backward.commands.train_samples import Batches
 from aot_backward_runtime import InputError, PackageError, StateError, load
 
 from ..conftest import PROGRAM
@@ -179,13 +180,13 @@ def test_epochs_are_told_and_the_state_is_saved(package: Path, data: Path, tmp_p
 def test_the_steps_are_those_of_an_eager_loop(static: Path, tmp_path: Path) -> None:
     losses: list[float] = []
     given = samples(tmp_path / "data.safetensors", 40)
-    train(static, given, epochs=3, save=tmp_path / "s", seed=5, watcher=Watcher(step=lambda *told: losses.append(told[3].item())))
+    train(static, given, epochs=3, save=tmp_path / "s", seed=5, callbacks=Callbacks(step=lambda *told: losses.append(told[3].item())))
     tensors = load_file(given)
     module = cli_program.static().module
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     expected = []
     for epoch in range(3):
-        for rows in train_entry._Batches(8, [8] * 5, 40, 0, 1).of(5, epoch):
+        for rows in Batches(8, [8] * 5, 40, 0, 1).of(5, epoch):
             loss = nn.functional.cross_entropy(module(tensors["input"][rows]), tensors["target"][rows])
             optimizer.zero_grad()
             loss.backward()
@@ -199,7 +200,7 @@ def test_every_sample_comes_once_in_an_epoch_and_orders_differ() -> None:
     orders = set()
     for seed in (0, 1, 2**40, 2**40 + 1):
         for epoch in (0, 1):
-            parts = [train_entry._Batches(3, [3, 3, 2], 16, rank, 2).of(seed, epoch) for rank in (0, 1)]
+            parts = [Batches(3, [3, 3, 2], 16, rank, 2).of(seed, epoch) for rank in (0, 1)]
             assert [[len(rows) for rows in part] for part in parts] == [[3, 3, 2]] * 2
             both = torch.cat([rows for batch in zip(*parts, strict=True) for rows in batch])
             assert both.sort().values.tolist() == list(range(16))
@@ -213,7 +214,7 @@ def test_ended_anywhere_and_resumed_it_is_the_same_training(number: int, steps: 
     """An epoch has 13 steps. Dropout and BatchNorm are in it: the random state and the buffers go on too."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     reports: list[train_entry.EpochReport] = []
-    train(package, data, epochs=3, save=whole, batch_size=16, seed=7, watcher=Watcher(epoch=reports.append))
+    train(package, data, epochs=3, save=whole, batch_size=16, seed=7, callbacks=Callbacks(epoch=reports.append))
     made = 0
 
     def interrupting(*_: object) -> None:
@@ -223,13 +224,13 @@ def test_ended_anywhere_and_resumed_it_is_the_same_training(number: int, steps: 
             signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    outcome = train(package, data, epochs=3, save=parts, batch_size=16, seed=7, watcher=Watcher(step=interrupting))
-    assert (outcome.signal, outcome.epochs * 13 + outcome.steps) == (number, steps) and made == steps
+    result = train(package, data, epochs=3, save=parts, batch_size=16, seed=7, callbacks=Callbacks(step=interrupting))
+    assert (result.signal, result.epochs * 13 + result.steps) == (number, steps) and made == steps
     assert signal.getsignal(number) is before
     rest: list[train_entry.EpochReport] = []
     torch.manual_seed(99)
-    outcome = train(package, data, epochs=3, save=parts, batch_size=16, seed=7, resume=True, watcher=Watcher(epoch=rest.append))
-    assert (outcome.signal, outcome.epochs) == (0, 3)
+    result = train(package, data, epochs=3, save=parts, batch_size=16, seed=7, resume=True, callbacks=Callbacks(epoch=rest.append))
+    assert (result.signal, result.epochs) == (0, 3)
     assert parts.read_bytes() == whole.read_bytes()
     assert [(r.epoch, r.loss) for r in rest] == [(r.epoch, r.loss) for r in reports][3 - len(rest) :]
 
@@ -252,7 +253,7 @@ def test_interrupting_the_command(package: Path, data: Path, tmp_path: Path) -> 
         process.stdout.read()
         words = process.stderr.read()
     assert process.returncode == 130
-    assert words.startswith("error: interrupted after ") and "--resume goes on from it" in words and words.count("\n") == 1
+    assert words.startswith("error: interrupted after ") and "--resume continues from it" in words and words.count("\n") == 1
     epochs = kept(state)[1]["extra"]["aot-backward train"]["epoch"] + 1  # type: ignore[index]
     if epochs < 3000:
         assert called("train", package, "--data", data, "--save", state, "--epochs", epochs, "--resume").exit_code == 0
@@ -340,7 +341,7 @@ def test_what_is_left_of_an_epoch_is_a_smaller_batch(
 ) -> None:
     notes, reports = list[str](), list[train_entry.EpochReport]()
     given = samples(tmp_path / "data.safetensors", count)
-    train(package, given, epochs=2, save=tmp_path / "s", batch_size=size, watcher=Watcher(epoch=reports.append, note=notes.append))
+    train(package, given, epochs=2, save=tmp_path / "s", batch_size=size, callbacks=Callbacks(epoch=reports.append, note=notes.append))
     assert [(r.steps, r.samples) for r in reports] == [(steps, trained)] * 2
     assert len(notes) == bool(words) and words in "".join(notes)
 

@@ -16,7 +16,8 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward.capture import partition
-from aot_backward.checks import eager_check
+from aot_backward.checks.eager_check import compare_results
+from aot_backward.checks.tolerance import Reference
 from aot_backward_runtime import ExportError, InputError, load
 from aot_backward_runtime.package.archive import open_package
 
@@ -149,8 +150,10 @@ def test_the_measure() -> None:
     t = {"gradient of w": torch.randn(1000, dtype=torch.float64), "gradient of zero": torch.zeros(4, dtype=torch.float64)}
     e = {n: (v + 1e-8 * torch.randn_like(v)).float() for n, v in t.items()}
 
+    reference = Reference(t, dict.fromkeys(t, 0.0), float64=True)
+
     def worst(a: dict[str, torch.Tensor]) -> dict[str, float]:
-        return {d.name: d.ratio for d in eager_check.compare(a, e, t, dict.fromkeys(t, 0.0))}  # type: ignore[arg-type]
+        return {c.name: c.ratio for c in compare_results(a, e, reference)}  # type: ignore[arg-type]
 
     assert all(r <= 1 for r in worst({n: v.clone() for n, v in e.items()}).values())
     assert worst({**e, "gradient of w": e["gradient of w"] * 1.0001})["gradient of w"] > 1

@@ -309,7 +309,7 @@ def test_one_bit_changed_after_signing_and_signed_again(tiny: Path, keys: Path, 
 _WATCHED = """
 import os, sys
 import aot_backward_runtime, torch
-from aot_backward_runtime import signing_library  # the libraries' own maps and files are not counted
+from aot_backward_runtime.package import model_signing  # the libraries' own maps and files are not counted
 seen = []
 def hook(event, arguments):
     if event == "mmap.__new__" or event == "open" and os.environ["AOT_BACKWARD_CACHE"] in str(arguments[0]):
@@ -674,7 +674,7 @@ def test_the_command_line(package: Path, keys: Path, own: Path, tmp_path: Path) 
     assert f"{path}: its signature {path}.sig is good, by the owner of {own}" in shown and "entry 'net' variant 0" in shown
     assert json.loads(called("verify", path, "--no-run", "--json", "--key", own).stdout)["signature"] == f"{path}.sig"
     assert json.loads(called("verify", path, "--no-run", "--json").stdout)["signature"] == ""
-    assert f"signature: {path}.sig, not looked at" in called("inspect", path).stdout
+    assert f"signature: {path}.sig, not checked" in called("inspect", path).stdout
     assert json.loads(called("inspect", path, "--json").stdout)["signature"] == f"{path}.sig"
     done = called("verify", path, "--no-run", "--json", "--key", keys / "other.pub")
     assert done.exit_code == 1 and "is by another key" in json.loads(done.stdout)["error"]

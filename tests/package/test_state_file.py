@@ -149,7 +149,7 @@ def test_what_cannot_be_saved_is_refused_before_the_old_file_is_touched(tmp_path
         ({"x": torch.ones(1)}, "not JSON serializable"),
         ({"x": circle}, "Circular"),
         (deep, "nested more than 64 deep"),
-        ({1: 2, "1": 3}, "a key occurs twice"),
+        ({1: 2, "1": 3}, "the key '1' occurs twice"),
         ({"x": 10**5000}, "4300 digits"),
     ):
         with pytest.raises(StateError, match=f"cannot save training state {path}: .*{message}"):
@@ -233,7 +233,7 @@ F64 = {"x": {"dtype": "F64", "shape": [1, 2], "data_offsets": [0, 16]}}
         (forged({k: v for k, v in SOUND.items() if k != "about"}), "about is not JSON"),
         (forged({**SOUND, "about": "[]"}), "about is a list, not an object"),
         (forged({**SOUND, "about": "{"}), "about is not JSON"),
-        (forged({**SOUND, "about": '{"a": {"b": 1, "b": 2}}'}), "about is not JSON: a key occurs twice"),
+        (forged({**SOUND, "about": '{"a": {"b": 1, "b": 2}}'}), "about is not JSON: the key 'b' occurs twice"),
         (forged({**SOUND, "about": '{"a":' + "[" * 64 + "]" * 64 + "}"}), "about is nested more than 64 deep"),
         (forged({**SOUND, "about": '{"a":' + "[" * 99999 + "]" * 99999 + "}"}), "about is not JSON: maximum recursion"),
         (forged({**SOUND, "about": '{"a":' + "9" * 9999 + "}"}), "about is not JSON: Exceeds the limit"),

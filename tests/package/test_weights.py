@@ -210,7 +210,7 @@ F32 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
         (struct.pack("<Q", 1 << 62) + b"{}", f"a header of {1 << 62} bytes in a file of 10"),
         (b"\0" * 8, "header is not JSON"),
         (b"[]", "its header is a list"),
-        (b'{"w": 1, "w": 2}', "a key occurs twice"),
+        (b'{"w": 1, "w": 2}', "the key 'w' occurs twice"),
         (header(w={**F32, "dtype": "PICKLE"}), "tensor 'w': dtype 'PICKLE' is unknown"),
         (header(w={**F32, "shape": [2, 2]}), r"tensor 'w': F32 of shape \[2, 2\] takes 16 bytes, not 24"),
         (header(w={**F32, "shape": [-2, -3]}), "tensor 'w': .* is not a dtype, a shape and two offsets"),

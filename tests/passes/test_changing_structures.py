@@ -198,7 +198,7 @@ def test_sizes_that_never_repeat_are_bounded_too() -> None:
     with ab.record() as recording:
         for n in range(2, 1200):
             (torch.ones(n, 3) * w).sum().backward()
-    (met,) = recording.met.values()
+    (met,) = recording.structures.values()
     assert len(met.observations) == 1024 and recording.recorded == 1198
 
 

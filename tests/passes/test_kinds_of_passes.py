@@ -136,9 +136,9 @@ def test_refused_by_name_while_recording(loss: Callable[[int], Tensor], words: s
 
 
 def test_a_node_that_cannot_be_compiled_is_named_with_its_layer_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from aot_backward.recording import compile
+    from aot_backward.recording import trace
 
-    monkeypatch.setattr(compile, "_UNTRACED", 0)
+    monkeypatch.setattr(trace, "_MAX_OPAQUE", 0)
     with ab.record(tmp_path / "bw.pt2") as recording:
         stepping("packed")(1)
     (skipped,) = recording.skipped

@@ -39,8 +39,8 @@ def test_spoilt_packages_are_refused_or_right_and_a_run_goes_on(tmp_path: Path) 
 def test_it_fails_where_a_check_is_missing(tmp_path: Path) -> None:
     """Without what looks for contradictions, lies reach native code, which crashes or computes something else."""
     without = (
-        "import aot_backward_runtime.package.archive as archive\n"
-        "archive.check_entry = archive.check_orders = archive.check_weights = archive.check_structures = lambda *_: None"
+        "from aot_backward_runtime.package import validate\n"
+        "validate.check_entry = validate.check_orders = validate.check_weights = validate.check_structures = lambda *_: None"
     )
     done = fuzz(tmp_path, "--count", 150, before=without)
     assert done.returncode == 1, done.stdout + done.stderr

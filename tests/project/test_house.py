@@ -22,7 +22,7 @@ FOLDERS = {
 _RUNTIME, _EXPORTERS = "aot_backward_runtime", "aot_backward_exporters"
 _FILES = f"{_RUNTIME}.errors", f"{_RUNTIME}.format", f"{_RUNTIME}.package"
 _CALLS = *_FILES, f"{_RUNTIME}.torch_api", f"{_RUNTIME}.native", f"{_RUNTIME}.operators"
-_LIBRARY = _RUNTIME, "aot_backward.graph", "aot_backward.torch_api", "aot_backward.process_state"
+_LIBRARY = _RUNTIME, "aot_backward.graph", "aot_backward.progress", "aot_backward.torch_api", "aot_backward.process_state"
 ALLOWED = {
     # room -> what its modules may import besides the room's own; the longest prefix that fits a module holds. A room names none that comes after it
     f"{_RUNTIME}.errors": (),
@@ -38,6 +38,7 @@ ALLOWED = {
     f"{_RUNTIME}.passes": (*_CALLS, f"{_RUNTIME}.loader"),
     _RUNTIME: (),  # the façade: see _HOME, which is not an import
     "aot_backward.graph": (f"{_RUNTIME}.format",),
+    "aot_backward.progress": (),
     "aot_backward.torch_api": (),
     "aot_backward.process_state": ("aot_backward.torch_api",),
     "aot_backward.entries": (),
@@ -71,6 +72,7 @@ ALLOWED = {
         *(
             _RUNTIME,
             "aot_backward.graph",
+            "aot_backward.progress",
             "aot_backward.tensor_file",
             "aot_backward.api",
             "aot_backward.checks.verify",
@@ -202,7 +204,14 @@ def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> Non
     assert name.endswith((".torch_api", ".cuda.cross_compile")) or found == set()
 
 
+@pytest.mark.parametrize(("name", "path"), [(n, p) for n, p in modules() if within(n, _FILES)], ids=[n for n, _ in modules() if within(n, _FILES)])
+def test_what_reads_packages_imports_no_torch(name: str, path: Path) -> None:
+    assert [i for i in imports(name, path, path.read_text()) if i.split(".")[0] == "torch"] == []  # nor where it is first used
+
+
 def test_these_checks_can_fail() -> None:
+    path = FOLDERS["aot_backward_runtime"] / "package" / "archive.py"
+    assert "torch.nn" in list(imports("aot_backward_runtime.package.archive", path, "def f():\n    import torch.nn"))
     path = FOLDERS["aot_backward_runtime"] / "native" / "plan.py"
     assert wrong_imports("aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.api import export") == ["aot_backward.api"]
     path = FOLDERS["aot_backward"] / "cli" / "run.py"

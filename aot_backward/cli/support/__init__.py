@@ -1,1 +1,1 @@
-"""What several commands share: how errors are told, options, progress, tables, running a script."""
+"""What several commands share: how errors are reported, options, progress, tables, running a script."""

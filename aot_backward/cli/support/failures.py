@@ -35,7 +35,7 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Commands(click.Group):
-    """A group whose errors come out as this module says, also when it is called from a test."""
+    """A group that reports errors as this module says, also when a test calls it."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
@@ -54,7 +54,7 @@ class Commands(click.Group):
             raise KeyboardInterrupt from None  # Python ends by the signal then, as it does after the script alone
         except click.Abort:
             code = _report("interrupted", INTERRUPTED)
-        except BrokenPipeError:  # whoever read the output has gone, `aot-backward inspect … | head`
+        except BrokenPipeError:  # the reader of the output has closed it: `aot-backward inspect … | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = FAILED
         sys.exit(code if isinstance(code, int) else 0)
@@ -71,7 +71,7 @@ class Commands(click.Group):
 
 
 def _failure(error: Exception, debug: bool) -> int:
-    from aot_backward_runtime.errors import AotBackwardError, IncompatibleError  # brings torch in, which the failed command had already
+    from aot_backward_runtime.errors import AotBackwardError, IncompatibleError  # imports torch, which the failed command had imported already
 
     lines = str(error).strip().splitlines() or [type(error).__name__]
     more = "" if debug or len(lines) == 1 else " (--debug shows the rest)"

@@ -11,7 +11,7 @@ import click
 
 
 def import_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Imports the modules that are named, before the command runs; the present folder is looked in last."""
+    """Imports the modules that are named, before the command runs; the current folder comes last on the path."""
 
     def imported(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> None:
         if not names or context.resilient_parsing:

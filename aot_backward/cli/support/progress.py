@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+
+from ...progress import Progress, silent
 
 
 @contextlib.contextmanager
-def shown() -> Iterator[Callable[[str, int, int], None]]:
-    """What is called with a text, the steps done, and how many there are. A text's line ends when its last step is done."""
+def shown() -> Iterator[Progress]:
+    """Draws one bar for each stage under way; it goes when its last step is done."""
     if not sys.stderr.isatty():
-        yield lambda what, done, total: None
+        yield silent
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         running: dict[str, TaskID] = {}
 
-        def say(what: str, done: int, total: int) -> None:
-            if what not in running:
-                running[what] = bars.add_task(what, total=total)
-            bars.update(running[what], completed=done, total=total)
+        def say(stage: str, done: int, total: int) -> None:
+            if stage not in running:
+                running[stage] = bars.add_task(stage, total=total)
+            bars.update(running[stage], completed=done, total=total)
             if done >= total:
-                running.pop(what)  # the same work for the next variant is a line of its own
+                running.pop(stage)  # the same work for the next variant is a line of its own
 
         yield say

@@ -1,4 +1,4 @@
-"""Runs a person's script in this process, as ``python train.py ARGS…`` or ``python -m package.module ARGS…`` would, inside a context."""
+"""Runs a user's script in this process, as ``python train.py ARGS…`` or ``python -m package.module ARGS…`` would, inside a context."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import click
 from .failures import FAILED, ScriptInterrupted
 
 _OURS = ("aot_backward", "aot_backward_runtime", "aot_backward_exporters")
-_STARTS = (*_OURS, "runpy")  # whose frames stand before the script's first
+_STARTS = (*_OURS, "runpy")  # the frames that come before the script's first
 
 
 @dataclass(frozen=True)
 class Script:
-    """``name``: a file of Python code, or with ``as_module`` what stands behind ``-m``."""
+    """``name``: a file of Python code, or with ``as_module`` the module's name behind ``-m``."""
 
     name: str
     arguments: tuple[str, ...]
@@ -74,8 +74,8 @@ def _parsed(context: click.Context, parameter: click.Parameter, words: Sequence[
 def run_script(script: Script, context: AbstractContextManager[Any]) -> int:
     """Runs ``script`` as ``__main__`` inside ``context``; its exit code.
 
-    What it raises is printed as Python prints it, without our frames, and ends the command with Python's exit status. What ``context`` raises,
-    a strict replay's :class:`MissError` included, goes up.
+    What it raises is printed as Python prints it, without frames of aot-backward, and ends the command with Python's exit status. What
+    ``context`` raises, a strict replay's :class:`MissError` included, is raised.
     """
     from aot_backward_runtime.errors import MissError
 
@@ -88,7 +88,7 @@ def run_script(script: Script, context: AbstractContextManager[Any]) -> int:
         except MissError:
             raise
         except BaseException as error:
-            _without_ours(error, set())
+            _drop_own_frames(error, set())
             if isinstance(error, ImportError) and error.__traceback__ is None:  # runpy itself, which found no such module
                 raise click.ClickException(str(error)) from None
             sys.excepthook(type(error), error, error.__traceback__)
@@ -117,8 +117,8 @@ def _exit_code(end: SystemExit) -> int:
     return FAILED
 
 
-def _without_ours(error: BaseException, seen: set[int]) -> None:
-    """Takes our frames out of the traceback, and out of those of the exceptions that it came of."""
+def _drop_own_frames(error: BaseException, seen: set[int]) -> None:
+    """Removes our frames from the traceback, and from those of its causes and contexts."""
     if id(error) in seen:
         return
     seen.add(id(error))
@@ -136,7 +136,7 @@ def _without_ours(error: BaseException, seen: set[int]) -> None:
     error.__traceback__ = kept
     for other in (error.__cause__, error.__context__, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())):
         if other is not None:
-            _without_ours(other, seen)
+            _drop_own_frames(other, seen)
 
 
 def _home(step: TracebackType) -> str:

@@ -1,4 +1,4 @@
-"""Tables for people: drawn on a terminal, columns of plain text elsewhere."""
+"""Text output: lines, JSON, and tables, drawn on a terminal and as columns of plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import click
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints a line in which anybody's words may stand, after an empty one where ``text`` begins so.
+    """Prints one line with control characters escaped, after an empty line where ``text`` begins with a newline.
 
-    A package's names could else move the cursor, change colours or turn the direction of the text."""
+    Unescaped, names in a package could move the cursor, change colours or reverse the direction of the text."""
     encoding = (sys.stderr if err else sys.stdout).encoding or "utf-8"
     shown = visible(text.removeprefix("\n")).encode(encoding, "backslashreplace").decode(encoding)
     click.echo(f"\n{shown}" if text.startswith("\n") else shown, err=err)
 
 
 def say_json(value: Any, indent: int | None = 2) -> None:
-    """Prints JSON, in which nothing but ASCII stands that can be seen."""
+    """Prints JSON in printable ASCII."""
     click.echo(json.dumps(value, indent=indent).replace("\x7f", "\\u007f"))
 
 
 def visible(text: str) -> str:
-    """``text`` on one line, what cannot be seen as Python escapes it."""
+    """``text`` on one line, with characters that are not printable as Python escapes."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -51,10 +51,10 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -
 
 
 def size(number: int) -> str:
-    """Bytes for people."""
+    """``41.7 kB``."""
     return f"{number} B" if number < 1000 else f"{number / 1e3:.1f} kB" if number < 1e6 else f"{number / 1e6:.2f} MB"
 
 
 def count(number: int, what: str, several: str = "") -> str:
-    """``3 nodes``, ``1 node``. ``several``: where the plural is not made with an s."""
+    """``3 nodes``, ``1 node``. ``several``: the plural, where it does not end in s."""
     return f"{number} {what if number == 1 else several or what + 's'}"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 import aot_backward_exporters
 from aot_backward import torch_api
 from aot_backward.graph import Artifact, Graph
+from aot_backward.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 
@@ -41,8 +42,6 @@ from .lowering import Lowered, lower
 from .settings import settings_for
 from .targets import Processor, processor, target_spec
 
-_Report = Callable[[str, int, int], None]
-
 
 def compile_graphs(
     graphs: Sequence[Graph],
@@ -50,26 +49,25 @@ def compile_graphs(
     folder: Path,
     fake_mode: Any,
     target: str = "cpu",
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Artifact]:
     """Native libraries for ``graphs``, by name; their files are written into ``folder``, which must exist and be this target's alone.
 
     ``fake_mode``: the ``FakeTensorMode`` of the capture, with its shape environment, to which lowering may add guards. ``target``: one of
-    :data:`.targets.KNOWN`. ``progress(stage, done, total)`` is called with the stages "lower" and "compile". Raises :class:`ExportError`.
+    :data:`.targets.KNOWN`. ``progress`` is called with the stages "lower" and "compile". Raises :class:`ExportError`.
     """
-    report = progress or (lambda stage, done, total: None)
     if target.startswith("cuda:"):
         device = cross_compile.check(target)
         with cross_compile.crossing(device):
             graphs = [retarget(graph, fake_mode, device) for graph in graphs]
-            return _compiled(graphs, folder, fake_mode, target, report)
+            return _compiled(graphs, folder, fake_mode, target, progress)
     if target == "cuda":
         with toolkit():
-            return _compiled(graphs, folder, fake_mode, target, report)
-    return _compiled(graphs, folder, fake_mode, target, report)
+            return _compiled(graphs, folder, fake_mode, target, progress)
+    return _compiled(graphs, folder, fake_mode, target, progress)
 
 
-def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str, report: _Report) -> dict[str, Artifact]:
+def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str, progress: Progress) -> dict[str, Artifact]:
     for graph in graphs if target.startswith("cuda") else ():
         _refuse_elsewhere(graph)
     forms = {graph.name: canonical_graph(graph, fake_mode.shape_env) for graph in graphs}
@@ -79,7 +77,7 @@ def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str
     if missing:
         with tempfile.TemporaryDirectory(prefix="aot-backward-") as work:
             compile_all = _compile_on_cuda if target.startswith("cuda") else _compile_on_cpu
-            entries |= compile_all(missing, Path(work), fake_mode, processor(target), report)
+            entries |= compile_all(missing, Path(work), fake_mode, processor(target), progress)
     for name, form in forms.items():
         _assume(entries[keys[name]].guards, form, fake_mode.shape_env)
     return {graph.name: _artifact(graph, keys[graph.name], entries[keys[graph.name]], folder) for graph in graphs}
@@ -97,18 +95,18 @@ def _refuse_elsewhere(graph: Graph) -> None:
 _Missing = dict[str, tuple[Graph, Canonical]]
 
 
-def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, report: _Report) -> dict[str, Entry]:
+def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, Entry]:
     """Lowers one graph after another while g++ compiles those already lowered."""
     lowered, commands, started = {}, {}, {}
     known = len(fake_mode.shape_env.guards)
     with gcc.Builder() as builder:
         for done, (key, (graph, form)) in enumerate(graphs.items()):
-            report("lower", done, len(graphs))
+            progress("lower", done, len(graphs))
             (work / key).mkdir()
             with gcc.record_commands(work / key, built_for.march) as commands[key]:
                 lowered[key] = lower(graph, form, work / key / "inductor", fake_mode, known, built_for)
             started[key] = builder.compile(graph.name, commands[key], work / key)
-        report("compile", 0, len(graphs))
+        progress("compile", 0, len(graphs))
         for key in graphs:
             for compiling in started[key]:
                 compiling.result()
@@ -116,22 +114,22 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pro
         linking = [builder.link(graph.name, commands[key], work / key, libraries[key]) for key, (graph, _) in graphs.items()]
         for done, link in enumerate(linking, 1):
             link.result()
-            report("compile", done, len(graphs))
+            progress("compile", done, len(graphs))
     return {key: _finish(key, lowered[key], libraries[key], work) for key in graphs}
 
 
-def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, report: _Report) -> dict[str, Entry]:
+def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, Entry]:
     """Inductor builds each library: objects with the kernels' machine code come from other tools than g++."""
     entries = {}
     known = len(fake_mode.shape_env.guards)
     with gcc.adjust_commands(built_for.march):
         for done, (key, (graph, form)) in enumerate(graphs.items()):
-            report("compile", done, len(graphs))
+            progress("compile", done, len(graphs))
             lowered = lower(graph, form, work / key, fake_mode, known, built_for)
             library = lowered.file(".so")
             assert library is not None
             entries[key] = _finish(key, lowered, library, work)
-    report("compile", len(graphs), len(graphs))
+    progress("compile", len(graphs), len(graphs))
     return entries
 
 

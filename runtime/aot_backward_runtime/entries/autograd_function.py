@@ -192,27 +192,28 @@ def differentiated(entry: Entry, variant: Variant, current: Sequence[torch.Tenso
     :class:`GradientError` where the package has no gradient of one."""
     known, covered = variant.wrt, variant.covered
     wrt, sources = [], []
-    for name, tensor, owned in zip(entry.state.names, current, entry.state.owned, strict=True):
-        if owned and tensor.requires_grad:
-            target = f"parameter:{name}"
-            if target not in covered:
+    for i, target in entry.state.wrt:
+        tensor = current[i]
+        if tensor.requires_grad:
+            if target in known:
+                wrt.append(target)
+                sources.append(tensor)
+            elif target not in covered:
+                name = entry.state.names[i]
                 raise GradientError(
                     f"{name} requires a gradient, and was frozen when the package was exported: freeze it again, or export it unfrozen "
                     f"(a Variant with requires_grad=[…, {name!r}])"
                 )
-            if target in known:
-                wrt.append(target)
-                sources.append(tensor)
     for i, tensor in enumerate(matched.given):
         if tensor.requires_grad:
             target = f"input:{i}"
-            if target not in covered:
+            if target in known:
+                wrt.append(target)
+                sources.append(tensor)
+            elif target not in covered:
                 name = variant.spec.inputs[i].name
                 raise GradientError(
                     f"input {name} requires a gradient, and did not when the package was exported: pass {name}.detach(), or export a Variant "
                     f"with requires_grad=[…, {name!r}]"
                 )
-            if target in known:
-                wrt.append(target)
-                sources.append(tensor)
     return wrt, sources

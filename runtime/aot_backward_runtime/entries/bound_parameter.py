@@ -1,4 +1,4 @@
-"""Parameters at whose memory native code points, without being looked at in every call: what is done to them is noticed all the same."""
+"""Parameters that native code reads through pointers, and that a call does not compare one by one: changes to them are noticed all the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BoundParameter(nn.Parameter):
     """A parameter or buffer of a gradient function or a training step. Writing into it is seen by the next call; giving it other memory has it
     bound anew; hooks on its gradient are run by the call.
 
-    The properties stand in the way of torch's own registration, by whatever name it is called (``p.register_hook``,
+    The properties intercept torch's registration of hooks, by whatever name it is called (``p.register_hook``,
     ``torch.Tensor.register_hook(p, …)``). The weak reference that the owner holds makes ``torch.utils.swap_tensors`` refuse.
     """
 
@@ -81,17 +81,17 @@ class StepParameter(BoundParameter):
 
 
 class Watch:
-    """The tensors of an owner that somebody else has got hold of, and whether they still lie and look as when code was last bound to them.
+    """The tensors of an owner that other code has references to, and whether memory or form of one changed since native code was last bound to them.
 
-    Any of them can be given other memory or another form by functions that no class of ours is asked for (``torch.Tensor.set_(p, …)``), or by
-    another tensor of the same storage. What nobody has got hold of costs a call nothing.
+    Any of them can be given other memory or another form by functions that bypass :class:`BoundParameter` (``torch.Tensor.set_(p, …)``), or by
+    another tensor of the same storage. A tensor that no other code can reach costs a call nothing.
     """
 
     __slots__ = ("_addresses", "_check", "_sizes", "_storages", "tensors", "touched")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.touched = [True]  # whether to look closely, whatever the addresses are; parameters have it too, and not the watch: that were a cycle
+        self.touched = [True]  # whether the next call compares all, whatever the addresses are; parameters share this list, not the watch: no cycle
         self._addresses: list[int] = []
         self._storages: list[torch.UntypedStorage] = []
         self._sizes: list[int] = []  # of those, which can be shrunk where they lie
@@ -105,7 +105,7 @@ class Watch:
             self.touched[0] = True
 
     def settle(self, hooks: bool) -> None:
-        """Code has been bound to the tensors as they are. ``hooks``: whether some have hooks, for which each call looks closely."""
+        """Native code has been bound to the tensors as they are. ``hooks``: whether some have hooks, for which each call compares all."""
         self._addresses = list(map(_data_ptr, self.tensors))
         self._storages = list(map(_storage, self.tensors))
         self._sizes = list(map(len, self._storages))
@@ -113,8 +113,8 @@ class Watch:
             self._check = Fast(self.tensors).check
         self.touched[0] = hooks
 
-    def stirred(self) -> bool:
-        """Whether a call must look closely again."""
+    def changed(self) -> bool:
+        """Whether the next call must compare all again."""
         if self.touched[0] or list(map(_data_ptr, self.tensors)) != self._addresses or list(map(len, self._storages)) != self._sizes:
             return True
         return not self._check(*self.tensors)
@@ -136,16 +136,17 @@ def resizable(tensor: torch.Tensor) -> bool:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether the gradient of ``tensor`` goes through hooks. One whose last was removed is as one that never had any: it tells of the next."""
+    """Whether ``tensor`` has hooks on its gradient. Where the last was removed, the next registration is noticed again, as of a tensor
+    without any."""
     hooks = torch_api.backward_hooks.__get__(tensor)
     if hooks is not None and not hooks and isinstance(tensor, BoundParameter):
         torch_api.backward_hooks.__set__(tensor, None)
     return bool(hooks)
 
 
-def through_hooks(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """``gradients`` as the hooks on ``tensors`` make them. Autograd runs them: in its order, in one pass, with its checks of what they return.
-    Each gets memory of its own, which it may change, or keep."""
+def apply_hooks(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """``gradients`` as the hooks on ``tensors`` change them. Autograd runs the hooks: in its order, in one pass, with its checks of what they return.
+    Each gets a copy, which it may change or keep."""
     with torch.inference_mode(False), torch.enable_grad():
         views = [t.view_as(t) for t in tensors]
     return torch.autograd.grad(views, tensors, [g.clone() for g in gradients])

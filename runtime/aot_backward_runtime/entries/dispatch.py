@@ -1,4 +1,4 @@
-"""What a loaded module and a loaded gradient function have in common: from arguments to a variant and tensors that it may be given."""
+"""Matches a call of a loaded module, gradient function or step to a variant of its entry, and its arguments to the tensors that native code takes."""
 
 from __future__ import annotations
 
@@ -140,12 +140,12 @@ class Entry:
 
 
 def _asked(parameters: frozenset[str] | None, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
-    """What gradients a call asks for, as the manifest names them; nothing where none are recorded."""
+    """What gradients a call asks for, as the manifest names it; nothing where none are recorded."""
     return frozenset() if parameters is None else parameters.union(f"input:{i}" for i, t in enumerate(tensors) if t.requires_grad)
 
 
 def _leaves(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
-    """The flat tensors where the arguments plainly have the variant's structure; None where it must be looked at closely."""
+    """The flat tensors where the arguments have the variant's structure; None where the slow path must say."""
     if variant.flat_arguments:
         return args if not kwargs and len(args) == len(variant.spec.inputs) else None
     try:

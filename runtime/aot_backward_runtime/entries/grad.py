@@ -14,7 +14,7 @@ from ..errors import AotBackwardError, ExecutionError
 from ..native.library import Binding
 from ..native.memory import Ranges
 from ..native.plan import Runnable
-from .bound_parameter import BoundParameter, Watch, bound, has_hooks, resizable, through_hooks
+from .bound_parameter import BoundParameter, Watch, apply_hooks, bound, has_hooks, resizable
 from .call_cache import CachedCall
 from .dispatch import Entry, MatchedCall
 
@@ -56,7 +56,7 @@ class LoadedGrad:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         last = self._last
-        if last is None or kwargs or (self._watched and self._watch.stirred()) or not last.fits(args):
+        if last is None or kwargs or (self._watched and self._watch.changed()) or not last.fits(args):
             return self._look_closely(args, kwargs)
         if last.may_have_hooks and any(has_hooks(args[i]) for i in last.may_have_hooks):
             return self._look_closely(args, kwargs)
@@ -110,7 +110,7 @@ class LoadedGrad:
         matched = entry.match(mode, args, kwargs)
         binding = entry.state.refresh([t.detach() for t in self._held])
         if binding is not self._binding:
-            self._last = None  # its library is not the one that is bound anew here, where this call is of another kind
+            self._last = None  # it may use another library than this call, and that one is not bound again here
             self._binding = binding
         runnable = matched.variant.plans["gradient"]
         written = runnable.written(binding, self._held) if runnable.writes else None
@@ -121,7 +121,7 @@ class LoadedGrad:
             torch.autograd.graph.increment_version(call.writes)
         with torch.no_grad():
             results = runnable.call(binding, matched.flat, matched.sizes)
-        hooks = any(list(map(has_hooks, self._named.values())))  # a list, since asking has each tell of its next hook
+        hooks = any(list(map(has_hooks, self._named.values())))  # a list: asking each tensor has its next registration noticed
         self._watch.settle(hooks)
         if call.remember(matched, args):
             self._last = call
@@ -138,7 +138,7 @@ class LoadedGrad:
             tensor = matched.given[int(where)] if kind == "input" else self._named[where]
             if named[name] is not None and has_hooks(tensor):
                 sources[name] = tensor
-        made = dict(zip(sources, through_hooks(list(sources.values()), [named[n] for n in sources]), strict=True)) if sources else {}
+        made = dict(zip(sources, apply_hooks(list(sources.values()), [named[n] for n in sources]), strict=True)) if sources else {}
         named = {n: made.get(n, g) for n, g in named.items()}
         return named[spec.names[0]] if spec.single else named
 

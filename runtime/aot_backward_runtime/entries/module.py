@@ -48,8 +48,7 @@ class LoadedModule(nn.Module):
             torch_api.refuse_duals(current)
         asked = None
         if entry.specialised and torch.is_grad_enabled():
-            pairs = zip(entry.state.names, current, entry.state.owned, strict=True)
-            asked = frozenset([f"parameter:{name}" for name, tensor, owned in pairs if owned and tensor is not None and tensor.requires_grad])
+            asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
         matched = entry.match("train" if self.training else "eval", args, kwargs, asked)
         variant = matched.variant
         binding = entry.state.refresh(current)

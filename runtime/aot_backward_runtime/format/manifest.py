@@ -81,7 +81,7 @@ class Call:
     """One native call. ``operands`` names what is passed, in the library's order of inputs:
     ``input:I`` a flat input, ``saved:I`` the variant's I-th saved tensor, ``cotangent:I`` the I-th of the variant's incoming gradients,
     ``size:E`` an empty tensor of shape ``(E, 0)`` that carries the size ``E`` (an expression) into the graph.
-    Results come back in the library's order and are named ``result:I`` by whoever uses them."""
+    Results come back in the library's order and a plan refers to them as ``result:I``."""
 
     library: str
     operands: tuple[str, ...]
@@ -110,7 +110,7 @@ class Plan:
     ``reads``: parameters and buffers whose values the call reads; a change of what the backward reads, after the forward, is an error.
     ``writes``: buffers that the call updates in place.
     ``gradients``: of a backward, or of a ``grad`` entry.
-    ``consumes``: saved tensors, by number, that the call leaves with other values; whoever needs them once more passes copies. (The feature
+    ``consumes``: saved tensors, by number, that the call leaves with other values; a caller that needs them once more passes copies. (The feature
     "consumes".)
     """
 
@@ -272,11 +272,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class NumberSpec:
-    """A number that the graphs of a step read when they run, so that a schedule may move it: ``param_groups[group][key]``, ``[position]`` of
-    it where that is a list. Group -1 is the entry's own: "clip_norm", "clip_value", "loss_scale". ``allowed``: where the code that was compiled holds
-    (``weight_decay`` may not become 0 where it was not); nothing: anywhere. Its place in the vector of numbers is its place in this list plus
-    2; of the first two elements one is 1 where gradients are added to those that have been accumulated (else they replace them), the other where
-    the optimizer has no state yet (else 0)."""
+    """A number that the graphs of a step read when they run, so that a learning-rate scheduler may change it: ``param_groups[group][key]``,
+    ``[position]`` of it where that is a list. Group -1 is the entry's own: "clip_norm", "clip_value", "loss_scale". ``allowed``: where the code
+    that was compiled holds (``weight_decay`` may not become 0 where it was not); nothing: anywhere. Its place in the vector of numbers is its
+    place in this list plus 2; of the first two elements one is 1 where gradients are added to those that have been accumulated (else they
+    replace them), the other where the optimizer has no state yet (else 0)."""
 
     group: int
     key: str
@@ -301,7 +301,7 @@ class OptimizerStateSpec:
     key: str  # "exp_avg"
     parameters: tuple[str, ...]
     state: str
-    starts_as: int = -1  # the place in ``numbers`` of the one that every element is before the first step, wherever a schedule has moved it
+    starts_as: int = -1  # the place in ``numbers`` of the one that every element is before the first step, also when a scheduler has changed it
 
 
 @dataclass(frozen=True)
@@ -456,6 +456,6 @@ class Manifest:
     members: dict[str, Member]  # every other member of the archive, by its path below the top folder
     has_weights: bool = True
     created: str = ""  # date, ISO 8601, UTC
-    notes: dict[str, str] = field(default_factory=dict)  # what is worth telling a person, never read by the runtime
+    notes: dict[str, str] = field(default_factory=dict)  # for people to read; the runtime never does
     targets: tuple[Target, ...] = ()  # further ones, for each of which every library has a build
     operators: dict[str, OperatorSpec] = field(default_factory=dict)  # that libraries call and PyTorch does not have, "mine::cube"

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import PackageError
+from .json_keys import unique_keys
 from .manifest import DEEPEST, FORMAT_VERSION, KNOWN_FEATURES, LARGEST_MANIFEST, Manifest
 
 
@@ -25,7 +26,7 @@ def from_json(data: bytes) -> Manifest:
     if len(data) > LARGEST_MANIFEST:
         raise PackageError(f"manifest.json has {len(data)} bytes; at most {LARGEST_MANIFEST} are read")
     try:
-        raw = json.loads(data.decode(), object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)
+        raw = json.loads(data.decode(), object_pairs_hook=unique_keys, parse_int=_integer, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise PackageError(f"manifest.json is not JSON: {error}") from error
     if not isinstance(raw, dict):
@@ -66,15 +67,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [plain(v) for v in value]
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in out:
-            raise ValueError(f"the key {key!r} occurs twice")
-        out[key] = value
-    return out
 
 
 def _integer(text: str) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from ..errors import PackageError
+from .json_keys import unique_keys
 
 ALIGNMENT = 64  # bytes; what PyTorch's own allocator gives
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
@@ -113,14 +114,6 @@ def parse_header(text: bytes) -> Header:
             raise PackageError(f"tensor {name!r} begins at byte {stored.begin}, expected {expected}, where the one before ends")
         expected = stored.end
     return Header(dict(tensors), metadata, 8 + len(text), 8 + len(text) + expected)
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads(object_pairs_hook=…)``, which would let the last of two equal keys win."""
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return out
 
 
 def _length(first: bytes, size: int) -> int:

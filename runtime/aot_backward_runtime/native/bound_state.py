@@ -25,11 +25,13 @@ class BoundState:
         self._weights = [(s.name, s.weight, weights[s.weight]) for s in entry.state]
         keys = [s.weight for s in entry.state]
         self.owned = [key not in keys[:i] for i, key in enumerate(keys)]  # False for the later names of a tie
+        self.wrt = [(i, f"parameter:{name}") for i, name in enumerate(self.names) if self.owned[i]]
+        """Each distinct tensor's place, and its name as what a gradient is asked of."""
         self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
         self._fixed = dict(fixed)
         self.binding: Binding = (self._fixed, ())
-        self._same: Callable[[Sequence[torch.Tensor]], bool] | None = None  # whether tensors at the same addresses also look the same
-        self._storages: list[torch.UntypedStorage] = []  # of what is bound: kept, so that nothing else can come to lie there
+        self._same: Callable[[Sequence[torch.Tensor]], bool] | None = None  # whether tensors at the same addresses also have the same layout
+        self._storages: list[torch.UntypedStorage] = []  # of what is bound: kept alive, so that their memory is not used for anything else
         self._sizes: list[int] = []  # of those in bytes: one can be shrunk where it lies
 
     def copy(self) -> BoundState:
@@ -63,7 +65,7 @@ class BoundState:
         for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
             check_weight(name, tensor, spec, self._device)
             if key not in tensors:
-                tensors[key] = tensor.detach()  # what is there now, also if the parameter is given other memory (.data = …) later
+                tensors[key] = tensor.detach()  # this memory, also if the parameter is given other memory (.data = …) later
             elif tensors[key].data_ptr() != tensor.data_ptr():
                 tied = next(n for n, k, _ in self._weights if k == key)
                 raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")

@@ -1,8 +1,8 @@
 """Whether tensors fit what was compiled, before native code sees them.
 
 AOTInductor checks nothing: a float64 tensor, a transposed one, or one of another size gives wrong numbers or a crash (docs/format.md).
-The check here has two speeds. :class:`Contract` looks at everything in Python, words the error, and copies what only lies differently
-in memory. What it has accepted as it was is remembered as a :class:`Fast` check, which is one call into C for the whole list.
+The check here has two speeds. :class:`Contract` compares everything in Python, words the error, and copies tensors of which only the strides
+differ. What it accepted without a copy is remembered as a :class:`Fast` check, which is one call into C for the whole list.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Contract:
         return values
 
     def fit(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int] | None = None) -> tuple[list[torch.Tensor], dict[str, int], bool]:
-        """The tensors as native code may have them, the symbols' values, and whether all of them went in as they were.
+        """The tensors with the strides that the code was compiled for, the symbols' values, and whether none was copied.
 
         ``values``: the symbols' values where they are known already (of incoming gradients).
         """
@@ -70,7 +70,7 @@ class Contract:
                 wanted = tuple(evaluate(s, found) for s in spec.shape)
                 if tensor.shape != wanted:
                     raise InputError(f"{spec.name} has shape {tuple(tensor.shape)}; expected {wanted}")
-            fitting = laid_out(tensor, spec, found, self.device)
+            fitting = with_strides(tensor, spec, found, self.device)
             untouched = untouched and fitting is tensor
             out.append(fitting)
         return out, found, untouched
@@ -100,13 +100,13 @@ class Contract:
 
 
 class Fast:
-    """One list of tensors that was accepted as it was, as a check in C: type, dtype, device, sizes, strides, dispatch keys, requires_grad.
+    """A check in C for tensors like those of a list that was accepted: type, dtype, device, sizes, strides, dispatch keys, requires_grad.
 
-    Beside it stands what that check does not look at: the storages, which can be shrunk under a tensor, or be smaller at an address that was good
-    before. An address says nothing about them: only their sizes and the tensors' places in them do.
+    It does not look at the storages, which can be shrunk under a tensor, or be smaller at an address that was good before. So their sizes and the
+    tensors' offsets in them are compared beside it.
     """
 
-    __slots__ = ("_aligned", "_lie", "_needed", "check")
+    __slots__ = ("_aligned", "_needed", "_seen", "check")
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         shapes = [list(t.shape) for t in tensors]
@@ -115,10 +115,10 @@ class Fast:
         self.check = guards.check
         self._needed = [extent(t) for t in tensors]
         self._aligned = [_alignment(t) for t in tensors]
-        self._lie: tuple[list[int], list[int], list[Any]] = ([], [], [])  # addresses, bytes of the storages, places in them
+        self._seen: tuple[list[int], list[int], list[Any]] = ([], [], [])  # addresses, bytes of the storages, offsets in them
 
     def looks_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors``, which may be anything, look like those accepted. Where they lie is another question."""
+        """Whether ``tensors``, which may be any objects, look like those accepted, wherever their memory is."""
         for tensor in tensors:
             # asked for the sizes of a strided nested tensor, the check in C throws through a frame that lets nothing out, and the process ends
             if type(tensor) not in _PLAIN or tensor.is_nested:
@@ -130,7 +130,7 @@ class Fast:
         if not self.looks_alike(tensors):
             return False
         pointers, sizes, offsets = list(map(_data_ptr, tensors)), list(map(len, map(_storage, tensors))), list(map(_offset, tensors))
-        known = self._lie
+        known = self._seen
         if sizes != known[1] or offsets != known[2]:
             for tensor, size, offset, needed in zip(tensors, sizes, offsets, self._needed, strict=True):
                 if size - offset * tensor.itemsize < needed:
@@ -141,7 +141,7 @@ class Fast:
                     return False
         elif sizes == known[1] and offsets == known[2]:
             return True
-        self._lie = (pointers, sizes, offsets)
+        self._seen = (pointers, sizes, offsets)
         return True
 
 
@@ -216,9 +216,9 @@ def _is_there(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | Non
     return device is None or device.type != spec.device or tensor.device == device
 
 
-def laid_out(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int], device: torch.device | None = None) -> torch.Tensor:
-    """``tensor`` itself where it lies as recorded, else a copy that does. A ZeroTensor, the zeros without memory that forward-mode
-    differentiation makes, becomes zeros that native code can read."""
+def with_strides(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int], device: torch.device | None = None) -> torch.Tensor:
+    """``tensor`` itself where it has the strides of ``spec`` and is aligned, else a copy that is so. A ZeroTensor, the zeros without memory that
+    forward-mode differentiation makes, becomes zeros that native code can read."""
     plain = tensor.resolve_conj().resolve_neg()
     if plain.device.type != spec.device:
         return plain.detach().to(device or spec.device)

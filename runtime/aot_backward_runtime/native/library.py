@@ -108,13 +108,13 @@ class Library:
         return runner
 
     def _check_counts(self, stated: torch_api.Stated) -> None:
-        """:class:`IncompatibleError` where the library takes or gives another number of tensors than the manifest says: it would read beyond what it
-        is given."""
+        """:class:`IncompatibleError` where the library takes or gives another number of tensors than the manifest says: it would read beyond the
+        end of its arguments."""
         listed = (len(self.spec.inputs), len(self.spec.outputs))
         if (stated.inputs, stated.outputs) != listed:
             raise IncompatibleError(
                 f"{self.spec.member} takes {stated.inputs} tensors and gives {stated.outputs}; the manifest says {listed[0]} and {listed[1]}: "
-                "the package was put together of parts that do not belong together; export it again"
+                "the package is made of parts of different exports; export it again"
             )
 
     def _open(self) -> Any:
@@ -154,7 +154,7 @@ class Library:
 
 
 def _described(tensor: torch.Tensor, looks: str) -> str:
-    """``float32 [2,3] [3,1]``; strides that no index is multiplied with are those of ``looks``, as they do not matter."""
+    """``float32 [2,3] [3,1]``; where a dimension has one element, its stride does not matter and is that of ``looks``."""
     theirs = looks.rpartition("[")[2].rstrip("]").split(",")
     theirs = theirs if len(theirs) == tensor.dim() else list(map(str, tensor.stride()))
     strides = [their if n <= 1 else str(s) for n, s, their in zip(tensor.shape, tensor.stride(), theirs, strict=True)]

@@ -1,4 +1,4 @@
-"""Where tensors lie: the bytes that they span, and whether those of one are another's."""
+"""The bytes that tensors span, and whether tensors overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New values for tensors that are there: all are checked before the first is written, and all are written in one call."""
+"""New values for existing tensors: all are checked before the first is written, and all are written in one call."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .pytree import arguments, flatten
 
 
 class Variant:
-    """A variant made ready: contracts, the fast check of what was accepted last, and the plans with their libraries."""
+    """A variant's contracts, the fast checks of incoming gradients that were accepted last, and the plans with their libraries."""
 
     def __init__(self, spec: VariantSpec, libraries: Mapping[str, Library], device: torch.device):
         self.spec, self.device, self._kind = spec, device, device.type  # asking a device for its type costs 50 ns
@@ -52,7 +52,7 @@ class Variant:
         return found
 
     def share(self, runnable: Runnable, results: list[torch.Tensor], sizes: Mapping[str, int], detached: Collection[int] = ()) -> None:
-        """Puts views in the place of results that lie in another one's memory. ``detached``: outputs that autograd knows nothing of."""
+        """Replaces results that share memory with another one by views of it. ``detached``: outputs that autograd does not track."""
         for shared in self.spec.shared:
             (kind, place), (of, base) = runnable.outputs[shared.output], runnable.outputs[shared.base]
             if kind == of == "result" and place != base:
@@ -93,8 +93,8 @@ class Variant:
         ]
 
     def fit_cotangents(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
-        """The incoming gradients as native code may have them: copied where they lie otherwise (``y.sum().backward()`` gives stride 0),
-        zeros where there is none."""
+        """The incoming gradients with the strides that the code was compiled for: copied where they have others (``y.sum().backward()`` gives
+        stride 0), zeros where there is none."""
         tensors = self.materialized(given, sizes)
         for fast, known in self._fast:
             if known is sizes and fast.holds(tensors):

@@ -1,7 +1,7 @@
 """The tensors of a package, read from its file, or mapped without a copy, after their bytes have been verified.
 
-What is read nobody else can change. 500 MB take 0.4 s of processor time to read and 0.004 s to map, but mapped pages cost when they are touched:
-0.08 s to read them all and 0.4 s to write to them, as an optimizer does. So a map pays where processes only read, and share one set of pages, and
+No other process can change what was read. 500 MB take 0.4 s of processor time to read and 0.004 s to map, but mapped pages cost when they are
+touched: 0.08 s to read them all and 0.4 s to write to them, as an optimizer does. So a map pays where processes only read and share one set of pages;
 there it ends the process by a signal if the file is truncated. It is private: a write copies the page it touches and never reaches the file.
 """
 
@@ -9,19 +9,42 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import torch
 
-from ..errors import PackageError
+from ..errors import PackageError, WeightsError
 from ..format.manifest import EXAMPLES_MEMBER, WEIGHTS_MEMBER, WeightSpec
 from ..format.safetensors_header import ALIGNMENT, Stored, read_header, stored_as
 from ..package.archive import Archive
 from ..package.code_cache import remember, remembered
+from .bound_state import check_weight
 from .guards import dtype_of
 from .tensor_bytes import TORCH_DTYPES
 
 _MOST_FILLED = 64  # times the stored weights: state of an optimizer and accumulated gradients are a few times the parameters
 HASHED_ALWAYS = 8 << 20  # bytes; 5 ms. What is larger is hashed once per file and user
+
+
+def all_weights(archive: Archive, path: object, given: Mapping[str, torch.Tensor] | None = None, mapped: bool = False) -> dict[str, torch.Tensor]:
+    """Every weight of the package at ``path`` by its key: those ``given``, else as stored, else filled with the number that the manifest gives.
+    What is not given is on the CPU.
+
+    Raises :class:`WeightsError`, which names the key, where what is given does not fit, or one is missing."""
+    specs = archive.manifest.weights
+    tensors = filled(archive) | load_weights(archive, mapped)
+    if given is not None:
+        if not isinstance(given, Mapping):
+            raise WeightsError(f"weights is a {type(given).__name__}; expected tensors by their key, as {path} lists them: {sorted(specs)[:20]}")
+        if unknown := sorted(map(str, given.keys() - specs.keys())):
+            raise WeightsError(f"{path} has no weight {unknown[0]!r}; its weights: {sorted(specs)[:20]}")
+        for key, tensor in given.items():
+            check_weight(key, tensor, specs[key])
+        tensors |= given
+    missing = sorted(specs.keys() - tensors.keys())
+    if missing:
+        raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")
+    return tensors
 
 
 def load_weights(archive: Archive, mapped: bool = False) -> dict[str, torch.Tensor]:
@@ -42,13 +65,13 @@ def load_weights(archive: Archive, mapped: bool = False) -> dict[str, torch.Tens
     out = {}
     for name, spec in specs.items():
         tensor = _tensor(data, stored[name], start, spec.dtype == "complex128")
-        out[name] = _laid_out(archive, name, tensor, spec)
+        out[name] = _with_strides(archive, name, tensor, spec)
     _check_numbers(archive, out)
     return out
 
 
 def _check_numbers(archive: Archive, tensors: dict[str, torch.Tensor]) -> None:
-    """That the numbers of a training step are listed in the order in which its code reads them: they are stored too, and nobody reads that."""
+    """Checks that the manifest lists the hyperparameters of a training step as they are stored with its state, in the order that its code reads."""
     for name, entry in archive.manifest.entries.items():
         stored = tensors.get(next((s.weight for s in entry.state if s.name == "numbers"), ""))
         if entry.step is not None and stored is not None and stored[2:].tolist() != [n.value for n in entry.step.numbers]:
@@ -103,7 +126,7 @@ def _check(archive: Archive, name: str, spec: WeightSpec, stored: Stored) -> Non
 
 
 def _verify_each(archive: Archive, data: memoryview, stored: dict[str, Stored], start: int) -> None:
-    can_skip = len(data) > HASHED_ALWAYS and not archive.admitted  # whoever asks for a signature does not trust what the file system says
+    can_skip = len(data) > HASHED_ALWAYS and not archive.admitted  # a signature is asked for where file times and sizes are not trusted
     # One record per file, not per content, so that the folder does not grow with every package that replaces another.
     device, inode = archive.identity.split()[:2]
     record = f"{archive.identity} {archive.manifest_digest}"
@@ -129,7 +152,7 @@ def _tensor(data: memoryview, place: Stored, start: int, is_complex: bool) -> to
     return torch.view_as_complex(tensor) if is_complex else tensor
 
 
-def _laid_out(archive: Archive, name: str, tensor: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
+def _with_strides(archive: Archive, name: str, tensor: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
     problem = layout_problem(spec.shape, spec.stride)
     if problem:
         raise archive.corrupt(f"weight {name!r}: strides {list(spec.stride)} for shape {list(spec.shape)}: {problem}")

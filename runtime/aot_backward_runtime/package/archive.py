@@ -1,4 +1,4 @@
-"""Opens a package and hands out its parts, each checked against the manifest before anyone sees it. Nothing is unpickled, compiled or
+"""Opens a package and hands out its parts, each checked against the manifest before it is handed out. Nothing is unpickled, compiled or
 executed here; ``docs/format.md``, section 8, lists what is refused, in the order in which it is done."""
 
 from __future__ import annotations
@@ -6,29 +6,22 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import re
 import stat
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NoReturn
 
 from ..errors import AotBackwardError, PackageError
-from ..format.elf import numeric, read_elf
-from ..format.manifest import GRAPH_FOLDER, LARGEST_MANIFEST, MANIFEST_MEMBER, WEIGHTS_MEMBER, BuildSpec, EntrySpec, LibrarySpec, Manifest, Member
+from ..format.manifest import LARGEST_MANIFEST, MANIFEST_MEMBER, Manifest, Member
 from ..format.manifest_json import from_json
 from ..format.zip_directory import WRITTEN_OVER, Place, read_at, read_directory, read_into
 from . import code_cache
-from .consistency import check_entry, check_orders, check_targets, check_weights, state_names
-from .recorded_pass_checks import check_structures
-from .targets import seen_as, targets_of
+from .targets import seen_as
+from .validate import check_library_file, check_manifest
 
-LIBRARY_FOLDER = "data/aotinductor"
-GRAPH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-LEVEL = re.compile(r"[a-z0-9_]{1,40}")
-_VERSION = re.compile(r"([0-9]{1,9}(\.[0-9]{1,9})*)?")
 _CHUNK = 1 << 20  # bytes read at a time
 
 Admit = Callable[[Path, str], None]
@@ -38,8 +31,8 @@ Admit = Callable[[Path, str], None]
 class Archive:
     """An open package. Its descriptor is closed when the object goes; what :meth:`member_memory` handed out lives on.
 
-    Where somebody admits it by its bytes, these, and no others, are what is handed out, whatever becomes of the file meanwhile: the manifest is
-    compared with the bytes that were admitted, every member with the manifest, and none is used from a file that can be written to."""
+    With ``admit`` (a signature check), the bytes that it has hashed, and no others, are handed out, even if the file is written to meanwhile: the
+    manifest is compared with the bytes that were admitted, every member with the manifest, and none is used from a file that can be written to."""
 
     def __init__(self, path: Path, fd: int, admit: Admit | None = None) -> None:
         self.path = path
@@ -61,9 +54,7 @@ class Archive:
         if admit is not None:
             self._admit(admit)
         self.manifest = self._parsed(data)
-        self._check_members()
-        self._check_libraries()
-        self._check_entries()
+        self._checked(lambda: check_manifest(self.manifest, {name: place.size for name, place in self._places.items()}))
 
     @property
     def identity(self) -> str:
@@ -135,7 +126,7 @@ class Archive:
 
         folder = code_cache.place({file_name: self.manifest.members[m] for file_name, m in members.items()}, copy)
         path = folder / PurePosixPath(spec.member).name
-        self._check_elf(spec, path)
+        self._checked(lambda: check_library_file(spec, path))
         return path
 
     def corrupt(self, what: str) -> PackageError:
@@ -160,7 +151,7 @@ class Archive:
             raise self.corrupt("it was written to while it was read; load it again")
 
     def _digests(self, part: Place) -> tuple[str, str]:
-        """SHA-256 of the whole file and of a part of it, which were the same bytes even if somebody writes to the file."""
+        """SHA-256 of the whole file and of a part of it, which were the same bytes even if the file is written to meanwhile."""
         whole, of_part = hashlib.sha256(), hashlib.sha256()
         for offset in range(0, self._status.st_size, _CHUNK):
             chunk = read_at(self._fd, offset, min(_CHUNK, self._status.st_size - offset), self.path)
@@ -192,6 +183,12 @@ class Archive:
         except PackageError as error:
             raise PackageError(f"package {self.path}: {error}") from error
 
+    def _checked(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except PackageError as error:
+            raise self.corrupt(str(error)) from error
+
     def _verified_chunks(self, name: str) -> Iterator[bytes]:
         """The member in pieces; raises after the last if the whole is not what the manifest says."""
         place, digest = self._place(name), hashlib.sha256()
@@ -206,115 +203,6 @@ class Archive:
             changed = "" if self.unchanged else f"; the file was written to since it was opened: {WRITTEN_OVER}"
             raise self.corrupt(f"{what}: SHA-256 is {found}, expected {expected}{changed}")
 
-    def _check_members(self) -> None:
-        listed = self.manifest.members
-        for name in self._places.keys() - listed.keys() - {MANIFEST_MEMBER}:
-            raise self.corrupt(f"member {name} is not in the manifest")
-        for name, member in listed.items():
-            if self._place(name).size != member.size:
-                raise self.corrupt(f"member {name} has {self._place(name).size} bytes, expected {member.size}")
-        if (WEIGHTS_MEMBER in listed) != self.manifest.has_weights:
-            raise self.corrupt(f"has_weights is {self.manifest.has_weights}, but {WEIGHTS_MEMBER} says otherwise")
-
-    def _check_libraries(self) -> None:
-        for name, spec in self.manifest.libraries.items():
-            if not GRAPH_NAME.fullmatch(name):
-                raise self.corrupt(f"{name!r} is not a name for a library")
-            if len(spec.builds) != len(self.manifest.targets):
-                raise self.corrupt(f"library {name} has {len(spec.builds)} further builds, for {len(self.manifest.targets)} further targets")
-            stems = (name, *(f"{name}.{t.level}" for t in self.manifest.targets))
-            for stem, build in zip(stems, spec.every_build, strict=True):
-                self._check_build(name, stem, build)
-            if spec.graph not in ("", f"{GRAPH_FOLDER}/{name}.json"):
-                raise self.corrupt(f"library {name}: its graph must be {GRAPH_FOLDER}/{name}.json, not {spec.graph}")
-            if spec.graph and spec.graph not in self.manifest.members:
-                raise self.corrupt(f"library {name}: member {spec.graph} is missing")
-        places = [b.member for s in self.manifest.libraries.values() for b in s.every_build]
-        if len(set(places)) != len(places):
-            raise self.corrupt("two libraries are the same member")
-        levels = [t.level for t in self.manifest.targets]
-        for level in levels:
-            if not LEVEL.fullmatch(level) or levels.count(level) > 1:
-                raise self.corrupt(f"its targets are not told apart by their names: {level!r}")
-
-    def _check_build(self, name: str, stem: str, spec: LibrarySpec | BuildSpec) -> None:
-        # AOTInductor's loaders find the JSON files by the library's own name, so no other place would do.
-        stem = f"{LIBRARY_FOLDER}/{stem}/{stem}"
-        if (spec.member, spec.metadata) != (f"{stem}.so", f"{stem}_metadata.json") or spec.extern not in ("", f"{stem}.json"):
-            raise self.corrupt(f"library {name}: its members must be {stem}.so, _metadata.json and .json, not {spec.member}, …")
-        for member in (spec.member, spec.metadata, spec.extern):
-            if member and member not in self.manifest.members:
-                raise self.corrupt(f"library {name}: member {member} is missing")
-        if not (_VERSION.fullmatch(spec.glibc) and _VERSION.fullmatch(spec.glibcxx)):
-            raise self.corrupt(f"library {name}: {spec.glibc!r} and {spec.glibcxx!r} are not both versions")
-        for constant in spec.constants:
-            self._check_reference(f"library {name}: constant {constant.name}", constant.weight, self.manifest.weights)
-
-    def _check_entries(self) -> None:
-        try:
-            check_targets(targets_of(self.manifest))
-            check_weights(self.manifest.weights)
-        except PackageError as error:
-            raise self.corrupt(str(error)) from error
-        named = state_names(self.manifest)
-        for name, entry in self.manifest.entries.items():
-            for state in entry.state:
-                self._check_reference(f"entry {name}: {state.name}", state.weight, self.manifest.weights)
-            for library in _called(entry):
-                self._check_reference(f"entry {name}", library, self.manifest.libraries)
-            self._check_step(name, entry)
-            judged = [v.verdicts for v in entry.variants] + [v.verdicts for s in entry.structures for v in s.variants]
-            if any(len(verdicts) != len(self.manifest.targets) for verdicts in judged):
-                raise self.corrupt(f"entry {name} has not as many verdicts as there are further targets, {len(self.manifest.targets)}")
-            try:
-                for number, variant in enumerate(entry.variants):
-                    check_orders(f"variant {number}", variant)
-                check_entry(entry, self.manifest, named)
-                check_structures(entry, self.manifest.libraries)
-            except PackageError as error:
-                raise self.corrupt(f"entry {name}: {error}") from error
-
-    def _check_step(self, name: str, entry: EntrySpec) -> None:
-        """That what a training step names is in the entry's state."""
-        if (entry.kind == "step") != (entry.step is not None):
-            raise self.corrupt(f"entry {name} is of kind {entry.kind!r}, but {'has a' if entry.step else 'has no'} step")
-        if entry.step is None:
-            return
-        known = {s.name: s for s in entry.state}
-        groups = [f"module.{p}" for g in entry.step.groups for p in g.parameters]
-        slots = [s.state for s in entry.step.state] + [g.state for g in entry.step.gradients]
-        for state in ("numbers", *groups, *slots):
-            self._check_reference(f"entry {name}: its step", state, known)
-        length, shape = len(entry.step.numbers) + 2, self.manifest.weights[known["numbers"].weight].shape
-        if shape != (length,):
-            raise self.corrupt(f"entry {name}: its vector of numbers has the shape {list(shape)}; expected {length} numbers")
-        for number in entry.step.numbers:
-            if not -1 <= number.group < len(entry.step.groups):
-                raise self.corrupt(f"entry {name}: the number {number.key!r} is of group {number.group}, of {len(entry.step.groups)}")
-
-        for slot in entry.step.state:
-            if not -1 <= slot.starts_as < len(entry.step.numbers):
-                raise self.corrupt(f"entry {name}: the state {slot.state!r} starts as number {slot.starts_as}, of {len(entry.step.numbers)}")
-
-    def _check_reference(self, what: str, key: str, known: Mapping[str, object]) -> None:
-        if key not in known:
-            raise self.corrupt(f"{what} refers to {key!r}, which the manifest does not have")
-
-    def _check_elf(self, spec: LibrarySpec, path: Path) -> None:
-        try:
-            elf = read_elf(path)
-        except PackageError as error:
-            raise self.corrupt(f"member {spec.member}: {str(error).removeprefix(f'{path}: ')}") from error
-        if elf.executable_stack:
-            raise self.corrupt(f"member {spec.member} asks for an executable stack, which glibc 2.41 and later refuse")
-        for needed in elf.needed:
-            if needed not in spec.needed:
-                raise self.corrupt(f"member {spec.member} is linked with {needed}, which the manifest does not list")
-        for family, listed in (("GLIBC", spec.glibc), ("GLIBCXX", spec.glibcxx)):
-            asked = elf.versions.get(family)
-            if asked is not None and (not listed or numeric(asked) > numeric(listed)):
-                raise self.corrupt(f"member {spec.member} asks for {family} {asked}; the manifest says {listed or 'none'}")
-
 
 def open_package(path: str | os.PathLike[str], *, admit: Admit | None = None) -> Archive:
     """Opens a package and checks its structure and manifest; digests of members are checked when they are read.
@@ -328,15 +216,3 @@ def open_package(path: str | os.PathLike[str], *, admit: Admit | None = None) ->
     except (OSError, ValueError) as error:
         raise PackageError(f"cannot open package {path}: {error.strerror if isinstance(error, OSError) else error}") from error
     return Archive(path, fd, admit)
-
-
-def _called(entry: EntrySpec) -> Iterator[str]:
-    for variant in (v for spec in entry.variants for v in spec.orders):
-        for plan in (variant.forward, variant.backward, variant.inference, variant.gradient, variant.step, variant.accumulate):
-            if plan is not None and plan.call is not None:
-                yield plan.call.library
-    if entry.step is not None and entry.step.update is not None and entry.step.update.call is not None:
-        yield entry.step.update.call.library
-    for structure in entry.structures:
-        for compiled in structure.variants:
-            yield from (s.library for s in compiled.segments if s.library)

@@ -1,6 +1,6 @@
 """Whether a package is loaded only with a signature, and whose. A signature is a file beside it, over all of its bytes (``docs/signatures.md``).
 
-Nothing of the signing library is imported before somebody asks for a signature.
+The signing library is imported only where a signature is asked for.
 """
 
 from __future__ import annotations

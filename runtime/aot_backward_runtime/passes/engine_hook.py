@@ -38,7 +38,7 @@ class Session:
         self._off = 0  # eager passes that keep the hook off
         self._prior: tuple[Any, bool] = (None, False)
         self._thread = 0
-        self.running = False  # a pass of this session is being computed: what fails from now on is the person's error
+        self.running = False  # a pass of this session is being computed: what fails from now on is an error of user code
         self.inside = False  # ... or recorded
         self.outside = False  # a hook or custom function of the pass is being called
         self.callbacks: list[Callable[[], None]] = []  # what those gave to queue_callback
@@ -70,11 +70,11 @@ class Session:
             )
         self._thread = threading.get_ident()
         self._prior = torch_api.set_autograd_compiler(self.recorder, True)
-        self.clear_cache()  # an entry of the cache belongs to whoever recorded it
+        self.clear_cache()  # an entry of the cache belongs to the session that recorded it
         if not _sessions:
             for module in _modules:
                 module._engine_run_backward = _run  # type: ignore[attr-defined]
-            torch.autograd.function.FunctionCtx.set_materialize_grads = _noting_materialize_grads  # type: ignore[method-assign, assignment]
+            torch.autograd.function.FunctionCtx.set_materialize_grads = _record_materialize_grads  # type: ignore[method-assign, assignment]
             torch_api.set_execution_engine(_Engine())
         _sessions.append(self)
         return self
@@ -194,6 +194,6 @@ class _Engine:
         return getattr(_engine, name)
 
 
-def _noting_materialize_grads(context: Any, value: bool) -> None:
+def _record_materialize_grads(context: Any, value: bool) -> None:
     context.__dict__[MATERIALIZE] = value
     _set_materialize_grads(context, value)

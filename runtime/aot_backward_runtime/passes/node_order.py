@@ -1,7 +1,7 @@
 """Eager's order of nodes.
 
 Compiled autograd walks the graph depth first; eager runs whichever ready node was made last in the forward, leaves first. Both are right,
-but sums of three gradients round otherwise and hooks run otherwise, so a tape is put into eager's order before anyone sees it.
+but sums of three gradients round otherwise and hooks run otherwise, so a tape is put into eager's order when it is recorded.
 Sources: ``torch/csrc/autograd/engine.cpp`` (``CompareNodeTaskTime``, ``ReadyQueue``), and libstdc++'s heap for ties among leaves.
 """
 

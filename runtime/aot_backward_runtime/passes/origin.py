@@ -14,7 +14,7 @@ _SEARCHES = 16
 
 
 def line() -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """The innermost line that is in neither torch nor this project."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         frame = frame.f_back

@@ -22,6 +22,7 @@ from .. import torch_api
 from .custom_function import digest_of
 from .interpreter import functional
 from .node_order import in_order
+from .symbolic_scalar import SymbolicScalar
 from .tape import Derived, Op, Slot, Tape, slots
 
 _custom_names: Counter[str] = Counter()
@@ -31,118 +32,6 @@ Order = Callable[[Sequence[str]], "list[int] | None"]
 
 class Refused(Exception):
     """A pass that the recorder cannot write down; eager runs it."""
-
-
-class Symbol:
-    """A size or scalar as the engine passes it around: the least of a SymNode. Arithmetic on it stays an expression."""
-
-    def __init__(self, recorder: Recorder, operand: Any, value: Any):
-        self.recorder, self.operand, self.value = recorder, operand, value
-
-    def is_int(self) -> bool:
-        return type(self.value) is int
-
-    def is_float(self) -> bool:
-        return type(self.value) is float
-
-    def is_bool(self) -> bool:
-        return type(self.value) is bool
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def is_constant(self) -> bool:
-        return False
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def has_hint(self) -> bool:
-        return True
-
-    def maybe_as_int(self) -> None:
-        return None
-
-    constant_int = constant_bool = maybe_as_float = nested_int = maybe_as_int
-
-    def clone(self) -> Symbol:
-        return self
-
-    def wrap_int(self, value: int) -> Symbol:
-        return Symbol(self.recorder, value, value)
-
-    wrap_float = wrap_bool = wrap_int
-
-    def guard_int(self, file: str, line: int) -> Any:
-        self.recorder.read.append(self)
-        return self.value
-
-    guard_float = guard_bool = guard_int
-
-    def int_(self) -> Any:
-        return self.guard_int("", 0)
-
-    def sym_float(self) -> Symbol:
-        return self._derive("float", float(self.value))
-
-    def neg(self) -> Symbol:
-        return self._derive("neg", -self.value)
-
-    def _derive(self, name: str, value: Any, *others: Symbol) -> Symbol:
-        return Symbol(self.recorder, Derived(name, (self.operand, *(o.operand for o in others))), value)
-
-    def add(self, other: Symbol) -> Symbol:
-        return self._derive("add", self.value + other.value, other)
-
-    def sub(self, other: Symbol) -> Symbol:
-        return self._derive("sub", self.value - other.value, other)
-
-    def mul(self, other: Symbol) -> Symbol:
-        return self._derive("mul", self.value * other.value, other)
-
-    def mod(self, other: Symbol) -> Symbol:
-        return self._derive("mod", self.value % other.value, other)
-
-    def floordiv(self, other: Symbol) -> Symbol:
-        return self._derive("floordiv", self.value // other.value, other)
-
-    int_floordiv = floordiv
-
-    def truediv(self, other: Symbol) -> Symbol:
-        return self._derive("truediv", self.value / other.value, other)
-
-    float_truediv = int_truediv = truediv
-
-    def sym_min(self, other: Symbol) -> Symbol:
-        return self._derive("min", min(self.value, other.value), other)
-
-    def sym_max(self, other: Symbol) -> Symbol:
-        return self._derive("max", max(self.value, other.value), other)
-
-    # comparisons: the engine could only go on by asking which it is, and then the tape would hold for these sizes alone
-
-    def eq(self, other: Symbol) -> Symbol:
-        return self._derive("eq", self.value == other.value, other)
-
-    def ne(self, other: Symbol) -> Symbol:
-        return self._derive("ne", self.value != other.value, other)
-
-    def lt(self, other: Symbol) -> Symbol:
-        return self._derive("lt", self.value < other.value, other)
-
-    def le(self, other: Symbol) -> Symbol:
-        return self._derive("le", self.value <= other.value, other)
-
-    def gt(self, other: Symbol) -> Symbol:
-        return self._derive("gt", self.value > other.value, other)
-
-    def ge(self, other: Symbol) -> Symbol:
-        return self._derive("ge", self.value >= other.value, other)
-
-    def str(self) -> str:
-        return str(self.operand)
-
-    _graph_repr = __str__ = __repr__ = str
 
 
 @dataclass(frozen=True)
@@ -172,9 +61,9 @@ class Recorder:
         self._scalars: tuple[str, ...] = ()
         self._hooks = self._packed = 0
         self._reasons: list[str] = []
-        self.read: list[Symbol] = []  # sizes that the engine asked the number of
+        self.decided: list[SymbolicScalar] = []  # sizes whose value the engine asked for
         self.refused = ""
-        self._ear = torch_api.ZerosEar(self._zeros)
+        self._zeros_mode = torch_api.InterceptZeros(self._zeros)
 
     # -- slots
 
@@ -189,6 +78,9 @@ class Recorder:
         numbers = tuple(range(first, self._values))
         return [self._stand_in(Slot("value", n), torch.empty(0)) for n in numbers], numbers
 
+    def _symbolic(self, kind: str, index: int, value: float) -> SymbolicScalar:
+        return SymbolicScalar(Slot(kind, index), value, self.decided)
+
     def _operand(self, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             slot = self._slots.get(id(x))
@@ -198,7 +90,7 @@ class Recorder:
             return slot
         if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             node = x.node
-            return node.operand if isinstance(node, Symbol) else node.guard_int("", 0)
+            return node.operand if isinstance(node, SymbolicScalar) else node.guard_int("", 0)
         if isinstance(x, torch.Size):
             return tuple(map(self._operand, x))
         if isinstance(x, (list, tuple)):
@@ -232,9 +124,9 @@ class Recorder:
             if tensor.requires_grad:
                 alias.requires_grad_()
             stand_ins.append(self._stand_in(Slot("input", i), alias))
-        symbols = [torch.SymInt(Symbol(self, Slot("size", i), v)) for i, v in enumerate(sizes)]
-        lifted = [(torch.SymFloat if type(v) is float else torch.SymInt)(Symbol(self, Slot("scalar", i), v)) for i, v in enumerate(scalars)]
-        self._ear.open()
+        symbols = [torch.SymInt(self._symbolic("size", i, v)) for i, v in enumerate(sizes)]
+        lifted = [(torch.SymFloat if type(v) is float else torch.SymInt)(self._symbolic("scalar", i, v)) for i, v in enumerate(scalars)]
+        self._zeros_mode.open()
         return "aot-backward", stand_ins, symbols, lifted
 
     def log_compile_reasons(self, reasons: Sequence[str]) -> None:
@@ -254,7 +146,7 @@ class Recorder:
 
     def apply_functional(self, name: str, grads: Sequence[Any], args: Sequence[Any], metadata: Sequence[Any]) -> list[torch.Tensor]:
         if name not in functional and not torch_api.adopt_functional(name, functional):
-            self.refused = self.refused or f"the backward of {name} was bound by somebody else"
+            self.refused = self.refused or f"the backward of {name} was bound by another autograd compiler"
         results, numbers = self._new(len(metadata))
         self._emit("apply", name, (list(grads), *args), numbers)
         return results
@@ -367,9 +259,9 @@ class Recorder:
         return results
 
     def end_capture(self, outputs: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        self._ear.close()
-        if self.read:
-            self.refused = self.refused or f"the engine branches on the size {self.read[0].operand} of {self._nodes[-1]}"
+        self._zeros_mode.close()
+        if self.decided:
+            self.refused = self.refused or f"the engine branches on the size {self.decided[0].operand} of {self._nodes[-1]}"
         order = self._order(self._nodes)
         if order is None:
             self.refused = self.refused or "the order in which eager runs the nodes cannot be told from the roots of this pass"
@@ -400,7 +292,7 @@ class Recorder:
         return _call, self._finish(Recorded(arranged, order, picked), self._reasons)
 
     def close(self) -> None:
-        self._ear.close()
+        self._zeros_mode.close()
 
 
 def _before_hooks(output: Any, ops: Sequence[Op]) -> Any:

@@ -12,73 +12,35 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .. import torch_api
 from ..errors import InputError, MissError
-from ..format.manifest import OperatorSpec, StructureSpec
 from ..loader import Package, load
-from ..native.library import Library
 from ..operators import told, unregistered
 from ..package.signature_policy import Key, Policy
 from . import origin
-from .compiled_pass import Admitted, Operands, Structure
+from .compiled_pass import Match
 from .custom_function import PlainContext, digest_of
 from .engine_hook import Session
-from .fallback_reasons import Reasons
 from .interpreter import Run
 from .node_order import eager_order
+from .pass_contract import Operands
 from .recorder import Recorded, Recorder, Refused
+from .replay_report import Report
+from .structure import Structure
+from .structure_table import MAX_STRUCTURES, StructureTable
 from .tape import Tape
 
 log = logging.getLogger("aot_backward.replay")
-_CALM = 8  # passes in a row that the package served, after which the engine is no longer asked for its reasons (they cost it time)
-
-_NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
-MAX_STRUCTURES = 128
-"""Structures that no package holds, in one context. Each has its tape kept: 1 to 4 kB a node."""
-_WORDS = 64  # new structures for which the engine says what was new: it copies all that it knows of the siblings, at each node
-_SAID = 64  # lines in the log
-_WINDOW = 64  # unknown passes that are recorded, to find those that the package holds, after the engine's cache was emptied
-_EVERY = 128  # one of as many is recorded at least, later on
-
-
-@dataclass
-class Report:
-    """What became of the backward passes of a context.
-
-    ``bindings``: passes that met a structure for the first time; ``hits``: further ones that the package served; ``misses``: those that were
-    interpreted, by reason; ``eager``: those that the engine would not have, by reason. ``saved``: seconds by which the hits were faster than
-    running the same tapes uncompiled, as measured when they were recorded.
-    """
-
-    bindings: int = 0
-    hits: int = 0
-    misses: Reasons = field(default_factory=Reasons)
-    eager: Reasons = field(default_factory=Reasons)
-    engine: Reasons = field(default_factory=Reasons)  # what the engine said of the first passes that its cache did not have
-    saved: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "bindings": self.bindings,
-            "hits": self.hits,
-            "misses": self.misses.shown(),
-            "eager": self.eager.shown(),
-            "engine": self.engine.shown(),
-            "seconds_saved": round(self.saved, 6),
-        }
-
-    def __str__(self) -> str:
-        missed, eager = sum(self.misses.values()), sum(self.eager.values())
-        lines = [f"{self.bindings} bound, {self.hits} hits, {missed} misses, {eager} left to eager; {self.saved:.3f} s saved"]
-        for what, reasons in (("miss", self.misses), ("eager", self.eager), ("engine", self.engine)):
-            lines += [f"  {what} x{count}: {reason}" for reason, count in reasons.shown().items()]
-        return "\n".join(lines)
+_QUIET_AFTER_HITS = 8  # hits in a row after which the engine is no longer asked for its reasons, which cost it time
+_EXPLANATIONS = 64  # new structures for which the engine says what was new: it copies all that it knows of the siblings, at each node
+_LOGGED = 64  # messages
+_ATTEMPTS = 64  # passes of unknown structure that are recorded after the engine's cache was emptied, to bind again what the package holds
+_LARGEST_SKIP = 128  # passes of unknown structure between two that are recorded later on
 
 
 class Replaying(Session):
@@ -86,34 +48,23 @@ class Replaying(Session):
 
     def __init__(self, package: Package | None, entry: str | None = None, *, strict: bool = False, max_structures: int = MAX_STRUCTURES):
         super().__init__()
-        if type(max_structures) is not int or max_structures < 1:
-            raise InputError(f"max_structures is {max_structures!r}; expected a positive int")
-        self.strict, self.max_structures = strict, max_structures
+        self.table = StructureTable(package, entry, max_structures, self._stop_explaining)
+        self.strict = strict
         self.report = Report()
-        self.tapes: list[Tape] = []
-        self._specs: dict[str, StructureSpec] = {}
-        self._libraries: Mapping[str, Library] = {}
-        self._constants: Mapping[str, torch.Tensor] = {}
-        self._operators: Mapping[str, OperatorSpec] = {}
-        if package is not None:
-            self._specs, self._libraries, self._constants = package.recorded(entry)
-            self._operators = package.manifest.operators
+        self.tapes = self.table.tapes
         self.layers = origin.Layers()
-        self._met: dict[str, Structure] = {}
-        self._numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
-        self._said: set[str] = set()
-        self._calm = 0
-        self._words = _WORDS
-        self._unknown = 0  # structures that were met and the package does not hold
-        self._live: list[_Bound] = []  # what the engine's cache holds
-        self._wanted = 0  # ... held, and served passes, when it was last emptied
-        self._attempts = 0  # passes to record until all of those are bound again
+        self._logged: set[str] = set()
+        self._hits_in_a_row = 0
+        self._explanations_left = _EXPLANATIONS
+        self._bound: list[_BoundPass] = []  # what the engine's cache holds
+        self._to_rebind = 0  # structures that the cache held when it was last emptied, and had a hit, less those bound since
+        self._attempts_left = 0  # passes to record until all of those are bound again
         self._skip = 0  # passes until the next attempt after those
-        self._chance = random.Random(0)  # noqa: S311 # a fixed step would miss what the script does every second pass
+        self._random = random.Random(0)  # noqa: S311 # a fixed step would miss what the script does every second pass
 
     def __enter__(self) -> Replaying:
         super().__enter__()
-        self._curious(True)
+        self._set_verbose_logging(True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -122,10 +73,14 @@ class Replaying(Session):
 
     def clear_cache(self) -> None:
         """Forgets what was bound; the next pass of each structure is a binding pass again."""
-        self._wanted = sum(bound.served for bound in self._live)
-        self._attempts = _WINDOW + 2 * self._wanted if self._wanted else 0
-        self._live.clear()
+        self._to_rebind = sum(bound.served for bound in self._bound)
+        self._attempts_left = _ATTEMPTS + 2 * self._to_rebind if self._to_rebind else 0
+        self._bound.clear()
         super().clear_cache()
+
+    def _stop_explaining(self) -> None:
+        self._explanations_left = 0
+        self._set_verbose_logging(False)
 
     def is_cache_empty(self) -> bool:
         """Whether nothing is bound."""
@@ -134,84 +89,43 @@ class Replaying(Session):
     # -- what the engine calls
 
     def recorder(self) -> Recorder:
-        if self.full and not self.strict and not self._attempt():
-            raise Refused(self._full_words())
+        if self.table.full and not self.strict and not self._is_worth_recording():
+            raise Refused(self.table.why_full())
         return Recorder(lambda names: eager_order(self.roots, self.targets, names), self._bind)
 
     def left_to_eager(self, reason: str) -> None:
         self.report.eager.note(reason)
-        self._say(f"a backward pass was left to eager: {reason}")
+        self._log_once(f"a backward pass was left to eager: {reason}")
 
     def _bind(self, recorded: Recorded, reasons: Sequence[str]) -> Callable[..., Any]:
         for reason in reasons:
             self.report.engine.note(reason)
-            self._words -= 1
-        bound = _Bound(self, recorded)
+            self._explanations_left -= 1
+        bound = _BoundPass(self, recorded)
         self.largest = max(self.largest, len(bound.tape.nodes))
-        if not self.keeps(bound.structure):
-            raise MissError(f"{self._full_words()} (replay was told to be strict)") if self.strict else Refused(self._full_words())
+        if not self.table.knows(bound.structure):
+            why = self.table.why_full()
+            raise MissError(f"{why} (replay was told to be strict)") if self.strict else Refused(why)
         self.report.bindings += 1
-        self._curious(True)
-        self._live.append(bound)
-        self._wanted -= 1
+        self._set_verbose_logging(True)
+        self._bound.append(bound)
+        self._to_rebind -= 1
         return bound
 
-    # -- where structures keep changing
+    def _is_worth_recording(self) -> bool:
+        """Whether a pass that the engine does not know is recorded although the table is full: its structure may be one that the table has.
 
-    @property
-    def full(self) -> bool:
-        """Whether ``max_structures`` were met that the package does not hold: further ones are left to eager."""
-        return self._unknown >= self.max_structures
-
-    def _attempt(self) -> bool:
-        """Whether a pass that the engine does not know is recorded all the same: the package, or an earlier pass, may know its structure.
-
-        Recording costs some ten times what eager does. So where the engine's cache was emptied, it is done until all that had served passes
-        have come again, and now and then besides.
+        Recording costs some ten times what eager does. So after the engine's cache was emptied, it is done until every structure that had a hit is
+        bound again, and for one pass in some 64 besides.
         """
-        if self._attempts > 0 and self._wanted > 0:
-            self._attempts -= 1
+        if self._attempts_left > 0 and self._to_rebind > 0:
+            self._attempts_left -= 1
             return True
         self._skip -= 1
         if self._skip > 0:
             return False
-        self._skip = self._chance.randrange(1, _EVERY)
+        self._skip = self._random.randrange(1, _LARGEST_SKIP)
         return True
-
-    def _full_words(self) -> str:
-        return (
-            f"the structure keeps changing: {self.max_structures} structures that no package holds were met, and further ones are not looked at "
-            "(max_structures)"
-        )
-
-    def keeps(self, structure: Structure) -> bool:
-        """Whether ``structure`` is one of those that this context knows."""
-        return structure.tape.fingerprint() in self._met
-
-    def structure(self, tape: Tape) -> Structure:
-        """What the package has for ``tape``. Where the numbers in a custom function's context keep changing, that function is called."""
-        fingerprint = tape.fingerprint()
-        if tape.plain_customs and fingerprint not in self._specs:
-            called = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
-            seen = self._numbers.get(called.fingerprint(), set())
-            if fingerprint not in seen and (called.fingerprint() in self._specs or len(seen) >= _NUMBERS):
-                tape, fingerprint = called, called.fingerprint()
-            elif not self.full:
-                seen.add(fingerprint)
-                self._numbers[called.fingerprint()] = seen
-        known = self._met.get(fingerprint)
-        if known is None:
-            known = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
-            if known.spec is None and self.full:
-                return known
-            self._met[fingerprint] = known
-            self.tapes.append(tape)
-            if known.spec is None:
-                self._unknown += 1
-                if self.full:
-                    self._words = 0
-                    self._curious(False)
-        return known
 
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
         """One pass whose structure is known. ``binding``: the first of it."""
@@ -220,32 +134,32 @@ class Replaying(Session):
             if torch.is_anomaly_enabled():
                 raise InputError("anomaly mode looks at every node: the tape is interpreted")
             if structure.spec is None:
-                raise InputError(self._difference(structure.tape) if self.keeps(structure) else self._full_words())
+                raise InputError(self.table.difference(structure.tape) if self.table.knows(structure) else self.table.why_full())
             if structure.missing:
                 structure.missing = unregistered(structure.missing)  # the script may have imported what registers them by now
                 if structure.missing:
-                    raise InputError(f"the package {told(structure.missing, self._operators)}")
-            admitted = structure.admit(operands)
-            admitted.variant.check_leaves(operands)
+                    raise InputError(f"the package {told(structure.missing, self.table.operators)}")
+            match = structure.match(operands)
+            match.variant.check_leaves(operands)
         except InputError as error:
             miss = str(error)
         else:
-            return self._served(structure, operands, admitted, binding, start)
+            return self._run_compiled(structure, operands, match, binding, start)
         miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_ADVICE}"
         if self.strict:
             raise MissError(f"{miss} (replay was told to be strict)")
         self._missed(miss)
         return self.interpret(structure, operands)  # outside of the handler: what a hook raises has no context of ours
 
-    def _served(self, structure: Structure, operands: Operands, admitted: Admitted, binding: bool, start: float) -> list[torch.Tensor | None]:
+    def _run_compiled(self, structure: Structure, operands: Operands, match: Match, binding: bool, start: float) -> list[torch.Tensor | None]:
         assert structure.spec is not None
-        results = admitted.variant.run(operands, admitted, self.calling_out, self._missed)
+        results = match.variant.run(operands, match, self.calling_out, self._missed)
         if not binding:
             self.report.hits += 1
             self.report.saved += structure.spec.seconds - (time.perf_counter() - start)
-            self._calm += 1
-            if self._calm == _CALM:
-                self._curious(False)
+            self._hits_in_a_row += 1
+            if self._hits_in_a_row == _QUIET_AFTER_HITS:
+                self._set_verbose_logging(False)
         return results
 
     def place(self, tape: Tape, operands: Operands, node: int | None) -> str:
@@ -260,40 +174,22 @@ class Replaying(Session):
 
     def _missed(self, reason: str) -> None:
         self.report.misses.note(reason)
-        self._curious(True)
-        self._say(f"a backward pass was interpreted: {reason}")
+        self._set_verbose_logging(True)
+        self._log_once(f"a backward pass was interpreted: {reason}")
 
-    def _say(self, message: str) -> None:
-        if message not in self._said and len(self._said) < _SAID:
-            self._said.add(message)
-            log.warning("%s%s", message, "; further reasons are in the report alone" if len(self._said) == _SAID else "")
+    def _log_once(self, message: str) -> None:
+        if message not in self._logged and len(self._logged) < _LOGGED:
+            self._logged.add(message)
+            log.warning("%s%s", message, "; further reasons are in the report alone" if len(self._logged) == _LOGGED else "")
 
-    def _curious(self, on: bool) -> None:
-        """Whether the engine words what its cache did not have; that costs it time on every pass."""
-        self._calm = 0 if on else self._calm
-        torch_api.set_verbose_logger(_EAR if on and self._words > 0 else None)  # type: ignore[arg-type] # its stub says a function; it calls .debug
-
-    def _difference(self, tape: Tape) -> str:
-        """How ``tape`` differs from the nearest recorded structure."""
-        nodes = tape.nodes
-        best, alike = None, -1
-        for spec in self._specs.values():
-            same = next((i for i, (a, b) in enumerate(zip(nodes, spec.nodes, strict=False)) if a != b), min(len(nodes), len(spec.nodes)))
-            if same > alike:
-                best, alike = spec, same
-        if best is None:
-            return f"no structure was recorded; this one has {len(nodes)} nodes, {tape.fingerprint()[:12]}"
-        if alike < min(len(nodes), len(best.nodes)):
-            what = f"node {alike} is {_short(nodes[alike])}, in the nearest recorded structure it is {_short(best.nodes[alike])}"
-        elif len(nodes) != len(best.nodes):
-            what = f"it has {len(nodes)} nodes, the nearest recorded structure {len(best.nodes)}"
-        else:
-            what = "it has the nodes of a recorded structure, but constants of theirs, hooks, or what needs a gradient differ"
-        return f"the structure {tape.fingerprint()[:12]} was not recorded: {what}"
+    def _set_verbose_logging(self, on: bool) -> None:
+        """Whether the engine says why its cache had no entry for a pass; that costs it time on every pass."""
+        self._hits_in_a_row = 0 if on else self._hits_in_a_row
+        torch_api.set_verbose_logger(_IGNORING_LOGGER if on and self._explanations_left > 0 else None)  # type: ignore[arg-type] # its stub says a function; it calls .debug
 
 
-class _Bound:
-    """What the engine's cache holds for a structure."""
+class _BoundPass:
+    """What the engine's cache holds for a structure, and calls for each pass of it."""
 
     def __init__(self, session: Replaying, recorded: Recorded):
         self.session, self.recorded = session, recorded
@@ -301,7 +197,7 @@ class _Bound:
         self.served = False
         self.order = recorded.order
         self.tape = recorded.arranged(recorded.order)
-        self.structure = session.structure(self.tape)
+        self.structure = session.table.find(self.tape)
         self.customs: dict[int, PlainContext | None] = dict.fromkeys(self.tape.ops[n].operands[0].index for n in self.tape.plain_customs)
 
     def _follow_order(self) -> None:
@@ -310,14 +206,14 @@ class _Bound:
         if order is not None and order != self.order:
             self.order, self.tape = order, self.recorded.arranged(order)
             self.customs = dict.fromkeys(self.customs)
-            self.structure = self.session.structure(self.tape)
+            self.structure = self.session.table.find(self.tape)
 
     def _follow_contexts(self, hooks: Sequence[Any]) -> None:
         """The engine's cache does not look into contexts; where one holds other numbers than last time, the pass is another structure."""
         if all(plain is not None and plain.fits(hooks[index]) for index, plain in self.customs.items()):
             return
         digests = {n: digest_of(hooks[self.tape.ops[n].operands[0].index]) for n in self.tape.plain_customs}
-        self.structure = self.session.structure(self.tape.redigested(digests))
+        self.structure = self.session.table.find(self.tape.redigested(digests))
         self.customs = {index: PlainContext(hooks[index]) for index in self.customs}
 
     def __call__(
@@ -362,16 +258,14 @@ def replay(
     return Replaying(load(path, imports=imports, signature=signature, key=key), entry, strict=strict, max_structures=max_structures)
 
 
-class _Ear:
-    """What the engine takes for a logger. Its reasons come to the recorder as a list; the lines that it also logs are not needed."""
+class _IgnoringLogger:
+    """What the engine takes for a logger: with one, it hands its reasons to the recorder as a list. The lines that it also logs are not needed."""
 
     def debug(self, message: str, *args: Any) -> None:
         pass
 
 
-_EAR = _Ear()
-
-
+_IGNORING_LOGGER = _IgnoringLogger()
 _ADVICE = "record such a pass too, onto the same file"
 
 
@@ -379,7 +273,3 @@ def _node_in(reason: str) -> int | None:
     """The node that a reason names."""
     found = re.search(r"\bnode (\d+)", reason)
     return int(found[1]) if found else None
-
-
-def _short(name: str) -> str:
-    return name.rpartition("::")[2]

@@ -74,7 +74,7 @@ KINDS = {
 }
 HOOKS = frozenset(k for k in KINDS if k.endswith("_hook"))
 CALLS_OUT = HOOKS | {"custom"}
-"""Operations that call Python code of the person's."""
+"""Operations that call user code in Python."""
 
 
 @dataclass(frozen=True)
@@ -197,22 +197,6 @@ class Tape:
         form["nodes"] = list(self.nodes)
         form["node_of"] = [op.node for op in self.ops]
         return json.dumps(form, sort_keys=True, separators=(",", ":"))
-
-    def interpret(
-        self,
-        inputs: Sequence[torch.Tensor],
-        sizes: Sequence[int] = (),
-        scalars: Sequence[int | float] = (),
-        hooks: Sequence[Any] = (),
-        packed: Sequence[Any] = (),
-    ) -> list[torch.Tensor | None]:
-        """Runs the tape by the engine's own functional backwards: eager's gradients, to the bit. Leaves accumulate into their ``.grad``.
-
-        Only in a process that recorded these node types (:class:`PackageError` otherwise).
-        """
-        from .interpreter import Run
-
-        return Run(inputs, sizes, scalars, hooks, packed).execute(self.ops, self.outputs)
 
 
 def tape_from_json(text: str) -> Tape:

@@ -30,7 +30,8 @@ import torch
 
 from ..errors import PackageError, StateError
 from ..format.atomic_file import replacing
-from ..format.safetensors_header import LARGEST_HEADER, METADATA, Header, Stored, parse_header, read_header_text, stored_as, unique_keys, write_header
+from ..format.json_keys import unique_keys
+from ..format.safetensors_header import LARGEST_HEADER, METADATA, Header, Stored, parse_header, read_header_text, stored_as, write_header
 from ..native.tensor_bytes import TORCH_DTYPES, dtype_name, memory_of, tensor_chunks
 
 FORMAT, VERSION = "aot-backward state", "1"

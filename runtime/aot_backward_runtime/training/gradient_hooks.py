@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import torch_api
-from ..entries.bound_parameter import StepParameter, through_hooks
+from ..entries.bound_parameter import StepParameter, apply_hooks
 from .state import TrainingState
 
 
@@ -39,7 +39,7 @@ def add_through_hooks(
         state.numbers.set_accumulating(False)  # each hook gets this call's gradient, as in eager
         results.extend(call)
         scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # eager's hooks get gradients of the scaled loss
-        made = dict(zip(hooked, through_hooks(list(hooked.values()), [state.gradients[n] * scale for n in hooked]), strict=True))
+        made = dict(zip(hooked, apply_hooks(list(hooked.values()), [state.gradients[n] * scale for n in hooked]), strict=True))
         sums = [made[n] / scale if n in made else s.clone() for n, s in state.gradients.items()]
         if waited is not None:
             torch_api.foreach_add_(sums, waited)

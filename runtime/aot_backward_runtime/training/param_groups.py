@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ..errors import InputError, PackageError
+from ..errors import InputError
 from ..format.manifest import GroupSpec, Interval, NumberSpec, StepSpec
+from ..format.param_groups import inside, options_in, options_of
 
 
 class Numbers:
@@ -189,21 +189,6 @@ class Group(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def options_of(spec: GroupSpec) -> dict[str, Any]:
-    """The options as they were at export; :class:`PackageError` where they are no JSON object."""
-    return options_in(spec.options, "the options of a parameter group")
-
-
-def options_in(text: str, what: str) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PackageError(f"{what} are not JSON: {error}") from error
-    if not isinstance(options, dict) or "params" in options:
-        raise PackageError(f"{what} are no JSON object of options")
-    return options
-
-
 def plain(value: Any) -> Any:
     """An option as JSON has it: tensors of one element and NumPy's numbers as Python's, tuples as lists."""
     if isinstance(value, torch.Tensor) and not value.is_meta and value.numel() == 1:
@@ -227,12 +212,6 @@ def _differ(one: Any, other: Any) -> bool:
 def _label(group: int, key: str, position: int) -> str:
     where = f"param_groups[{group}][{key!r}]" if group >= 0 else key
     return where + (f"[{position}]" if position >= 0 else "")
-
-
-def inside(value: float, interval: Interval) -> bool:
-    low, high = interval.low, interval.high
-    above = low is None or value > low or (value == low and not interval.low_open)
-    return above and (high is None or value < high or (value == high and not interval.high_open))
 
 
 def _words(interval: Interval) -> str:

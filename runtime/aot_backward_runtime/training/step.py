@@ -93,7 +93,7 @@ class LoadedStep(torch.optim.Optimizer):
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
         """One step on these arguments. ``update=False``: gradients are only accumulated."""
         last = self._last
-        if last is None or kwargs or not update or self._moved[0] or (self._watched and self._watch.stirred()) or not last.fits(args):
+        if last is None or kwargs or not update or self._moved[0] or (self._watched and self._watch.changed()) or not last.fits(args):
             return self._call_cached(args, kwargs, update)
         # Native code runs inside one call of C, list.extend: wherever an interrupt comes, ``ran`` tells whether the update was made.
         ran: list[list[torch.Tensor]] = []
@@ -146,7 +146,7 @@ class LoadedStep(torch.optim.Optimizer):
         with self._lock:
             adding = not update or self._replicas is not None or self._state.accumulated > 0
             ready = None
-            if not kwargs and not self._moved[0] and not (self._watched and self._watch.stirred()):
+            if not kwargs and not self._moved[0] and not (self._watched and self._watch.changed()):
                 ready = next((r for r in self._cached if r.adding == adding and r.fits(args)), None)
             if ready is None:
                 return self._match_and_call(args, kwargs, update)
@@ -237,7 +237,7 @@ class LoadedStep(torch.optim.Optimizer):
     def _apply(self) -> None:
         state, runnable = self._state, self._update
         assert runnable is not None and runnable.library is not None
-        if self._run_update is None or self._moved[0] or (self._watched and self._watch.stirred()):
+        if self._run_update is None or self._moved[0] or (self._watched and self._watch.changed()):
             self._run_update, _ = runnable.bound(self._bind(), (), {})
         if self._replicas is not None:
             self._collectively("averaging gradients", self._replicas.average)

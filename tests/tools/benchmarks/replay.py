@@ -106,8 +106,9 @@ def _theirs() -> Iterator[None]:
 def _way_there() -> Iterator[None]:
     """Ours up to the call of the library: the tape is found, dtypes, shapes and strides are checked."""
     from aot_backward_runtime.native.guards import Fast
-    from aot_backward_runtime.passes.compiled_pass import Operands, Structure
+    from aot_backward_runtime.passes.pass_contract import Operands
     from aot_backward_runtime.passes.session import Replaying
+    from aot_backward_runtime.passes.structure import Structure
 
     class Empty(Replaying):
         known: tuple[list[int], Fast] | None = None
@@ -120,7 +121,7 @@ def _way_there() -> Iterator[None]:
             return [None for _ in structure.tape.outputs]
 
     with Empty(None) as session:
-        session._curious(False)
+        session._set_verbose_logging(False)
         yield
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from aot_backward.checks.eager_check import undone
+from aot_backward.capture import preserve
 
 DATABASES = {
     "op_db": "torch.testing._internal.common_methods_invocations",
@@ -245,7 +245,7 @@ def evaluate(module: Call, inputs: tuple[torch.Tensor, ...], cotangents: tuple[t
     """Outputs, gradients of inputs and parameters, and buffers, in eager. Buffers are put back. ``cotangents``: by default drawn."""
     leaves = [own(t) for t in inputs]
     versions = [t._version for t in leaves]
-    with undone(dict(module.named_buffers())), torch.enable_grad():
+    with preserve.values_kept(module.buffers()), torch.enable_grad():
         torch.manual_seed(SEED)
         before = torch.get_rng_state()
         outputs = module(*leaves)

@@ -22,8 +22,12 @@ from torch import nn
 from torch._library.custom_ops import OPDEFS
 
 import aot_backward as ab
-from aot_backward.checks.eager_check import Named, compare, doubled, in_float64, rounded_values
+from aot_backward.checks.eager_check import compare_results
+from aot_backward.checks.float64 import in_float64, perturbed, to_float64
+from aot_backward.checks.named_results import Named
+from aot_backward.checks.tolerance import Reference
 from aot_backward.packaging.builder import Build
+from aot_backward.packaging.contents import Contents
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import ExportError
 
@@ -55,8 +59,8 @@ class Failed(Exception):
     """The fresh process could not run what was exported."""
 
 
-class _Captured(Build):
-    """Captures entries and compiles nothing."""
+class _Captured(Contents):
+    """Graphs that are captured, and not compiled."""
 
     def compile(self, graphs: Any, joint: Any) -> None:
         pass
@@ -69,7 +73,7 @@ def settle(cases: Sequence[Case], size: int, running: Running, verdict: Verdict)
         running("captured", [case])
         start = time.monotonic()
         try:
-            _Captured("cpu", Path(), lambda *_: None).add("module", _entry([case]))
+            Build(_Captured("cpu", Path())).add("module", _entry([case]))
         except Exception as error:
             verdict(case, *reason(error, [case]), time.monotonic() - start)
         else:
@@ -178,29 +182,29 @@ def _registering(package: Path) -> list[str]:
 def judge(case: Case, results: Sequence[Named]) -> str:
     """What is wrong with the results of a case's rounds; empty where nothing is."""
     for number, (expected, actual) in enumerate(zip(case.rounds, results, strict=False)):
-        truth, moved = _truth(case, expected)
         try:
-            differences = compare(actual, expected.eager, truth, moved)
+            comparisons = compare_results(actual, expected.eager, _reference(case, expected))
         except ExportError as error:
             return f"round {number}: {error}"
-        for d in differences:
-            if not d.ratio <= 1:
-                return f"round {number}: {d.name} is off by {d.error:.3g}, {d.allowed:.3g} is allowed"
+        for one in comparisons:
+            if one.wrong:
+                return f"round {number}: {one.name} is off by {one.error:.3g}, {one.allowed:.3g} is allowed"
     return ""
 
 
-def _truth(case: Case, expected: Round) -> tuple[Named, dict[str, float]]:
+def _reference(case: Case, expected: Round) -> Reference[Named]:
     """Eager in float64 and how far it moves when what goes in is rounded otherwise; or eager itself, where float64 computes something else."""
+    itself = Reference(expected.eager, dict.fromkeys(expected.eager, 0.0), float64=False)
     if expected.random or any(t is not None and t.is_complex() for t in expected.eager.values()):
-        return expected.eager, {}
-    inputs, wide = doubled(expected.inputs, {})[0], tuple(c.double() for c in expected.cotangents)
+        return itself
+    inputs, wide = to_float64(expected.inputs), tuple(c.double() for c in expected.cotangents)
     try:
         with in_float64(case.module):
             truth = evaluate(case.module, inputs, wide).eager
         with in_float64(case.module, rounded=True):
-            near = evaluate(case.module, rounded_values(inputs), wide).eager
+            near = evaluate(case.module, perturbed(inputs), wide).eager
     except Exception:  # no float64 of this operator
-        return expected.eager, {}
+        return itself
     moved = {}
     largest = max((_norm(t) for n, t in truth.items() if n.startswith("gradient")), default=0.0)
     scale = max((_norm(t) for t in truth.values()), default=0.0)
@@ -208,14 +212,14 @@ def _truth(case: Case, expected: Round) -> tuple[Named, dict[str, float]]:
         t, n = truth[name], near[name]
         if e is None or t is None or n is None:
             if not (e is None and t is None):
-                return expected.eager, {}
+                return itself
             continue
         if e.shape != t.shape or not (torch.isfinite(t).all() and torch.isfinite(n).all()):
-            return expected.eager, {}
+            return itself
         moved[name] = min(_norm(n.double() - t.double()), 1e-3 * max(_norm(t), largest))
         if e.is_floating_point() and _norm(e.double() - t.double()) > _FAR * max(_norm(t), 1e-3 * scale) + 100 * moved[name]:
-            return expected.eager, {}
-    return truth, moved
+            return itself
+    return Reference(truth, moved, float64=True)
 
 
 def _norm(tensor: torch.Tensor | None) -> float:

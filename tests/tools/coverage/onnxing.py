@@ -15,7 +15,7 @@ import onnxruntime
 import torch
 
 import aot_backward as ab
-from aot_backward.checks.eager_check import Named
+from aot_backward.checks.named_results import Named
 from aot_backward_runtime.errors import ExportError
 
 from .cases import Case, Round

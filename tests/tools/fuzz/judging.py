@@ -15,7 +15,9 @@ from pathlib import Path
 
 import torch
 
-from aot_backward.cli.inspect import _described, _show, _write_report
+from aot_backward.cli.inspect import write_report
+from aot_backward.cli.inspection.describe import describe
+from aot_backward.cli.inspection.text import print_description
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import AotBackwardError
 from aot_backward_runtime.format.manifest import Manifest
@@ -97,14 +99,14 @@ def _same_plans(a: Manifest, b: Manifest) -> bool:
 
 def _look_at(archive: Archive, work: Path, made: Spoilt) -> None:
     """``inspect``, in each of its forms."""
-    described = _described(archive)
+    described = describe(archive)
     json.loads(json.dumps(described, indent=2))
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     drawn = made.kind == "portable graphs"
     with contextlib.redirect_stdout(out):
-        _show(described)
+        print_description(described)
         if drawn:
-            _write_report(archive, work / "report.html")
+            write_report(archive, work / "report.html")
     out.flush()
     said = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
     said += (work / "report.html").read_text() if drawn else ""

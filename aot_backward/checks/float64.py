@@ -1,0 +1,72 @@
+"""Eager in float64, which a result is compared with: the program's tensors widened, and what goes in rounded otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .. import torch_api
+from .example_sizes import SEED
+
+
+@contextlib.contextmanager
+def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
+    """The program's own parameters and buffers as float64 (``rounded``: each :func:`perturbed`), wherever the program reaches them from; put back
+    afterwards.
+
+    The Python objects change places with others of what they stand for. Giving them other ``.data`` would make torch forget the node on which the
+    gradient of each is accumulated, and the hooks on it, and ``.grad`` would stand in the way. Hooks on the gradients themselves run here too."""
+    default = torch.get_default_dtype()
+    swap, swapped = torch_api._swap_tensor_impl, list[tuple[torch.Tensor, torch.Tensor]]()
+    try:
+        for tensor in {id(t): t for t in [*program.parameters(), *program.buffers()]}.values():
+            if tensor.is_floating_point():
+                wide = tensor.detach().double()
+                other = (perturbed(wide) if rounded else wide).requires_grad_(tensor.requires_grad)
+                if tensor._backward_hooks:
+                    other._backward_hooks = tensor._backward_hooks
+                swap(tensor, other)
+                swapped.append((tensor, other))
+        torch.set_default_dtype(torch.float64)
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        for tensor, other in swapped:
+            swap(tensor, other)
+
+
+def to_float64(value: Any) -> Any:
+    """The floating-point tensors in ``value`` as float64 leaves."""
+
+    def widen(v: Any) -> Any:
+        return v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+
+    return pytree.tree_map(widen, value)
+
+
+def perturbed(value: Any) -> Any:
+    """``value`` with each floating-point element changed by a random relative amount of up to float32's eps."""
+
+    def perturb(v: Any) -> Any:
+        if not (isinstance(v, torch.Tensor) and v.is_floating_point()):
+            return v
+        generator = torch.Generator(v.device).manual_seed(SEED)
+        change = torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device) * 2 - 1
+        return (v.detach() * (1 + torch.finfo(torch.float32).eps * change)).requires_grad_(v.requires_grad)
+
+    return pytree.tree_map(perturb, value)
+
+
+def consumed_cuda_rng(device: str) -> bool:
+    """Whether what ran since :data:`.example_sizes.SEED` was set has drawn random numbers on a GPU: there float64 draws others than narrower types
+    do. The seed is set again."""
+    if device != "cuda":
+        return False
+    after = torch.cuda.get_rng_state()
+    torch.manual_seed(SEED)
+    return not torch.equal(after, torch.cuda.get_rng_state())

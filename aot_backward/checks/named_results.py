@@ -1,0 +1,158 @@
+"""Everything that an entry gives, by name: outputs, gradients and buffers; of the loaded entry, and of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.format.manifest import VariantSpec
+from aot_backward_runtime.loader import Package
+
+from ..capture import layer_patches, preserve
+from .example_sizes import SEED, Example
+
+Named = dict[str, torch.Tensor | None]
+"""Results by name: "output[0]", "gradient of weight", "second-order gradient of weight", "buffer running_mean"."""
+
+Wrt = tuple[tuple[str, Any], ...]
+"""What a ``grad`` entry differentiates, in order: ("parameter", its name) or ("input", its number among the tensors of the call)."""
+
+
+def results_of_entry(package: Package, entry: str, spec: VariantSpec, example: Example, cotangents: Sequence[torch.Tensor]) -> Named:
+    """Results of a loaded ``module`` or ``grad`` entry, whose buffers are put back."""
+    out: Named = {}
+    example = _fresh_leaves(example)
+    torch.manual_seed(SEED)
+    if package.manifest.entries[entry].kind == "grad":
+        grad = package.grad(entry)
+        if example.mode:
+            grad.train(example.mode == "train")
+        with preserve.values_kept(t for t in grad.parameters.values() if not t.requires_grad):
+            value, gradients = grad(*example.args, **example.kwargs)
+            _add_outputs(out, value)
+            names = package.manifest.entries[entry].names
+            gradients = {names[0]: gradients} if package.manifest.entries[entry].single else gradients
+            out.update({f"gradient of {n}": g for n, g in gradients.items()})
+            return _copies(out)
+    module = package.module(entry).train(example.mode == "train")
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    targets = _differentiated(spec, parameters, example)
+    with preserve.values_kept(module.buffers()), preserve.requiring_alone(parameters.values(), targets.values()), torch.enable_grad():
+        outputs = _add_outputs(out, module(*example.args, **example.kwargs))
+        _add_gradients(out, spec, outputs, targets, cotangents)
+        out.update({f"buffer {n}": b for n, b in module.named_buffers()})
+        return _copies(out)
+
+
+def results_of_eager(
+    program: nn.Module, example: Example, wrt: Wrt | None, spec: VariantSpec, cotangents: Sequence[torch.Tensor], *, accumulated: bool = False
+) -> Named:
+    """The same names from eager. ``program``'s buffers are put back. ``wrt``: of a ``grad`` entry. ``accumulated``: only what ``backward()`` leaves
+    in ``.grad`` of the parameters."""
+    out: Named = {}
+    example = _fresh_leaves(example)
+    parameters = dict(program.named_parameters(remove_duplicate=False))
+    if wrt is not None:
+        inputs = example.tensors
+        targets = {(spec.inputs[w].name if k == "input" else w): (inputs[w] if k == "input" else parameters[w]) for k, w in wrt}
+    else:
+        targets = _differentiated(spec, parameters, example)
+    torch.manual_seed(SEED)
+    torch.clear_autocast_cache()  # it keeps casts of weights for as long as the caller's autocast lasts, whatever becomes of the weights
+    with (
+        preserve.in_mode(program, example.mode),
+        preserve.slots_kept(program),
+        preserve.values_kept(program.buffers()),
+        preserve.requiring_alone(parameters.values(), targets.values()),
+        layer_patches.plain_checkpoints(),
+        torch.enable_grad(),
+    ):
+        outputs = _add_outputs(out, program(*example.args, **example.kwargs))
+        if accumulated:
+            own = {id(p) for p in parameters.values()}
+            roots = outputs[:1] if wrt is not None else [outputs[i] for i in spec.differentiable]
+            incoming = None if wrt is not None else _cast(cotangents, roots)
+            return _accumulated(roots, incoming, {n: t for n, t in targets.items() if id(t) in own})
+        if wrt is not None:
+            gradients = torch.autograd.grad(outputs[0], list(targets.values()), allow_unused=True)
+            out.update({f"gradient of {n}": g for n, g in zip(targets, gradients, strict=True)})
+        else:
+            _add_gradients(out, spec, outputs, targets, cotangents)
+            out.update({f"buffer {n}": b for n, b in program.named_buffers()})
+        return _copies(out)
+
+
+def _differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], example: Example) -> dict[str, torch.Tensor]:
+    """What a ``module`` variant gives gradients of, by name."""
+    out, inputs = {}, example.tensors
+    for gradient in spec.backward.gradients if spec.backward else ():
+        kind, _, where = gradient.of.partition(":")
+        if kind == "parameter":
+            out[where] = parameters[where]
+        else:
+            out[spec.inputs[int(where)].name] = inputs[int(where)]
+    return out
+
+
+def _add_outputs(out: Named, value: Any) -> list[torch.Tensor]:
+    """Adds the output's tensors by number, and returns them; a dict stands in the order of its keys, as both sides return it."""
+    flat = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+    out.update({f"output[{i}]": v for i, v in enumerate(flat)})
+    return flat
+
+
+def _add_gradients(
+    out: Named, spec: VariantSpec, outputs: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor]
+) -> None:
+    """Adds the gradients of a ``module`` variant; then those of the gradients themselves, also with regard to the incoming ones, to its order."""
+    if not targets or not spec.differentiable:
+        return
+    roots = [outputs[i] for i in spec.differentiable]
+    cotangents = _cast(cotangents, roots)
+    sources, prefix, order = dict(targets), "", len(spec.orders)
+    for level in range(1, order + 1):
+        last = level == order
+        if not last:
+            cotangents = [c.detach().clone().requires_grad_() for c in cotangents]
+        gradients = torch.autograd.grad(roots, list(sources.values()), list(cotangents), allow_unused=True, create_graph=not last)
+        out.update({f"{prefix}gradient of {n}": g for n, g in zip(sources, gradients, strict=True)})
+        if last:
+            return
+        sources |= {f"incoming {prefix}gradient {i}": c for i, c in enumerate(cotangents)}
+        roots = [g for g in gradients if g is not None]
+        generator = torch.Generator().manual_seed(SEED + level)
+        draws = [torch.randn(g.shape, generator=generator, dtype=torch.complex64 if g.is_complex() else torch.float32) for g in roots]
+        cotangents = [c.to(g) for c, g in zip(draws, roots, strict=True)]
+        prefix = ("second-order ", "third-order ", "fourth-order ")[level - 1]
+
+
+def _cast(cotangents: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Incoming gradients in the dtypes of what they come in for: in float64 a program's outputs are others."""
+    return [c.to(o.dtype) for c, o in zip(cotangents, roots, strict=True)]
+
+
+def _accumulated(roots: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor] | None, parameters: Mapping[str, torch.Tensor]) -> Named:
+    """``.grad`` of ``parameters`` after a backward of ``roots``, by "gradient of NAME". Their own ``.grad`` are put aside."""
+    if not parameters or not roots:
+        return {}
+    before = [(p, p.grad) for p in parameters.values()]
+    try:
+        for p, _ in before:
+            p.grad = None
+        torch.autograd.backward(roots, cotangents, inputs=list(parameters.values()))
+        return {f"gradient of {n}": p.grad for n, p in parameters.items()}
+    finally:
+        for p, grad in before:
+            p.grad = grad
+
+
+def _fresh_leaves(example: Example) -> Example:
+    return example.with_tensors([t.detach().clone().requires_grad_(t.requires_grad) for t in example.tensors])
+
+
+def _copies(named: Named) -> Named:
+    return {n: None if v is None else v.detach().clone() for n, v in named.items()}

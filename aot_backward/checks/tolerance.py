@@ -1,0 +1,142 @@
+"""How far off a compiled result may be. Every bound has one form, a being the result and t what it is compared with:
+
+    ‖a − t‖ ≤ absolute + relative·max(‖t‖, floor)
+
+| what is compared                                  | relative                          | floor  | absolute                      |
+|---------------------------------------------------|-----------------------------------|--------|-------------------------------|
+| a result with eager in float64                    | 32·eps                            | 0.1·G  | 4·‖e − t‖ + 8·s               |
+| a result with eager                               | r                                 | 1e-3·G | 0                             |
+| a graph's result with eager's operators           | r, of the coarsest dtype in it    | 1e-2·G | 0                             |
+| a training step's loss with eager in float64      | 16·eps, at least 1e-5             | 1e-3   | 4·‖e − t‖                     |
+| a training step's loss with eager                 | 16·eps, at least 2e-4             | 1e-3   | 0                             |
+| a change made by a step with eager in float64     | 16·eps                            | 0      | 4·‖e − t‖ + 2·eps·‖p‖ + 8·s   |
+| a change made by a step with eager                | r                                 | 0      | 4·eps·‖p‖ + 8·s               |
+
+e is eager's result, eps that of its dtype, r its :data:`RELATIVE`, G the largest norm among the gradients (of a graph: among its results), p the
+tensor after the step, whose storage rounds off eps·‖p‖, and s how far t itself moves when what goes in is rounded otherwise. So a result may be as
+far from float64 as eager is; where the program is ill-conditioned (BatchNorm over two rows), eager's luck is not the measure; and a gradient whose
+true value is zero (a bias before BatchNorm) is not compared noise with noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+RELATIVE |= {torch.complex64: 2e-4, torch.complex128: 1e-9, torch.complex32: 3e-2}
+"""‖a − e‖ / ‖e‖ allowed where eager itself is what a result is compared with."""
+
+Results = TypeVar("Results")
+
+
+@dataclass(frozen=True)
+class Reference(Generic[Results]):
+    """What results are compared with: eager's in float64 (``float64``), or eager's own. ``moved``: of each result s of the table above."""
+
+    results: Results
+    moved: Mapping[str, float]
+    float64: bool
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """``absolute`` + ``relative`` · max(‖t‖, ``floor``). ``eager_error``, of the functions that make one, is ‖e − t‖ where t is float64's, and None
+    where eager itself is compared with; ``coarse`` says that the program computes in 16 bits somewhere, whatever its results are."""
+
+    relative: float
+    floor: float = 0.0
+    absolute: float = 0.0
+
+    def allowed(self, norm: float) -> float:
+        """What a tensor of that norm may be off by."""
+        return self.absolute + self.relative * max(norm, self.floor)
+
+    @classmethod
+    def of_result(cls, dtype: torch.dtype, largest: float, eager_error: float | None, moved: float = 0.0, *, coarse: bool = False) -> Tolerance:
+        """Of an output, a gradient or a buffer. ``largest``: the norm of the largest gradient."""
+        if eager_error is None:
+            return cls(max(RELATIVE[dtype], RELATIVE[torch.bfloat16] if coarse else 0.0), 1e-3 * largest)
+        return cls(32 * torch.finfo(dtype).eps, 0.1 * largest, 4 * eager_error + 8 * moved)
+
+    @classmethod
+    def of_graph_result(cls, dtype: torch.dtype, largest: float, coarsest: float) -> Tolerance:
+        """Of a graph's result beside that of eager's operators. ``coarsest``: the largest :data:`RELATIVE` of the dtypes that it computes in."""
+        return cls(max(RELATIVE[dtype], coarsest), 1e-2 * largest)
+
+    @classmethod
+    def of_loss(cls, dtype: torch.dtype, eager_error: float | None, *, coarse: bool) -> Tolerance:
+        """Of the loss of one of several training steps."""
+        relative = max(16 * torch.finfo(dtype).eps, 2e-4 if eager_error is None else 1e-5, 1e-2 if coarse else 0.0)
+        return cls(relative, 1e-3, 4 * (eager_error or 0.0))
+
+    @classmethod
+    def of_change(cls, dtype: torch.dtype, stored: float, eager_error: float | None, moved: float, *, coarse: bool) -> Tolerance:
+        """Of the change that training steps make to a tensor whose norm is ``stored`` afterwards."""
+        eps = torch.finfo(dtype).eps
+        relative = (RELATIVE[dtype] if eager_error is None else 16 * eps) + (RELATIVE[torch.bfloat16] if coarse else 0.0)
+        return cls(relative, 0.0, 4 * (eager_error or 0.0) + (4 if eager_error is None else 2) * eps * stored + 8 * moved)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far one result is off, and how far it may be."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def ratio(self) -> float:
+        """``error`` / ``allowed``: above 1, or NaN, it is wrong."""
+        if self.allowed:
+            return self.error / self.allowed
+        return 0.0 if self.error == 0 else math.inf
+
+    @property
+    def wrong(self) -> bool:
+        return not self.ratio <= 1
+
+
+def compare(name: str, actual: torch.Tensor, reference: torch.Tensor, tolerance: Tolerance, like: torch.Tensor | None = None) -> Comparison:
+    """``actual`` beside ``reference``, both of floating point, where ``like`` (eager's result; by default ``reference``) is finite."""
+    like = reference if like is None else like
+    return Comparison(name, distance(actual, reference, like), tolerance.allowed(norm(reference, like)))
+
+
+def compare_graph_result(name: str, actual: torch.Tensor, expected: torch.Tensor, largest: float, coarsest: float) -> Comparison:
+    """A graph's result beside that of eager's operators (:meth:`Tolerance.of_graph_result`); integers and booleans must be equal."""
+    if not is_inexact(expected):
+        return Comparison(name, distance(actual, expected), 0.0)
+    return compare(name, actual, expected, Tolerance.of_graph_result(expected.dtype, largest, coarsest))
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether it is of floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def norm(tensor: torch.Tensor, like: torch.Tensor | None = None) -> float:
+    """‖tensor‖ in double precision; with ``like`` over the elements that are finite there."""
+    wide = _widened(tensor)
+    return float(torch.linalg.vector_norm(wide if like is None else torch.where(torch.isfinite(like), wide, 0)))
+
+
+def distance(a: torch.Tensor, b: torch.Tensor, like: torch.Tensor | None = None) -> float:
+    """‖a − b‖ in double precision over the elements that are finite in ``like`` (by default ``b``), inf where those of ``a`` are others; of integers
+    and booleans, how many differ."""
+    like = b if like is None else like
+    if not is_inexact(like):
+        return float((a != like).sum())
+    finite = torch.isfinite(like)
+    if not torch.equal(finite, torch.isfinite(a)):
+        return math.inf
+    return float(torch.linalg.vector_norm(torch.where(finite, _widened(a) - _widened(b), 0)))
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,0 +1,1 @@
+"""What ``inspect`` says of a package: described as JSON, printed as text."""

@@ -1,0 +1,149 @@
+"""The description of a package, printed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ..support.tables import count, say, size, table
+
+
+def print_description(d: dict[str, Any]) -> None:
+    """``d``: of :func:`.describe.describe`."""
+    weights, targets = d["weights"], d["targets"]
+    arch = ", ".join(" ".join(filter(None, (t["device"], t["machine"], t["march"], t["cuda_arch"]))) for t in targets)
+    version = ".".join(map(str, d["format_version"]))
+    say(f"{d['path']}: {size(d['bytes'])}, format {version}, {d['producer']}, {d['created'] or 'no date'}")
+    say(f"built for {arch} with torch {d['torch']}; manifest SHA-256 {d['manifest_sha256']}")
+    say(f"signature: {d['signature']}, not checked; verify --key PUBLIC.pem checks it" if d["signature"] else "signature: none beside it")
+    stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
+    say(f"weights: {len(weights['tensors'])} tensors, {stored}")
+    for what, note in d["notes"].items():
+        say(f"{what}: {note}")
+    for operator, by in d["operators"].items():
+        say(f"calls {operator}, registered by {by['module'] or by['file'] or 'an unknown library'}{_to_import(by['module'])}")
+    names = [t["name"] or t["device"] for t in targets]
+    for name, entry in d["entries"].items():
+        if entry["kind"] == "replay":
+            say(f"\nentry {name!r}: replay, backward passes of {count(len(entry['structures']), 'structure')}")
+            for structure in entry["structures"]:
+                _show_structure(structure, names)
+            continue
+        say(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
+        if entry["gradients"]:
+            say(f"  gradients of {', '.join(entry['gradients'])}")
+        if entry["step"]:
+            _show_step(entry["step"])
+        for i, v in enumerate(entry["variants"]):
+            _show_variant(i, v, names)
+    if len(names) > 1:
+        rows = [(n, *(size(b["bytes"]) for b in x["builds"])) for n, x in d["libraries"].items()]
+        table("native code for each target", ("graph", *names), rows)
+    table(
+        "native libraries",
+        ("graph", "size", "nodes", "GLIBC", "GLIBCXX", "needs", "SHA-256"),
+        [(n, size(x["bytes"]), x["nodes"], x["glibc"], x["glibcxx"], " ".join(x["needed"]), x["sha256"][:16]) for n, x in d["libraries"].items()],
+    )
+
+
+def _to_import(module: str) -> str:
+    if module in ("", "__main__"):
+        return " when it was exported"
+    return f", which load does not import by itself: load(path, imports=[{module!r}]), --import {module}"
+
+
+def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
+    mode = f", {v['mode']} mode" if v["mode"] else ""
+    say(f"  variant {number}{mode}: {v['arguments']} -> {v['returns']}")
+    for kind in ("inputs", "outputs"):
+        for t in v[kind]:
+            gradient = ", gets a gradient" if kind == "inputs" and t["requires_grad"] else ""
+            onnx = f"; {t['onnx']} in ONNX graphs" if t.get("onnx", t["name"]) != t["name"] else ""
+            say(f"    {kind[:-1]} {t['name']}: {t['dtype']} ({', '.join(map(str, t['shape']))}) on {t['device']}{gradient}{onnx}")
+    for label, bounds in v["sizes"].items():
+        top = "" if bounds["maximum"] is None else f" to {bounds['maximum']}"
+        say(f"    {label}: from {bounds['minimum']}{top}")
+    _show_conditions(v["guards"], v["ambient"], "    ")
+    if v["gradients"]:
+        names = v["gradients"] if len(v["gradients"]) <= 8 else [*v["gradients"][:7], f"{len(v['gradients']) - 7} more"]
+        again = "" if v["order"] == 1 else f", differentiable up to order {v['order']}"
+        say(f"    gradients of {', '.join(names)}{again}")
+    for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
+        say(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
+
+
+def _show_step(s: dict[str, Any]) -> None:
+    state, gradients = s["state"], s["gradients"]
+    made = "after steps that it made before the export" if s["steps_made_at_export"] else "before its first step"
+    say(f"  optimizer {s['optimizer']}, {made}; {count(state['tensors'], 'tensor')} of state, {size(state['bytes'])}")
+    for i, group in enumerate(s["groups"]):
+        moved = {n["name"].partition("[")[0] for n in group["numbers"]}
+        numbers = ", ".join(f"{n['name']} {n['value']:g}{_limits(n['allowed'])}" for n in group["numbers"])
+        fixed = ", ".join(f"{k} {v}" for k, v in group["options"].items() if k not in moved)
+        say(f"  group {i} of {count(len(group['parameters']), 'parameter')}: {numbers or 'no number that a schedule may move'}")
+        if fixed:
+            say(f"    fixed: {fixed}")
+    for key, what in (("clip_norm", "norm"), ("clip_value", "elements")):
+        if s[key] is not None:
+            say(f"  clips the gradients' {what} at {s[key]:g}")
+    if s["loss_scale"] is not None:
+        say(f"  scales the loss, at first by {s['loss_scale']:g}, as torch.amp.GradScaler")
+    if s["skip_nonfinite"]:
+        say("  skips an update whose gradients have Inf or NaN")
+    if s["gradients_can_wait"]:
+        kept = f"{count(gradients['tensors'], 'tensor')}, {size(gradients['bytes'])}"
+        say(f"  gradients can wait (update=False, several processes): {kept}")
+    else:
+        say("  gradients cannot wait: every call is an update, in one process")
+
+
+def _limits(allowed: list[dict[str, Any]]) -> str:
+    """The values that a number may be set to: `` (not 0)``; nothing where all are allowed."""
+    if len(allowed) == 2:
+        below, above = allowed
+        if below["low"] is None and above["high"] is None and below["high"] == above["low"] and below["high_open"] and above["low_open"]:
+            return f" (not {below['high']:g})"
+    words = " or ".join(filter(None, map(_interval, allowed)))
+    return f" ({words})" if words else ""
+
+
+def _interval(interval: dict[str, Any]) -> str:
+    low, high = interval["low"], interval["high"]
+    if low is not None and low == high:
+        return f"only {low:g}"
+    bounds = [f"{'above' if interval['low_open'] else 'from'} {low:g}"] if low is not None else []
+    bounds += [f"{'below' if interval['high_open'] else 'to'} {high:g}"] if high is not None else []
+    return " and ".join(bounds)
+
+
+def _show_structure(s: dict[str, Any], targets: list[str]) -> None:
+    counts = Counter(n.rpartition("::")[2] for n in s["nodes"])
+    seconds = f", {s['seconds_uncompiled'] * 1e6:.0f} µs uncompiled" if s["seconds_uncompiled"] else ""
+    say(f"  structure {s['fingerprint'][:12]}: {count(len(s['nodes']), 'node')}, {count(s['operations'], 'operation')}{seconds}")
+    say(f"    {', '.join(n if k == 1 else f'{n} x{k}' for n, k in counts.items())}")
+    for i, v in enumerate(s["variants"]):
+        scalars = f", {count(len(v['scalars']), 'scalar')}" if v["scalars"] else ""
+        say(f"    variant {i}: {count(len(v['inputs']), 'tensor')}, {count(len(v['sizes']), 'size')}{scalars}")
+        for symbol in v["symbols"]:
+            scaled = f"{symbol['scale']} * " if symbol["scale"] != 1 else ""
+            offset = f" + {symbol['offset']}" if symbol["offset"] else ""
+            label = f" ({symbol['label']})" if symbol["label"] != symbol["name"] else ""
+            top = "" if symbol["maximum"] is None else f" to {symbol['maximum']}"
+            say(f"      {symbol['read_from']} = {scaled}{symbol['name']}{offset}{label}: from {symbol['minimum']}{top}")
+        _show_conditions(v["guards_in_words"], v["ambient"], "      ")
+        say(f"      runs {', then '.join(v['steps']) or 'nothing'}")
+        for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
+            say(f"      compared with the recorded numbers{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
+
+
+def _show_conditions(guards: list[str], ambient: dict[str, Any], indent: str) -> None:
+    for guard in guards:
+        say(f"{indent}only where {guard}")
+    if ambient["autocast"]:
+        say(f"{indent}under autocast {ambient['autocast']}")
+
+
+def _verdict(verdict: dict[str, Any]) -> str:
+    worst = f", worst {verdict['worst']} at {verdict['error']:.2g} of what is allowed" if verdict["worst"] else ""
+    sizes = f", at {'; '.join(verdict['sizes'])}" if verdict["sizes"] else ""
+    return f"{verdict['status']}{worst}{sizes}"

@@ -1,0 +1,130 @@
+"""What the entries of a package share: weights by key, graphs, and the libraries compiled from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from aot_backward_exporters.inductor import compile, targets
+from aot_backward_exporters.portable import graph_json
+from aot_backward_runtime.compatibility import hindrance
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, Verdict
+from aot_backward_runtime.loader import Package, device_of
+from aot_backward_runtime.package.targets import seen_as
+
+from ..capture.joint_graph import Joint
+from ..capture.shapes.symbolic_shapes import Sizes
+from ..graph import Artifact, Graph
+from ..progress import Progress, silent
+from .package_writer import library_spec, stem_of, stems_of
+
+Check = Callable[[Package, int, dict[str, torch.Tensor]], Verdict]
+"""Compares variant I of a loaded entry with eager; what ``verify`` will need goes to the dict."""
+
+
+class Contents:
+    """What is collected while entries are captured and compiled."""
+
+    def __init__(self, target: str, folder: Path, progress: Progress = silent, *, portable: bool = True):
+        """``target``: one or several (:func:`targets.parsed`). ``portable``: whether the graphs go into the package as data, too."""
+        self.targets, self.folder, self.progress, self.portable = targets.parsed(target), folder, progress, portable
+        self.specs = tuple(targets.target_spec(name) for name in self.targets)
+        self.graphs: dict[str, Graph] = {}
+        self.artifacts: dict[str, Artifact] = {}
+        self.portables: dict[str, bytes] = {}
+        self.notes: dict[str, str] = {}
+        self.weights: dict[str, torch.Tensor] = {}
+        self.fills: dict[str, float] = {}  # weights that are one number throughout, and are not stored
+        self._keys: dict[int, str] = {}
+        self._keyed: list[tuple[str, torch.Tensor]] = []
+
+    @property
+    def device(self) -> str:
+        return self.specs[0].device
+
+    def weight_key(self, entry: str, name: str, tensor: torch.Tensor) -> str:
+        """The weight's key: one per distinct tensor, however many names and entries it has."""
+        if id(tensor) not in self._keys:
+            self._refuse_overlap(name, tensor)
+            key = name if name not in self.weights else f"{entry}.{name}"
+            self._keys[id(tensor)] = key
+            self._keyed.append((name, tensor))  # also keeps it, so that no other tensor gets its id
+            self.weights[key] = tensor.detach()
+        return self._keys[id(tensor)]
+
+    def compile(self, graphs: Sequence[Graph], joint: Joint) -> None:
+        folder = self.folder / f"g{len(self.artifacts)}"
+        folder.mkdir()
+        for number, (name, spec) in enumerate(zip(self.targets, self.specs, strict=True)):
+            (folder / str(number)).mkdir()
+            made = compile.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress)
+            self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
+        for graph in graphs:
+            self.add_graph(graph)
+            if self.portable:
+                self._write_portable(graph, joint.sizes)
+
+    def add_graph(self, graph: Graph) -> None:
+        self.graphs[graph.name] = graph
+        for key, tensor in graph.constants.values():
+            self.weights.setdefault(key, tensor)
+
+    def libraries(self) -> dict[str, LibrarySpec]:
+        """What the manifest says of each graph."""
+        return {name: library_spec(graph, *self._artifacts(name)) for name, graph in self.graphs.items()}
+
+    def packages(self, manifest: Manifest) -> list[Package | str]:
+        """For each target the package as it would be loaded; or why this machine cannot."""
+        return [hindrance(manifest, number) or self._load(manifest, number) for number in range(len(self.specs))]
+
+    def _load(self, manifest: Manifest, number: int) -> Package:
+        paths = {name: self._artifacts(name)[number].library for name in manifest.libraries}
+        return load_unwritten(seen_as(manifest, number), paths, self.weights)
+
+    def _artifacts(self, name: str) -> list[Artifact]:
+        """Of graph ``name``, in the order of the targets."""
+        return [self.artifacts[stem] for stem in stems_of(name, self.specs)]
+
+    def _write_portable(self, graph: Graph, sizes: Sizes) -> None:
+        try:
+            self.portables[graph.name] = graph_json.graph_to_bytes(graph, sizes.worded, sizes.hints())
+        except ExportError as error:  # the package works; it cannot be rebuilt
+            self.notes[f"no portable graph of {graph.name}"] = str(error)
+
+    def _refuse_overlap(self, name: str, tensor: torch.Tensor) -> None:
+        """Two tensors of one memory would become two of their own when they are loaded."""
+        first, last = _span(tensor)
+        for other, known in self._keyed:
+            start, end = _span(known)
+            if first < end and start < last:
+                raise ExportError(
+                    f"{name} and {other} share memory without being one tensor; tie them (module.weight = other.weight), or clone one of them"
+                )
+
+
+class _Unwritten:
+    """Stands for an archive whose libraries still lie where the compiler put them."""
+
+    def __init__(self, manifest: Manifest, libraries: Mapping[str, Path]):
+        self.manifest, self._libraries, self.path, self.manifest_digest = manifest, libraries, Path("the package being built"), ""
+
+    def library(self, name: str) -> Path:
+        return self._libraries[name]
+
+
+def load_unwritten(manifest: Manifest, libraries: Mapping[str, Path], weights: Mapping[str, torch.Tensor]) -> Package:
+    """The package as the runtime would load it, on copies of the weights."""
+    device = device_of(manifest)
+    copies = {k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for k, t in weights.items()}
+    return Package(_Unwritten(manifest, libraries), copies, {}, device)  # type: ignore[arg-type]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte and of the one behind the last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize

@@ -1,0 +1,175 @@
+"""A ``module`` or ``grad`` entry on its way into a package: captured, compiled, and made ready to be checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, VariantSpec, Verdict
+from aot_backward_runtime.loader import Package
+from aot_backward_runtime.native.pytree import describe
+
+from .. import torch_api
+from ..capture import higher_order, partition, preserve, program_module
+from ..capture.joint_graph import Joint
+from ..capture.shapes import dynamic_shapes
+from ..capture.user_code import source_location
+from ..checks import eager_check
+from ..checks.example_sizes import Example, exclude_refused_empty_sizes
+from ..checks.named_results import Wrt
+from ..entries import Grad, Module
+from ..graph import Graph
+from .contents import Check, Contents
+from .variant_capture import Names, prepare_example, requiring_gradients, requiring_gradients_of, resolve_names, trace_variant
+from .variant_spec import variant_spec
+
+Weights = Mapping[str, tuple[str, torch.Tensor]]
+"""By the program's own name the weight's key in the package, and the tensor."""
+
+
+def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[EntrySpec, Check]:
+    """What the manifest says of ``entry``, and its check. Graphs, weights and libraries go to ``contents``."""
+    fn = entry.module if isinstance(entry, Module) else entry.fn
+    program = fn if isinstance(fn, nn.Module) else program_module.FunctionModule(fn)
+    signature = program.forward if isinstance(fn, nn.Module) else fn
+    state = program_module.state_of(program)
+    weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
+    variants, examples, cases = list[VariantSpec](), list[Example](), list[eager_check.Case]()
+    wrt: Wrt = ()
+    for i, variant in enumerate(entry.variants):
+        stage, total = f"capture {name}", len(entry.variants)
+        contents.progress(stage, i, total)
+        mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
+        example = prepare_example(variant, signature, mode, contents.device)
+        shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
+        wanted: Names | None = None
+        if isinstance(entry, Grad):
+            by_default = "parameters" if isinstance(fn, nn.Module) else "inputs"
+            wanted = resolve_names("wrt", entry.wrt if entry.wrt is not None else by_default, program, signature, example)
+        elif variant.requires_grad is not None:
+            wanted = resolve_names("requires_grad", variant.requires_grad, program, signature, example)
+        with (
+            preserve.in_mode(program, mode),
+            requiring_gradients_of(wanted, program, example) as example,
+            source_location.errors_located(program, example.args, example.kwargs),
+        ):
+
+            def told(words: str, i: int = i, stage: str = stage, total: int = total) -> None:
+                contents.progress(f"{stage}: {words}", i, total)
+
+            kind = "module" if isinstance(entry, Module) else "grad"
+            joint = trace_variant(program, example, shapes, signature, kind, told)
+            prefix = f"{name}.{i}"
+            if isinstance(entry, Module):
+                spec, graphs = _module_variant(contents, prefix, entry, program, state, example, joint, weights)
+            else:
+                wrt = tuple(_by_number(wanted or [], joint, weights))
+                spec, graphs = _grad_variant(contents, prefix, entry, example, joint, weights, wrt)
+            apart = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
+            variants.append(exclude_refused_empty_sizes(dataclasses.replace(spec, set_apart=apart), program, example))
+            examples.append(example)
+            cases.append(eager_check.Case(program, wrt if isinstance(entry, Grad) else None, any(map(_computes_in_16_bits, graphs))))
+        contents.progress(stage, i + 1, total)
+
+    def check(package: Package, i: int, stored: dict[str, torch.Tensor]) -> Verdict:
+        with source_location.errors_located(program, examples[i].args, examples[i].kwargs):
+            return eager_check.check(package, name, i, cases[i], examples[i], stored)
+
+    persistent = set(program.state_dict(keep_vars=True))
+    entry_spec = EntrySpec(
+        kind="module",
+        state=tuple(StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in state.items()),
+        variants=tuple(variants),
+        modules=tuple(n for n, _ in program.named_modules(remove_duplicate=False) if n),
+        training=program.training,
+    )
+    return (entry_spec if isinstance(entry, Module) else _grad_entry(entry_spec, entry, wrt)), check
+
+
+def _grad_entry(spec: EntrySpec, entry: Grad, wrt: Wrt) -> EntrySpec:
+    names = [where if kind == "parameter" else spec.variants[0].inputs[where].name for kind, where in wrt]
+    return dataclasses.replace(
+        spec,
+        kind="grad",
+        wrt=tuple(f"{kind}:{where}" for kind, where in wrt),
+        names=tuple(names),
+        single=isinstance(entry.wrt, str) and len(names) == 1,
+        has_aux=entry.has_aux,
+    )
+
+
+def _grad_variant(
+    contents: Contents, prefix: str, entry: Grad, example: Example, joint: Joint, weights: Weights, wrt: Wrt
+) -> tuple[VariantSpec, list[Graph]]:
+    if not entry.has_aux and joint.out_tree.kind != "tensor":
+        name = prefix.rpartition(".")[0]
+        raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
+    partitions = partition.split_grad(joint, prefix, weights, wrt)
+    _compile(contents, prefix, partitions.graphs, joint)
+    return variant_spec(example.mode, joint, partitions), partitions.graphs
+
+
+def _module_variant(
+    contents: Contents,
+    prefix: str,
+    entry: Module,
+    program: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    example: Example,
+    joint: Joint,
+    weights: Weights,
+) -> tuple[VariantSpec, list[Graph]]:
+    """The forward and the backward, and as far as ``entry.order`` says the backward's own, each split into its graphs."""
+    higher = _higher_orders(entry.order, program, (example.args, example.kwargs), joint, weights)
+    partitions = partition.split_module(joint, prefix, weights, forward_only=example.mode == "eval")
+    partitions_of_higher = [
+        partition.split_module(one.joint, f"{prefix}.order{order}", weights, forward_only=False) for order, one in enumerate(higher, start=2)
+    ]
+    graphs = [graph for one in (partitions, *partitions_of_higher) for graph in one.graphs]
+    _compile(contents, prefix, graphs, joint)
+    double: VariantSpec | None = None
+    for one, own in reversed(list(zip(higher, partitions_of_higher, strict=True))):
+        double = dataclasses.replace(variant_spec(example.mode, one.joint, own), gives=one.gives, random=one.random, double=double)
+    unreached = () if joint.differentiable else requiring_gradients(state, example)
+    return dataclasses.replace(variant_spec(example.mode, joint, partitions), double=double, unreached=unreached), graphs
+
+
+def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: Joint, weights: Weights) -> list[higher_order.Differentiated]:
+    """The gradients as programs of their own, from the first that can be differentiated again up to ``order - 1`` times."""
+    out: list[higher_order.Differentiated] = []
+    while len(out) < order - 1 and joint.has_backward:
+        out.append(higher_order.trace(program, arguments, joint, weights))
+        program, arguments, joint = out[-1].program, out[-1].arguments, out[-1].joint
+    return out
+
+
+def _compile(contents: Contents, prefix: str, graphs: Sequence[Graph], joint: Joint) -> None:
+    known = _known_sizes(joint)
+    contents.compile(graphs, joint)
+    if _known_sizes(joint) != known:
+        raise ExportError(f"{prefix}: the compiler fixed a size that was declared dynamic; make it static, or report the model")
+
+
+def _known_sizes(joint: Joint) -> dict[Any, Any]:
+    """What is known of the sizes of inputs; those that come from data are the compiler's own."""
+    replacements = joint.sizes.shape_env.replacements
+    return {symbol: value for symbol, value in replacements.items() if not torch_api.free_unbacked_symbols(symbol)}
+
+
+def _by_number(wanted: Names, joint: Joint, weights: Weights) -> Iterator[tuple[str, Any]]:
+    """``wanted`` as the joint graph names it: inputs by number, a tied parameter by its first name."""
+    first: dict[str, str] = {}
+    for name, (key, _) in weights.items():
+        first.setdefault(key, name)
+    for kind, name in wanted:
+        yield (kind, first[weights[name][0]]) if kind == "parameter" else (kind, joint.input_names.index(name))
+
+
+def _computes_in_16_bits(graph: Graph) -> bool:
+    values = (node.meta.get("val") for node in graph.module.graph.nodes)
+    return any(isinstance(v, torch.Tensor) and v.dtype in (torch.float16, torch.bfloat16) for v in values)

@@ -1,0 +1,162 @@
+"""The portable graphs of a package, read and compiled again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aot_backward_exporters.inductor import compile, targets
+from aot_backward_exporters.portable import graph_json
+from aot_backward_runtime.errors import ExportError, PackageError
+from aot_backward_runtime.format.manifest import EntrySpec, LibrarySpec, PassSpec, SymbolSpec, TensorSpec, VariantSpec
+from aot_backward_runtime.native.plan import ROLES
+from aot_backward_runtime.native.weights import filled, load_weights
+from aot_backward_runtime.package.archive import Archive
+
+from .. import torch_api
+from ..capture.shapes.restore_shapes import RestoredShapes, restored_shapes
+from ..capture.shapes.symbolic_shapes import Sizes, expression_of
+from ..graph import Artifact, Graph
+from ..progress import Progress
+from .package_writer import library_spec, stem_of, stems_of
+
+
+@dataclass
+class RebuiltGraphs:
+    """What is collected while the graphs of ``archive`` are compiled for the targets ``names``."""
+
+    archive: Archive
+    names: tuple[str, ...]
+    folder: Path
+    progress: Progress
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    entries: dict[str, EntrySpec] = field(default_factory=dict)
+    narrowed: list[str] = field(default_factory=list)  # what this compiler takes only some of the sizes of
+
+    def __post_init__(self) -> None:
+        manifest = self.archive.manifest
+        self.specs = tuple(targets.target_spec(name) for name in self.names)
+        stored = load_weights(self.archive) if manifest.has_weights else {}
+        absent = {
+            key: torch.empty_strided(w.shape, w.stride, dtype=getattr(torch, w.dtype))  # compiling needs their shapes
+            for key, w in manifest.weights.items()
+            if key not in stored and w.fill is None
+        }
+        self.weights = filled(self.archive) | stored | absent
+        self.complete = not absent
+
+    def stored_weights(self) -> dict[str, torch.Tensor]:
+        return {key: self.weights[key] for key in self.archive.manifest.weights}
+
+    def libraries(self) -> dict[str, LibrarySpec]:
+        """What the manifest says of each graph."""
+        if unused := [name for name in self.archive.manifest.libraries if name not in self.graphs]:
+            raise PackageError(f"no entry uses the library {unused[0]}: the package is not whole")
+        return {name: library_spec(self.graphs[name], *self._artifacts(name)) for name in self.archive.manifest.libraries}
+
+    def paths(self, number: int) -> dict[str, Path]:
+        """The libraries for target ``number``, by the graph's name."""
+        return {name: self._artifacts(name)[number].library for name in self.archive.manifest.libraries}
+
+    def _artifacts(self, name: str) -> list[Artifact]:
+        return [self.artifacts[stem] for stem in stems_of(name, self.specs)]
+
+    def compile(self) -> None:
+        for name, entry in self.archive.manifest.entries.items():
+            first = entry.variants[0] if entry.variants else None
+            update = entry.step.update if entry.step is not None else None
+            shared = [update.call.library] if update is not None and update.call is not None else []
+            variants = [self._variant(v, shared if v is first else []) for v in entry.variants]
+            structures = [dataclasses.replace(s, variants=tuple(self._pass(v) for v in s.variants)) for s in entry.structures]
+            self.entries[name] = dataclasses.replace(entry, variants=tuple(variants), structures=tuple(structures))
+
+    def _variant(self, variant: VariantSpec, further: Sequence[str] = ()) -> VariantSpec:
+        plans = [getattr(variant, role) for role in ROLES]
+        names = [p.call.library for p in plans if p is not None and p.call is not None]
+        assumed = self._compile((*names, *further), variant)
+        double = variant.double and self._variant(variant.double)
+        return dataclasses.replace(variant, **assumed, double=double)
+
+    def _pass(self, variant: PassSpec) -> PassSpec:
+        return dataclasses.replace(variant, **self._compile([s.library for s in variant.segments if s.library], variant))
+
+    def _compile(self, names: Sequence[str], variant: VariantSpec | PassSpec) -> dict[str, Any]:
+        """Compiles the libraries of one variant. What the compiler assumed of its sizes beyond what is stated."""
+        manifest = self.archive.manifest
+        names = [name for name in dict.fromkeys(names) if name not in self.graphs]
+        if not names:  # a program that only hands on what it is given
+            return {"symbols": variant.symbols, "guards": variant.guards}
+        forms = {name: graph_json.form_of(self.archive.read_member(manifest.libraries[name].graph), name) for name in names}
+        hints: dict[str, int] = {}
+        for name, form in forms.items():
+            sizes = form.get("sizes")
+            if not isinstance(sizes, dict):
+                raise PackageError(f"the portable graph {name} does not say the example's sizes")
+            if odd := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
+                raise PackageError(f"the portable graph {name} was made at another size {odd[0]} than those it belongs to")
+        try:
+            world, graphs = self._read(variant, forms, hints, oblivious=True)
+        except PackageError:  # where that failed at export too, sizes were asked for
+            if any(s.minimum < 2 for s in variant.symbols):
+                raise
+            world, graphs = self._read(variant, forms, hints, oblivious=False)
+        known = {symbol: expression_of(size) for symbol, size in world.carried.items()}
+        for number, (name, spec) in enumerate(zip(self.names, self.specs, strict=True)):
+            folder = self.folder / f"{len(self.artifacts)}.{number}"
+            folder.mkdir()
+            made = compile.compile_graphs(graphs, folder=folder, fake_mode=world.mode, target=name, progress=self.progress) if graphs else {}
+            self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
+        self.graphs |= {graph.name: graph for graph in graphs}
+        if any(expression_of(size) != known[symbol] for symbol, size in world.carried.items()):
+            raise ExportError(f"{names[0]}: the compiler fixed a size that is dynamic in the package; report this, with the package")
+        assumed = _assumed(variant, world)
+        for before, after in zip(variant.symbols, assumed["symbols"], strict=True):
+            if (before.minimum, before.maximum) != (after.minimum, after.maximum):
+                self.narrowed.append(f"{names[0] if names else 'a variant'}: {before.label} is now from {after.minimum} to {after.maximum}")
+        if further := assumed["guards"][len(variant.guards) :]:
+            self.narrowed.append(f"{names[0]}: only where {' and '.join(further)}")
+        return assumed
+
+    def _read(
+        self, variant: VariantSpec | PassSpec, forms: Mapping[str, Mapping[str, Any]], hints: Mapping[str, int], *, oblivious: bool
+    ) -> tuple[RestoredShapes, list[Graph]]:
+        """The graphs of one variant, in a shape environment of their own, on the CPU, where they were captured: the exporter takes them elsewhere.
+        ``oblivious``: no size is asked whether it is 0 or 1, as none was at export."""
+        world = restored_shapes(variant.symbols, variant.guards, hints)
+        graphs = []
+        with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
+            for name, form in forms.items():
+                spec = self.archive.manifest.libraries[name]
+                inputs = [world.fake(on_device(s, "cpu")) for s in spec.inputs]
+                graphs.append(graph_json.graph_of(name, form, spec, inputs, world.mode, self.weights, world.carried))
+        return world, graphs
+
+
+def on_device(value: Any, device: str) -> Any:
+    """``value``, of the manifest's dataclasses, with every tensor that it describes on ``device``."""
+    if isinstance(value, TensorSpec):
+        return dataclasses.replace(value, device=device)
+    if isinstance(value, tuple):
+        return tuple(on_device(v, device) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{f.name: on_device(getattr(value, f.name), device) for f in dataclasses.fields(value)})
+    return value
+
+
+def _assumed(variant: VariantSpec | PassSpec, world: RestoredShapes) -> dict[str, Any]:
+    """The variant's symbols and guards, with what compiling added."""
+    env = world.mode.shape_env
+    symbols = []
+    for spec, symbol in zip(variant.symbols, world.names, strict=True):
+        bounds = env.var_to_range[symbol]
+        upper = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 1 << 62 else None
+        most = upper if spec.maximum is None else min(spec.maximum, upper if upper is not None else spec.maximum)
+        symbols.append(dataclasses.replace(spec, minimum=max(spec.minimum, int(bounds.lower)), maximum=most))
+    sizes = Sizes(env, dict(world.names), tuple[SymbolSpec, ...](symbols))
+    return {"symbols": sizes.symbols, "guards": tuple(dict.fromkeys((*variant.guards, *sizes.guards())))}

@@ -1,0 +1,111 @@
+"""One variant on its way in: its example inputs made ready, what is differentiated found by name, and the program traced."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.errors import ExportError
+
+from ..capture import preserve, program_module, pytrees
+from ..capture.joint_graph import Joint
+from ..capture.shapes import dynamic_shapes
+from ..capture.trace import trace_program
+from ..checks.example_sizes import Example
+from ..entries import Variant
+
+Names = list[tuple[str, str]]
+"""("parameter", name) and ("input", name)."""
+
+
+def prepare_example(variant: Variant, signature: Callable[..., Any], mode: str, device: str) -> Example:
+    """The example inputs as leaves of their own, in ``mode``. Where the code is for a GPU (``device`` "cuda"), 0-d tensors on the CPU, which eager
+    takes beside those on a GPU, go there: compiled code would read them on the host, and a captured one would never look again."""
+    if not isinstance(variant.args, tuple):
+        raise ExportError(f"args is a {type(variant.args).__name__}; expected a tuple of the positional arguments, args=(x,)")
+    if variant.kwargs is not None and not isinstance(variant.kwargs, Mapping):
+        raise ExportError(f"kwargs is a {type(variant.kwargs).__name__}; expected a dict of the arguments by name")
+    kwargs = dict(variant.kwargs or {})
+    try:
+        inspect.signature(signature).bind(*variant.args, **kwargs)
+    except TypeError as error:
+        raise ExportError(f"the example arguments do not fit {inspect.signature(signature)}: {error}") from error
+    example = Example(variant.args, kwargs, mode)
+    return example.with_tensors([_leaf(t, device) for t in example.tensors])
+
+
+def _leaf(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    plain = tensor.detach()
+    if device == "cuda" and plain.device.type == "cpu" and plain.dim() == 0 and not tensor.requires_grad:
+        plain = plain.cuda()
+    if plain.layout is torch.strided and any(s == 0 and n > 1 for n, s in zip(plain.shape, plain.stride(), strict=True)):
+        plain = plain.contiguous()  # expanded: one number in many places is no memory to be written to
+    return plain.requires_grad_(tensor.requires_grad)
+
+
+def resolve_names(option: str, asked: str | Sequence[str], program: nn.Module, signature: Callable[..., Any], example: Example) -> Names:
+    """What ``option`` ("wrt", "requires_grad") names, as ("parameter", name) and ("input", name), in the order asked for."""
+    if not isinstance(asked, str | Sequence) or not all(isinstance(n, str) for n in asked):
+        raise ExportError(f"{option} is {asked!r}; expected names of inputs and parameters, {option}=['x', 'weight']")
+    inputs, _ = pytrees.input_names(signature, example.args, example.kwargs)
+    flat = dict(zip(inputs, pytree.tree_leaves((example.args, example.kwargs)), strict=True))
+    floating = [n for n, v in flat.items() if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
+    parameters = dict(program.named_parameters())
+    trained = [n for n, p in parameters.items() if p.requires_grad]
+    first = {id(p): n for n, p in parameters.items()}  # a tied one goes by that
+    out: Names = []
+    for name in [asked] if isinstance(asked, str) else asked:
+        if name in ("parameters", "inputs"):
+            found = [("parameter", n) for n in trained] if name == "parameters" else [("input", n) for n in floating]
+            if not found:
+                raise ExportError(f"{option}={name!r}, but there is none of floating point that could get a gradient")
+        else:
+            found = [("input", n) for n in inputs if _lies_in(n, name)]
+            if wrong := [n for _, n in found if n not in floating]:
+                raise ExportError(f"{option} names the input {wrong[0]!r}, which is no floating-point or complex tensor")
+            found = found or [("parameter", first[id(p)]) for n, p in program.named_parameters(remove_duplicate=False) if _lies_in(n, name)]
+            if not found:
+                raise ExportError(f"{option} names {name!r}, which is no input {inputs} and no parameter {list(parameters)[:20]}")
+        out += [f for f in found if f not in out]
+    return out
+
+
+@contextlib.contextmanager
+def requiring_gradients_of(wanted: Names | None, program: nn.Module, example: Example) -> Iterator[Example]:
+    """The example, inside of which exactly what is ``wanted`` requires a gradient; with None everything keeps what it has."""
+    if wanted is None:
+        yield example
+        return
+    parameters, chosen = ({n for k, n in wanted if k == kind} for kind in ("parameter", "input"))
+    inputs, _ = pytrees.input_names(program_module.forward_of(program), example.args, example.kwargs)
+    leaves = zip(inputs, pytree.tree_leaves((example.args, example.kwargs)), strict=True)
+    tensors = [v.detach().requires_grad_(n in chosen) for n, v in leaves if isinstance(v, torch.Tensor)]
+    targets = [p for n, p in program.named_parameters(remove_duplicate=False) if n in parameters]
+    with preserve.requiring_alone(program.parameters(), targets):
+        yield example.with_tensors(tensors)
+
+
+def trace_variant(program: nn.Module, example: Example, shapes: Any, signature: Callable[..., Any], kind: str, told: Callable[[str], None]) -> Joint:
+    """The joint graph of one variant. ``kind``: of its entry. ``told``: called with each size that ``Dim.AUTO`` left fixed, in words."""
+    joint = trace_program(program, example.args, example.kwargs, shapes, signature=signature, kind=kind, first_only=kind != "module")
+    stated = dynamic_shapes.declared(shapes, signature, example.args, example.kwargs)
+    for fixed in dynamic_shapes.left_fixed(stated, joint.input_names, joint.inputs):
+        told(f"Dim.AUTO came out fixed, {fixed}")
+    return joint
+
+
+def requiring_gradients(state: Mapping[str, torch.Tensor], example: Example) -> tuple[str, ...]:
+    """What requires a gradient now, as manifests name it."""
+    inputs = [f"input:{i}" for i, t in enumerate(example.tensors) if t.requires_grad]
+    return (*(f"parameter:{n}" for n, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad), *inputs)
+
+
+def _lies_in(name: str, asked: str) -> bool:
+    """Whether the leaf ``name`` is the argument ``asked`` or lies in it."""
+    return name == asked or (name.startswith(asked) and name[len(asked)] in "[.")

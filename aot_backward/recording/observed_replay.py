@@ -1,0 +1,132 @@
+"""A replay that observes the passes which it interprets: their metadata, and copies of some passes' values."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import torch
+
+from aot_backward_runtime.loader import Package
+from aot_backward_runtime.passes import origin
+from aot_backward_runtime.passes.custom_function import PlainContext
+from aot_backward_runtime.passes.interpreter import Run
+from aot_backward_runtime.passes.pass_contract import Operands
+from aot_backward_runtime.passes.session import Replaying
+from aot_backward_runtime.passes.structure import Structure
+from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
+from aot_backward_runtime.passes.tape import Tape, slots
+
+from .observation import Observation
+from .recorded_structure import ExamplePass, RecordedStructure
+
+_KINDS = 8  # kinds of passes (Observation.kind) of one structure whose values are kept: as many as variants are compiled of it
+_OBSERVATIONS = 1024  # different passes of one structure; a size that is the same in all of them stays static
+_CONSTANTS = (
+    "A number that changes from pass to pass and is part of a node, such as the limit of a clamp, makes a structure of its own: "
+    "as a 0-d tensor it would not. report.engine names the nodes that were new"
+)
+
+
+class ObservedReplay(Replaying):
+    """``structures``: what was interpreted, by fingerprint. ``skipped``: what could not be traced or compiled, and why."""
+
+    def __init__(self, package: Package | None, entry: str | None, *, strict: bool = False, max_structures: int = MAX_STRUCTURES):
+        super().__init__(package, entry, strict=strict, max_structures=max_structures)
+        self.structures: dict[str, RecordedStructure] = {}
+        self.skipped: Counter[str] = Counter()
+
+    @property
+    def observed_any(self) -> bool:
+        """Whether a pass was interpreted to its end."""
+        return any(s.observations for s in self.structures.values())
+
+    def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
+        if not self.table.knows(structure):
+            return super().interpret(structure, operands)
+        recorded = self._recorded_structure(structure.tape, operands)
+        observation = Observation.of(operands, structure.tape)
+        kind = observation.kind()
+        examples = recorded.examples.setdefault(kind, []) if len(recorded.examples) < _KINDS or kind in recorded.examples else None
+        if examples is not None and observation not in recorded.observations and _improves_coverage(observation, [o for o, _ in examples]):
+            example = ExamplePass(_copy_inputs(structure.tape, operands.inputs), tuple(t.shape for t in observation.inputs), observation.sizes)
+            results = self._interpret_and_copy(structure, operands, example)
+            examples[1:] = [(observation, example)]
+        else:
+            start = time.perf_counter()
+            results = super().interpret(structure, operands)
+            recorded.seconds = min(recorded.seconds, time.perf_counter() - start)
+        if observation in recorded.observations or len(recorded.observations) < _OBSERVATIONS:
+            recorded.observations[observation] = recorded.observations.get(observation, 0) + 1  # not of a pass that raised
+        return results
+
+    def structures_to_compile(self) -> dict[str, RecordedStructure]:
+        """All structures, or, where ``max_structures`` was reached, those that came more than once; ``skipped`` says how many were dropped."""
+        if not self.table.full:
+            return self.structures
+        repeated = {f: s for f, s in self.structures.items() if sum(s.observations.values()) > 1}
+        once = len(self.structures) - len(repeated)
+        self.skipped[
+            f"the structure kept changing: after {self.table.max_structures} structures (max_structures), further ones were left to eager, "
+            f"and {once} of those that were recorded came once and are not compiled. {_CONSTANTS}"
+        ] += 1
+        return repeated
+
+    def _recorded_structure(self, tape: Tape, operands: Operands) -> RecordedStructure:
+        fingerprint = tape.fingerprint()
+        if fingerprint not in self.structures:
+            hooks = [tape.ops[n].operands[0].index for n in tape.plain_customs]
+            leaves = {op.operands[0].index for op in tape.ops if op.kind == "accumulate"}
+            self.structures[fingerprint] = RecordedStructure(
+                tape,
+                contexts={h: PlainContext(operands.hooks[h]) for h in hooks},
+                line=origin.line(),
+                layers={i: name for i in leaves if (name := self.layers.name(operands.inputs[i]))},
+            )
+        return self.structures[fingerprint]
+
+    def _interpret_and_copy(self, structure: Structure, operands: Operands, example: ExamplePass) -> list[torch.Tensor | None]:
+        tape = structure.tape
+        run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.calling_out)
+        for op in tape.ops:
+            run.step(op)
+            for number in op.results:
+                if number >= 0:  # copied before the next operation: a hook may change it in place
+                    example.values[number] = _copy(run.values[number])
+        return [run.get(o) for o in tape.outputs]
+
+
+def _improves_coverage(observation: Observation, kept: list[Observation]) -> bool:
+    """Whether the values of this pass are worth keeping: two passes of a kind are, the first and the one whose sizes differ from it the most."""
+    if not kept:
+        return True
+    first = kept[0].every_size()
+    return sum(a != b for a, b in zip(observation.every_size(), first, strict=True)) > sum(
+        a != b for a, b in zip(kept[-1].every_size(), first, strict=True)
+    )
+
+
+def _copy_inputs(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copies of the tensors that computing operations read."""
+    read = {s.index for op in tape.ops if op.kind != "accumulate" for s in slots(op.operands) if s.kind == "input"}
+    out = {}
+    for i in sorted(read):
+        copy = _copy(inputs[i])
+        assert copy is not None
+        out[i] = copy
+    return out
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy with the same strides, those of expanded dimensions (0) included."""
+    if tensor is None:
+        return None
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        return plain.clone()
+    small = (
+        plain[tuple(slice(0, 1) if s == 0 and n > 1 else slice(None) for n, s in zip(plain.shape, plain.stride(), strict=True))]
+        if plain.dim()
+        else plain
+    )
+    return torch.empty_strided(small.shape, small.stride(), dtype=plain.dtype, device=plain.device).copy_(small).expand(plain.shape)

@@ -1,0 +1,132 @@
+"""A package to which recorded passes are added: read, given further variants, and written again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from aot_backward_exporters.inductor import targets
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, StructureSpec, WeightSpec
+from aot_backward_runtime.native.weights import load_examples, load_weights
+from aot_backward_runtime.package.archive import Archive, open_package
+
+from .. import operators
+from ..graph import VERSION, Artifact
+from ..packaging.package_writer import library_spec, write_package
+from .trace import TracedProgram
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Held from reading a package to writing it: of two processes of this user that add to it, the second waits, and loses nothing of the first."""
+    folder = Path(tempfile.gettempdir()) / f"aot-backward-locks-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / hashlib.sha256(str(path.resolve()).encode()).hexdigest()).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@dataclass
+class PackageUpdate:
+    """The package at ``path``, or an empty one where there is none yet."""
+
+    path: Path
+    entry: str
+    manifest: Manifest
+    artifacts: dict[str, Artifact]
+    weights: dict[str, torch.Tensor]
+    examples: dict[str, torch.Tensor]
+    graphs: dict[str, bytes]
+
+    @classmethod
+    def read(cls, path: Path, entry: str, target: str) -> PackageUpdate:
+        """:class:`ExportError` where passes compiled here for ``target`` cannot be added to ``entry`` of the package there."""
+        names = targets.parsed(target)
+        if len(names) > 1:
+            raise ExportError(f"recorded passes are compiled for one target, not {target!r}; aot-backward rebuild adds further ones")
+        spec = targets.target_spec(names[0])
+        if not path.exists():
+            manifest = Manifest(
+                format_version=FORMAT_VERSION,
+                required_features=(),
+                producer=f"aot-backward {VERSION}",
+                torch=torch.__version__,
+                target=spec,
+                entries={entry: EntrySpec("replay", (), ())},
+                libraries={},
+                weights={},
+                members={},
+                created=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            )
+            return cls(path, entry, manifest, {}, {}, {}, {})
+        archive = open_package(path)
+        old = archive.manifest
+        if old.targets:
+            raise ExportError(f"{path} is for several targets, and passes are added to a package for one: choose a new file")
+        if old.torch != torch.__version__ or dataclasses.replace(old.target, name=spec.name) != spec:
+            raise ExportError(
+                f"{path} was built by torch {old.torch} for {old.target}; this is torch {torch.__version__}, {spec}: record into a new file"
+            )
+        known = old.entries.get(entry, EntrySpec("replay", (), ()))
+        if known.kind != "replay":
+            raise ExportError(f"{path} has a {known.kind} entry {entry!r}; give the recorded passes another name, entry='…'")
+        manifest = dataclasses.replace(old, format_version=FORMAT_VERSION, entries={**old.entries, entry: known})
+        weights = load_weights(archive) if old.has_weights else {}
+        if not old.has_weights and old.weights:
+            raise ExportError(f"{path} was written without weights; record into a new file")
+        graphs = {name: archive.read_member(spec.graph) for name, spec in old.libraries.items() if spec.graph}
+        return cls(path, entry, manifest, _artifacts(archive), weights, load_examples(archive), graphs)
+
+    def variants(self, fingerprint: str) -> tuple[PassSpec, ...]:
+        found = next((s for s in self.manifest.entries[self.entry].structures if s.fingerprint == fingerprint), None)
+        return found.variants if found else ()
+
+    def add(self, programs: Sequence[tuple[TracedProgram, PassSpec]], artifacts: Mapping[str, Artifact]) -> None:
+        """``programs``: compiled and checked, each with its spec."""
+        libraries = dict(self.manifest.libraries)
+        added: dict[str, list[tuple[TracedProgram, PassSpec]]] = {}
+        for program, spec in programs:
+            added.setdefault(program.fingerprint, []).append((program, spec))
+            self.graphs.update(program.portables)
+            for graph in program.graphs:
+                libraries[graph.name] = library_spec(graph, artifacts[graph.name])
+                self.artifacts[graph.name] = artifacts[graph.name]
+                for key, tensor in graph.constants.values():
+                    self.weights.setdefault(key, tensor)
+        old = self.manifest.entries[self.entry]
+        structures = {s.fingerprint: s for s in old.structures}
+        for fingerprint, new in added.items():
+            seen, before = new[-1][0].structure, structures.get(fingerprint)
+            # new ones first: a dynamic variant, inferred from what a static one was made of and further passes, serves both
+            variants = (*(spec for _, spec in new), *(before.variants if before else ()))
+            seconds = seen.seconds if seen.seconds < float("inf") else (before.seconds if before else 0.0)
+            structures[fingerprint] = StructureSpec(fingerprint, seen.tape.nodes, len(seen.tape.ops), variants, round(seconds, 7))
+        weights = {k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "") for k, t in self.weights.items()}
+        entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, structures=tuple(structures.values()))}
+        self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=weights)
+
+    def write(self) -> None:
+        operators.say(write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs).operators)
+
+
+def _artifacts(archive: Archive) -> dict[str, Artifact]:
+    """The libraries of a package as files, to be written again."""
+    out = {}
+    for name, spec in archive.manifest.libraries.items():
+        library = archive.library(name)
+        extern = library.with_suffix(".json") if spec.extern else None
+        constants = {c.name: c.weight for c in spec.constants}
+        metadata = library.with_name(library.stem + "_metadata.json")
+        out[name] = Artifact(library, metadata, extern, constants, spec.needed, spec.glibc, spec.glibcxx, spec.operators)
+    return out

@@ -1,0 +1,51 @@
+"""What is kept of one structure of backward passes: its tape, how its passes differed, and values to check compiled code against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aot_backward_runtime.passes.custom_function import PlainContext
+from aot_backward_runtime.passes.tape import Tape
+
+from .observation import Observation
+
+DEFAULT_ENTRY = "backward"
+"""The name of the ``replay`` entry to which recorded passes are added."""
+
+
+@dataclass
+class ExamplePass:
+    """The values of one pass, to check the compiled one against: its tensors, and each operation's results, by their numbers on the tape."""
+
+    inputs: dict[int, torch.Tensor]
+    shapes: tuple[tuple[int, ...], ...]  # of all its tensors
+    sizes: tuple[int, ...]
+    values: dict[int, torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass
+class RecordedStructure:
+    """The passes of one structure that a context interpreted, because its package has no variant for them."""
+
+    tape: Tape
+    observations: dict[Observation, int] = field(default_factory=dict)  # and how many passes looked like it
+    examples: dict[Any, list[tuple[Observation, ExamplePass]]] = field(default_factory=dict)  # by Observation.kind()
+    seconds: float = float("inf")  # of the fastest interpreted pass
+    contexts: dict[int, PlainContext] = field(default_factory=dict)  # of custom functions that may be traced, by the number of the hook
+    line: str = ""  # of the script, where the first such pass was called
+    layers: dict[int, str] = field(default_factory=dict)  # names of the parameters among the inputs
+
+    def location(self, node: int | None = None) -> str:
+        """Where such a pass, or a node of it, is in the script: `` (TanhBackward0, backward called at train.py:12)``, or nothing."""
+        parts = []
+        if node is not None:
+            parts.append(next((self.tape.name_of(op) for op in self.tape.ops if op.node == node), f"node {node}"))
+            leaf = self.tape.leaf_after(node)
+            if leaf in self.layers:
+                parts.append(f"at or after {self.layers[leaf]}")
+        if self.line:
+            parts.append(f"backward called at {self.line}")
+        return f" ({', '.join(parts)})" if parts else ""

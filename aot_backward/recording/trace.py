@@ -1,0 +1,136 @@
+"""Recorded structures -> traced programs, one for each variant that the package will get."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import PassSpec, Segment, Verdict
+
+from ..capture.shapes.symbolic_shapes import Sizes
+from ..graph import Graph
+from ..progress import Progress
+from .infer_shapes import Shapes, group_observations, make_symbolic
+from .observation import Observation
+from .partition_tape import OPAQUE, Partition, partition_tape, sparse_operations
+from .pass_graphs import TracedPartition, TraceError, assume_results, input_name, trace_partition
+from .recorded_structure import ExamplePass, RecordedStructure
+
+_MAX_VARIANTS = 8  # of one structure
+_MAX_OPAQUE = 4  # kinds of nodes that stay as they are because they read their tensors' values, such as the lengths of packed sequences
+_PREFIX = "pass"  # of the graphs' names
+
+
+@dataclass
+class TracedProgram:
+    """One variant: what is traced of it, then what is compiled of it (``graphs``, ``portables``, ``segments``)."""
+
+    fingerprint: str
+    name: str
+    structure: RecordedStructure
+    shapes: Shapes
+    observation: Observation
+    partitions: list[Partition]
+    traced: list[TracedPartition]  # of the compiled partitions, in their order
+    examples: list[ExamplePass]
+    graphs: list[Graph] = field(default_factory=list)
+    portables: dict[str, bytes] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+
+    def spec(self, sizes: Sizes) -> PassSpec:
+        """The variant as the package states it; not checked yet."""
+        return PassSpec(
+            inputs=tuple(
+                sizes.spec(input_name(self.structure.tape, i), fake, tensor.requires_grad)
+                for i, (fake, tensor) in enumerate(zip(self.shapes.inputs, self.observation.inputs, strict=True))
+            ),
+            sizes=tuple(sizes.size(s) for s in self.shapes.sizes),
+            scalars=self.observation.scalars,
+            symbols=sizes.symbols,
+            guards=sizes.guards(self.shapes.symbols.keys()),
+            ambient=self.observation.ambient,
+            verdict=Verdict("not run"),
+            segments=tuple(self.segments),
+        )
+
+
+def trace_structures(
+    structures: Mapping[str, RecordedStructure],
+    known_variants: Callable[[str], Sequence[PassSpec]],
+    fake_mode: Any,
+    skipped: Counter[str],
+    say: Progress,
+) -> list[TracedProgram]:
+    """``structures``, ``known_variants``: by fingerprint; the latter are in the package already."""
+    programs: list[TracedProgram] = []
+    for done, (fingerprint, structure) in enumerate(structures.items()):
+        say("trace", done, len(structures))
+        programs += _trace_structure(fingerprint, structure, known_variants(fingerprint), fake_mode, skipped)
+    say("trace", len(structures), len(structures))
+    return programs
+
+
+def _trace_structure(
+    fingerprint: str, structure: RecordedStructure, known: Sequence[PassSpec], fake_mode: Any, skipped: Counter[str]
+) -> list[TracedProgram]:
+    out = []
+    seen = structure.observations
+    by_frequency = sorted(group_observations(list(seen), known), key=lambda g: -sum(seen.get(o, 0) for o in g))
+    for number, group in enumerate(by_frequency, len(known)):
+        name = f"{_PREFIX}.{fingerprint[:12]}.{number}"
+        if number >= _MAX_VARIANTS:
+            skipped[f"{name}: passes of one structure came in more than {_MAX_VARIANTS} kinds (where sizes are 0 or 1, layouts, dtypes)"] += 1
+            continue
+        try:
+            out.append(_trace_variant(fingerprint, name, structure, group, fake_mode))
+        except Exception as error:  # the engine's formulas run on fake tensors, for which any operator may lack an implementation
+            node = error.node if isinstance(error, TraceError) else None
+            cause = error.__cause__ or error if isinstance(error, TraceError) else error
+            first = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+            words = first if isinstance(cause, ExportError) else f"could not be traced: {type(cause).__name__}: {first}"
+            skipped[f"{name}: {words}{structure.location(node)}"] += 1
+    return out
+
+
+def _trace_variant(fingerprint: str, name: str, structure: RecordedStructure, group: Sequence[Observation], fake_mode: Any) -> TracedProgram:
+    observation = group[0]
+    _refuse_unsupported(structure, observation)
+    shapes = make_symbolic(group, fake_mode, name.replace(".", "_"))
+    examples = [e for _, e in structure.examples.get(observation.kind(), [])]
+    tape, single = structure.tape, sparse_operations(structure.tape, examples)
+    opaque = set(OPAQUE)
+    trace_customs = bool(tape.plain_customs)
+    while True:
+        partitions = partition_tape(tape, observation.hook_groups, trace_customs, opaque, single)
+        values: dict[int, Any] = {}
+        traced: list[TracedPartition] = []
+        try:
+            for p in partitions:
+                if p.compiled:
+                    traced.append(trace_partition(tape, p, shapes, values, observation.scalars, observation.ambient, structure.contexts, fake_mode))
+                else:
+                    assume_results(tape.ops[p.ops[0]], examples, values, shapes, fake_mode)
+        except Exception as error:
+            if trace_customs:  # without a custom backward that fails on fake tensors: it is called as it is
+                trace_customs = False
+            elif isinstance(error, TraceError) and error.name and len(opaque) < _MAX_OPAQUE:  # likewise a node of PyTorch's
+                opaque.add(error.name)
+            else:
+                raise
+            continue
+        return TracedProgram(fingerprint, name, structure, shapes, observation, partitions, traced, examples)
+
+
+def _refuse_unsupported(structure: RecordedStructure, observation: Observation) -> None:
+    if not all(map(math.isfinite, observation.scalars)):
+        raise ExportError(f"the pass has the scalars {observation.scalars}; a package holds finite ones only")
+    for i, tensor in enumerate(observation.inputs):
+        if tensor.unsupported:
+            raise ExportError(
+                f"{input_name(structure.tape, i)} is {tensor.unsupported}; a compiled pass takes plain, dense tensors. Such passes go on being "
+                "interpreted, with eager's gradients; to have them compiled, let the forward compute on plain, dense tensors there"
+            )

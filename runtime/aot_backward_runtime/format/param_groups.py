@@ -1,0 +1,32 @@
+"""The options of an optimizer's parameter groups, which a manifest holds as JSON, and the intervals in which compiled code holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..errors import PackageError
+from .manifest import GroupSpec, Interval
+
+
+def options_of(spec: GroupSpec) -> dict[str, Any]:
+    """The options as they were at export; :class:`PackageError` where they are no JSON object."""
+    return options_in(spec.options, "the options of a parameter group")
+
+
+def options_in(text: str, what: str) -> dict[str, Any]:
+    """The options that ``text`` holds; ``what`` is what errors call them."""
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PackageError(f"{what} are not JSON: {error}") from error
+    if not isinstance(options, dict) or "params" in options:
+        raise PackageError(f"{what} are no JSON object of options")
+    return options
+
+
+def inside(value: float, interval: Interval) -> bool:
+    """Whether ``value`` lies in ``interval``."""
+    low, high = interval.low, interval.high
+    above = low is None or value > low or (value == low and not interval.low_open)
+    return above and (high is None or value < high or (value == high and not interval.high_open))

@@ -1,0 +1,84 @@
+"""What the tensors and sizes of a pass must be for the code that was compiled for a recorded one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..format.expressions import evaluate
+from ..format.manifest import PassSpec, SymbolSpec, TensorSpec
+from ..native.guards import Contract, check_kind, with_strides
+from .tape import Slot, Tape
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the engine hands over for one pass. ``inputs``: the tape's, in its order."""
+
+    inputs: list[torch.Tensor]
+    sizes: list[int]
+    scalars: list[int | float]
+    hooks: tuple[Any, ...]
+    packed: tuple[Any, ...]
+
+
+class PassContract(Contract):
+    """What the tensors and sizes of a pass must be. Strides must be the recorded ones: a gradient takes them over."""
+
+    def __init__(self, spec: PassSpec, device: torch.device | None = None, tape: Tape | None = None):
+        """``tape``: for the words of errors."""
+        super().__init__(spec.inputs, spec.symbols, spec.guards, device)
+        self.spec, self.tape = spec, tape
+        self._sizes: Sequence[int] = ()
+
+    def fit_pass(self, operands: Operands) -> tuple[Sequence[torch.Tensor], dict[str, int], bool]:
+        """The tensors, the symbols' values, and whether all tensors went in as they were; :class:`InputError` says what does not fit."""
+        spec = self.spec
+        if len(operands.inputs) != len(spec.inputs) or len(operands.sizes) != len(spec.sizes) or len(operands.scalars) != len(spec.scalars):
+            raise InputError("the pass has another number of tensors or sizes than the recorded one")
+        for tensor, expected, dtype in zip(operands.inputs, self.specs, self.dtypes, strict=True):
+            check_kind(tensor, expected, dtype, self.device)
+        self._sizes = operands.sizes
+        values = self.solve(operands.inputs)
+        for i, (size, wanted) in enumerate(zip(operands.sizes, spec.sizes, strict=True)):
+            if size != evaluate(wanted, values):
+                raise InputError(f"{self._size_words(i)} is {size}; expected {self.words(str(wanted))}")
+        for i, (scalar, wanted_scalar) in enumerate(zip(operands.scalars, spec.scalars, strict=True)):
+            if repr(scalar) != repr(wanted_scalar):
+                raise InputError(f"scalar {i} of the pass is {scalar}; expected {wanted_scalar}")
+        fitting, untouched = [], True
+        for tensor, expected in zip(operands.inputs, self.specs, strict=True):
+            wanted_strides = tuple(evaluate(s, values) for s in expected.stride)
+            if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), wanted_strides, strict=True)):
+                raise InputError(f"{expected.name} has strides {tensor.stride()}; expected {wanted_strides}")
+            fitting.append(with_strides(tensor, expected, values, self.device))
+            untouched = untouched and fitting[-1] is tensor
+        return fitting, values, untouched
+
+    def symbol_values(self, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> dict[str, int]:
+        """The symbols' values in a pass of these shapes and sizes, unchecked."""
+        return {s.name: sizes[s.dim] if s.input < 0 else shapes[s.input][s.dim] for s in self.symbols}
+
+    def _size(self, symbol: SymbolSpec, tensors: Sequence[torch.Tensor]) -> int:
+        return self._sizes[symbol.dim] if symbol.input < 0 else super()._size(symbol, tensors)
+
+    def _place(self, symbol: SymbolSpec) -> str:
+        return self._size_words(symbol.dim) if symbol.input < 0 else super()._place(symbol)
+
+    def _size_words(self, number: int) -> str:
+        return f"size {number} of the pass" + (f" (of {self.tape.user_of(Slot('size', number))})" if self.tape else "")
+
+
+def check_value(value: Any, spec: TensorSpec, values: Mapping[str, int], device: torch.device) -> torch.Tensor:
+    """``value``, computed by an earlier step of a pass, as native code may have it; :class:`InputError` where it is not what was recorded."""
+    if value is None:
+        raise InputError(f"{spec.name} is undefined; a tensor was recorded")
+    check_kind(value, spec, device=device)
+    wanted = tuple(evaluate(s, values) for s in spec.shape)
+    if value.shape != wanted:
+        raise InputError(f"{spec.name} has shape {tuple(value.shape)}; expected {wanted}")
+    return with_strides(value, spec, values, device)

@@ -1,0 +1,63 @@
+"""What became of the passes of a context, counted, with bounds on how many different reasons are kept and shown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+_KEPT, _SHOWN = 256, 12
+REST = "(other reasons)"
+
+
+class Reasons(Counter[str]):
+    """How often each reason was given. Of more than 256 different ones the rarer half is added up as :data:`REST`."""
+
+    def note(self, reason: str) -> None:
+        self[reason] += 1
+        if len(self) > _KEPT:
+            rest = self.pop(REST, 0)
+            for rare, count in self.most_common()[_KEPT // 2 :]:
+                del self[rare]
+                rest += count
+            self[REST] = rest
+
+    def shown(self) -> dict[str, int]:
+        """The most frequent, and how many passes had another one."""
+        first = [(reason, count) for reason, count in self.most_common(_SHOWN + 1) if reason != REST][:_SHOWN]
+        rest = sum(self.values()) - sum(count for _, count in first)
+        return dict(first) | ({REST: rest} if rest else {})
+
+
+@dataclass
+class Report:
+    """What became of the backward passes of a context.
+
+    ``bindings``: passes that met a structure for the first time; ``hits``: further ones that the package served; ``misses``: those that were
+    interpreted, by reason; ``eager``: those that the engine would not have, by reason. ``saved``: seconds by which the hits were faster than
+    running the same tapes uncompiled, as measured when they were recorded.
+    """
+
+    bindings: int = 0
+    hits: int = 0
+    misses: Reasons = field(default_factory=Reasons)
+    eager: Reasons = field(default_factory=Reasons)
+    engine: Reasons = field(default_factory=Reasons)  # what the engine said of the first passes that its cache did not have
+    saved: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bindings": self.bindings,
+            "hits": self.hits,
+            "misses": self.misses.shown(),
+            "eager": self.eager.shown(),
+            "engine": self.engine.shown(),
+            "seconds_saved": round(self.saved, 6),
+        }
+
+    def __str__(self) -> str:
+        missed, eager = sum(self.misses.values()), sum(self.eager.values())
+        lines = [f"{self.bindings} bound, {self.hits} hits, {missed} misses, {eager} left to eager; {self.saved:.3f} s saved"]
+        for what, reasons in (("miss", self.misses), ("eager", self.eager), ("engine", self.engine)):
+            lines += [f"  {what} x{count}: {reason}" for reason, count in reasons.shown().items()]
+        return "\n".join(lines)

@@ -1,0 +1,94 @@
+"""Passes of one fingerprint, and which compiled variant serves one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import InputError
+from ..format.manifest import PassSpec, StructureSpec
+from ..native.guards import Fast, check_ambient
+from ..native.library import Library
+from ..operators import unregistered
+from .compiled_pass import CompiledPass, Match
+from .pass_contract import Operands
+from .tape import Tape
+
+_ADVICE = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")
+"""What the guards advise the caller of an exported entry, who passes the tensors; the caller of a backward pass passes none."""
+_REMEMBERED = 1024  # lists of shapes with a fast check, per structure
+
+
+class Structure:
+    """Passes of one fingerprint: the tape of this process, and what the package has for it."""
+
+    def __init__(self, tape: Tape, spec: StructureSpec | None, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
+        self.tape, self.spec = tape, spec
+        self.variants = [CompiledPass(v, tape, libraries, constants) for v in (spec.variants if spec else ())]
+        called = [s.library for v in self.variants for s in v.spec.segments if s.library]
+        self.missing = unregistered(o for name in called for o in libraries[name].spec.operators)  # operators that are not registered yet
+        self._discriminating = _discriminating_sizes([v.spec for v in self.variants])
+        self._fast: dict[tuple[int, ...], _KnownSizes] = {}  # by the sizes that tell passes apart
+
+    def match(self, operands: Operands) -> Match:
+        """The variant that serves a pass; :class:`InputError` says why none does.
+
+        What was accepted before is found by the few sizes that differ between passes, so a hundred batch sizes cost what one does.
+        """
+        inputs, sizes = operands.inputs, operands.sizes
+        try:
+            key = tuple([sizes[d] if i < 0 else inputs[i].shape[d] for i, d in self._discriminating])
+        except IndexError:  # a tensor of lower rank, which no variant serves
+            key = ()
+        known = self._fast.get(key)
+        if known is not None and known.holds(operands):
+            with contextlib.suppress(InputError):  # else another variant may be for this ambient state
+                check_ambient(known.variant.spec.ambient, known.variant.device)
+                return Match(known.variant, inputs, known.values)
+        failures = []
+        for variant in self.variants:
+            try:
+                check_ambient(variant.spec.ambient, variant.device)
+                fitting, values, untouched = variant.contract.fit_pass(operands)
+            except InputError as error:
+                failures.append(_ADVICE.sub("", str(error)))
+                continue
+            if untouched:
+                if len(self._fast) >= _REMEMBERED:
+                    del self._fast[next(iter(self._fast))]
+                self._fast[key] = _KnownSizes(variant, list(sizes), list(operands.scalars), Fast(inputs), values)
+            return Match(variant, fitting, values)
+        raise InputError("; ".join(dict.fromkeys(failures)))
+
+
+@dataclass(frozen=True)
+class _KnownSizes:
+    """Tensors and sizes that a variant serves, looked at by one check in C."""
+
+    variant: CompiledPass
+    sizes: list[int]
+    scalars: list[int | float]
+    fast: Fast
+    values: Mapping[str, int]
+
+    def holds(self, operands: Operands) -> bool:
+        same = self.sizes == operands.sizes and repr(self.scalars) == repr(operands.scalars)  # -0.0 is not 0.0
+        return same and self.fast.holds(operands.inputs)
+
+
+def _discriminating_sizes(variants: Sequence[PassSpec]) -> list[tuple[int, int]]:
+    """Where passes differ in size: (input, dimension), or (-1, number of the size)."""
+    found = [(s.input, s.dim) for v in variants for s in v.symbols]
+    if len(variants) > 1:
+        first = variants[0]
+        others = variants[1:]
+        found += [(-1, k) for k, n in enumerate(first.sizes) if any(v.sizes[k : k + 1] != (n,) for v in others)][:8]
+        for i, spec in enumerate(first.inputs):
+            found += (
+                [(i, d) for d, n in enumerate(spec.shape) if any(v.inputs[i].shape[d : d + 1] != (n,) for v in others)][:2] if len(found) < 16 else []
+            )
+    return list(dict.fromkeys(found))

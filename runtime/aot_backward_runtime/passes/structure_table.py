@@ -1,0 +1,101 @@
+"""The structures that a context has met, and which of them the package holds. Further ones than ``max_structures`` are not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ..errors import InputError
+from ..format.manifest import OperatorSpec, StructureSpec
+from ..loader import Package
+from ..native.library import Library
+from .structure import Structure
+from .tape import Tape
+
+_NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
+MAX_STRUCTURES = 128
+"""Structures that no package holds, in one context. Each has its tape kept: 1 to 4 kB a node."""
+
+
+class StructureTable:
+    """By fingerprint. ``tapes``: those of the structures that were met, in order."""
+
+    def __init__(self, package: Package | None, entry: str | None, max_structures: int, on_full: Callable[[], None]):
+        """``on_full``: called once, when ``max_structures`` were met that the package does not hold."""
+        if type(max_structures) is not int or max_structures < 1:
+            raise InputError(f"max_structures is {max_structures!r}; expected a positive int")
+        self.max_structures = max_structures
+        self.tapes: list[Tape] = []
+        self.operators: Mapping[str, OperatorSpec] = {}
+        self._specs: dict[str, StructureSpec] = {}
+        self._libraries: Mapping[str, Library] = {}
+        self._constants: Mapping[str, torch.Tensor] = {}
+        if package is not None:
+            self._specs, self._libraries, self._constants = package.recorded(entry)
+            self.operators = package.manifest.operators
+        self._on_full = on_full
+        self._met: dict[str, Structure] = {}
+        self._context_numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
+        self._unknown = 0  # structures that were met and the package does not hold
+
+    @property
+    def full(self) -> bool:
+        """Whether ``max_structures`` were met that the package does not hold: further ones are left to eager."""
+        return self._unknown >= self.max_structures
+
+    def why_full(self) -> str:
+        return (
+            f"the structure keeps changing: {self.max_structures} structures that no package holds were met, and further ones are not looked at "
+            "(max_structures)"
+        )
+
+    def knows(self, structure: Structure) -> bool:
+        """Whether ``structure`` is one of those that this context knows."""
+        return structure.tape.fingerprint() in self._met
+
+    def find(self, tape: Tape) -> Structure:
+        """What the package has for ``tape``. Where the numbers in a custom function's context keep changing, that function is called."""
+        fingerprint = tape.fingerprint()
+        if tape.plain_customs and fingerprint not in self._specs:
+            called = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
+            seen = self._context_numbers.get(called.fingerprint(), set())
+            if fingerprint not in seen and (called.fingerprint() in self._specs or len(seen) >= _NUMBERS):
+                tape, fingerprint = called, called.fingerprint()
+            elif not self.full:
+                seen.add(fingerprint)
+                self._context_numbers[called.fingerprint()] = seen
+        known = self._met.get(fingerprint)
+        if known is None:
+            known = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
+            if known.spec is None and self.full:
+                return known
+            self._met[fingerprint] = known
+            self.tapes.append(tape)
+            if known.spec is None:
+                self._unknown += 1
+                if self.full:
+                    self._on_full()
+        return known
+
+    def difference(self, tape: Tape) -> str:
+        """How ``tape`` differs from the nearest recorded structure."""
+        nodes = tape.nodes
+        best, alike = None, -1
+        for spec in self._specs.values():
+            same = next((i for i, (a, b) in enumerate(zip(nodes, spec.nodes, strict=False)) if a != b), min(len(nodes), len(spec.nodes)))
+            if same > alike:
+                best, alike = spec, same
+        if best is None:
+            return f"no structure was recorded; this one has {len(nodes)} nodes, {tape.fingerprint()[:12]}"
+        if alike < min(len(nodes), len(best.nodes)):
+            what = f"node {alike} is {_short(nodes[alike])}, in the nearest recorded structure it is {_short(best.nodes[alike])}"
+        elif len(nodes) != len(best.nodes):
+            what = f"it has {len(nodes)} nodes, the nearest recorded structure {len(best.nodes)}"
+        else:
+            what = "it has the nodes of a recorded structure, but constants of theirs, hooks, or what needs a gradient differ"
+        return f"the structure {tape.fingerprint()[:12]} was not recorded: {what}"
+
+
+def _short(name: str) -> str:
+    return name.rpartition("::")[2]

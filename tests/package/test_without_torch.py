@@ -1,0 +1,71 @@
+"""Reading and checking a package needs no torch: in a Python where importing it raises, golden packages are opened and checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from aot_backward_runtime.format.dtypes import DTYPES, can_hold, is_floating, rounded
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SCRIPT = """
+import sys
+sys.modules["torch"] = None  # from now on, importing it raises
+{first}
+from aot_backward_runtime.errors import PackageError
+from aot_backward_runtime.format.manifest_json import from_json, to_json
+from aot_backward_runtime.package import validate
+from aot_backward_runtime.package.archive import open_package
+from aot_backward_runtime.package.signature_policy import admission
+archive = open_package(sys.argv[1], admit=admission("off", None))
+archive.verify_digests()
+assert from_json(to_json(archive.manifest)) == archive.manifest
+for name in archive.manifest.libraries:
+    archive.library(name)
+kinds = sorted(e.kind for e in archive.manifest.entries.values())
+sizes = dict((n, m.size) for n, m in archive.manifest.members.items())
+sizes.popitem()
+try:
+    validate.check_manifest(archive.manifest, sizes)
+except PackageError as error:
+    print(*kinds, error)
+"""
+
+
+def _run(tmp_path: Path, package: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-c", SCRIPT.format(first=first), str(GOLDEN / package)]
+    env = {"AOT_BACKWARD_CACHE": str(tmp_path / "cache")}
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=120)
+
+
+@pytest.mark.parametrize(("package", "kinds"), [("1.3-orders.pt2", "module"), ("1.2-step.pt2", "step"), ("1.1-passes.pt2", "replay")])
+def test_a_package_is_read_and_checked(tmp_path: Path, package: str, kinds: str) -> None:
+    done = _run(tmp_path, package)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{kinds} member ") and done.stdout.endswith(" is missing\n")
+
+
+def test_it_fails_where_torch_is_imported(tmp_path: Path) -> None:
+    done = _run(tmp_path, "1.2-step.pt2", "import aot_backward_runtime.native.plan")
+    assert done.returncode == 1 and "import of torch halted" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_numbers_are_rounded_as_torch_rounds_them(dtype: str) -> None:
+    of = getattr(torch, dtype)
+    numbers = [1.0, 2.0, 64.0]
+    if is_floating(dtype):
+        largest, smallest = torch.finfo(of).max, torch.finfo(of).smallest_normal
+        assert can_hold(dtype, largest) and not can_hold(dtype, largest * 1.001)
+        numbers += [0.1, 1 / 3, 1e-3, 0.9999999, 5.3, 3.14159265358979, largest, smallest, smallest * 1.7]
+        if dtype != "float8_e8m0fnu":  # which has neither zero nor sign
+            numbers += [0.0, -0.1, -5.3, smallest * 0.3, 1 + 2**-11, 1 + 3 * 2**-9, 1 + 2**-8 + 2**-30]
+    elif dtype == "bool":
+        numbers = [0.0, 1.0]
+    assert all(can_hold(dtype, n) for n in numbers)
+    assert [rounded(n, dtype) for n in numbers] == [torch.tensor(n if is_floating(dtype) else int(n), dtype=of).item() for n in numbers]
