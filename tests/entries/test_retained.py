@@ -13,7 +13,7 @@ from torch.export import Dim
 from torch.profiler import profile
 
 import aot_backward as ab
-from aot_backward.capture import partition
+from aot_backward.capture import fx_graph
 from aot_backward_runtime import load
 from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.package.archive import open_package
@@ -143,7 +143,7 @@ def peak(module: nn.Module, rows: int) -> int:
 
 def test_peak_memory_is_lower(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(partition, "_is_fresh", lambda node: False)
+        patched.setattr(fx_graph, "is_fresh", lambda node: False)
         _make(tmp_path / "leaves.pt2")
     rows = 4096
     consuming, leaving = (peak(load(path).module(), rows) for path in (package, tmp_path / "leaves.pt2"))
