@@ -120,7 +120,21 @@ def test_the_check_of_the_fault_table_can_fail() -> None:
 def missing_paths(text: str) -> list[str]:
     """Files and folders of the repository that a page names in backticks and that are not there; NAMES in capitals stand for something else."""
     named = {p for p in re.findall(r"`([\w.-]+(?:/[\w.-]*)*)`", text) if re.search(r"/|\.(?:py|md|toml|txt|json|pt2)$", p)}
-    return sorted(p for p in named if not re.search(r"\b[A-Z]+\.(?!md)", p) and not (ROOT / p).exists())
+    missing = {p for p in named if not re.search(r"\b[A-Z]+\.(?!md)", p) and not (ROOT / p).exists()}
+    return sorted(p for p in missing if "/" in p or not p.endswith(".py") or missing_modules(f"`{p}`"))
+
+
+def missing_modules(text: str) -> list[str]:
+    """Modules that a page names in backticks, from their distribution's folder or from the room they are in, and that are not there."""
+    there = [
+        f"/{p.relative_to(ROOT).as_posix()}" for folder in ("aot_backward", "exporters", "runtime", "tests") for p in (ROOT / folder).rglob("*.py")
+    ]
+    return sorted(n for n in set(re.findall(r"`([\w/]+\.py)`", text)) if not any(p.endswith(f"/{n}") for p in there))
+
+
+def test_the_modules_that_the_architecture_names_are_there() -> None:
+    assert missing_modules((ROOT / "docs" / "architecture.md").read_text()) == []
+    assert missing_modules("`capture/trace.py` `capture/none.py` `one.py`") == ["capture/none.py"]
 
 
 def test_the_paths_that_contributing_names_are_there() -> None:
