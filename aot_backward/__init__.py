@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .graph import VERSION as __version__
+from aot_backward_exporters.graph import VERSION as __version__
 
 if TYPE_CHECKING:
     from aot_backward_runtime import (

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from aot_backward_exporters.process_state import exclusive
+from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
 
 from . import operators
@@ -21,8 +23,6 @@ from .entries import Entries, Grad, Module, Step, Variant
 from .packaging.builder import Build
 from .packaging.contents import Contents
 from .packaging.package_writer import check_destination, write_package
-from .process_state import exclusive
-from .progress import Progress, silent
 
 
 def export(

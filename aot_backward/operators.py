@@ -11,9 +11,8 @@ from types import ModuleType
 
 import torch
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.format.manifest import Manifest, OperatorSpec
-
-from . import torch_api
 
 log = logging.getLogger("aot_backward")
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Call, Gradient, Plan, TensorSpec
 
-from ..graph import Graph
 from . import fx_graph
 from .joint_graph import Joint
 from .shapes.symbolic_shapes import expression_of

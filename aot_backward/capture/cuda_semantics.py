@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.process_state import exclusive, patched
 from aot_backward_runtime.errors import ExportError
-
-from .. import torch_api
-from ..process_state import exclusive, patched
 
 _Kernel = Callable[..., Any]
 _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype", "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype"}

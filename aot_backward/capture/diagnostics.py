@@ -12,9 +12,9 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 
-from .. import torch_api
 from . import pytrees
 from .user_code import attribute_writes, source_location
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .. import torch_api
+from aot_backward_exporters import torch_api
 
 aten = torch.ops.aten
 _VIEWS = {

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Tree
 
-from .. import torch_api
 from . import fx_graph, preserve
 from .joint_graph import Joint
 from .program_module import FlatProgram, inner_name, state_of

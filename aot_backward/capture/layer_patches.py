@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from .. import torch_api
-from ..process_state import patched
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.process_state import patched
 
 
 @contextlib.contextmanager

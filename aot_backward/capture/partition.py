@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Gradient, Plan
 
-from .. import torch_api
-from ..graph import Graph
 from . import fx_graph
 from .bind_graph import GraphBinder, Weights
 from .fx_graph import results_of, root_of, truncate

@@ -18,10 +18,10 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Tree
 
-from .. import torch_api
 from . import diagnostics, fx_graph, preserve, pytrees
 from .ambient import current_ambient
 from .joint_graph import Joint

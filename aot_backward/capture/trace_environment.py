@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.process_state import without_convolution_libraries
 from aot_backward_runtime.errors import ExportError
 
-from .. import torch_api
-from ..process_state import without_convolution_libraries
 from .layer_patches import traceable_layers
 
 aten = torch.ops.aten

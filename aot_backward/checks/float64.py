@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .. import torch_api
+from aot_backward_exporters import torch_api
+
 from .example_sizes import SEED
 
 

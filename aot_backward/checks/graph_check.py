@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from aot_backward_exporters.graph import Graph
+from aot_backward_exporters.process_state import patched
 from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, PassSpec, TensorSpec, Verdict
@@ -26,8 +28,6 @@ from aot_backward_runtime.native.cuda_library import library_on
 from aot_backward_runtime.native.guards import dtype_of
 from aot_backward_runtime.native.library import Library
 
-from ..graph import Graph
-from ..process_state import patched
 from .example_sizes import cotangents_at, sizes_to_check
 from .named_results import results_of_entry
 from .tolerance import RELATIVE, Comparison, compare_graph_result, distance, is_inexact

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from aot_backward_exporters.process_state import exclusive
+from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime import compatibility, load
 from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.manifest import Ambient, EntrySpec, Manifest, VariantSpec
@@ -22,8 +24,6 @@ from aot_backward_runtime.package.signature_policy import Key, admission, signat
 from aot_backward_runtime.package.targets import targets_of
 
 from ..capture import preserve
-from ..process_state import exclusive
-from ..progress import Progress, silent
 from .example_sizes import Example
 from .named_results import Named, results_of_entry
 from .tolerance import Comparison, distance

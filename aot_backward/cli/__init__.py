@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ..graph import VERSION
+from aot_backward_exporters.graph import VERSION
+
 from .compile import compile_command
 from .convert import convert
 from .doctor import doctor

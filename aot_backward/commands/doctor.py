@@ -15,13 +15,12 @@ from pathlib import Path
 
 import torch
 
+from aot_backward_exporters import torch_api
 from aot_backward_exporters.inductor import targets
 from aot_backward_exporters.toolchain.compile_cache import cache_root
 from aot_backward_exporters.toolchain.gcc import compiler, compiler_version
 from aot_backward_runtime import compatibility
 from aot_backward_runtime.errors import AotBackwardError
-
-from .. import torch_api
 
 _LEAST_ROOM = 1 << 30  # bytes; two precompiled headers of up to 150 MB, and room to compile in
 _PROBE = "#include <omp.h>\n#include <vector>\nextern int f() { return omp_get_max_threads(); }\n"

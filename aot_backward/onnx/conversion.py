@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aot_backward_exporters.graph import Graph
+from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Manifest
-
-from ..graph import Graph
-from ..progress import Progress
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.graph import Graph
 from aot_backward_exporters.portable import graph_json
+from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.manifest import EntrySpec, VariantSpec
 from aot_backward_runtime.native.plan import ROLES
@@ -14,12 +17,9 @@ from aot_backward_runtime.native.weights import filled, load_examples, load_weig
 from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.package.archive import Archive, open_package
 
-from .. import torch_api
 from ..capture.shapes.restore_shapes import restored_shapes
 from ..checks import graph_check
 from ..checks.verify import verify_variant
-from ..graph import Graph
-from ..progress import Progress, silent
 from .conversion import Conversion, OnnxFile, checked_destination, require_onnx
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aot_backward_exporters.graph import Artifact, Graph
+from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
 
 from ..api import check_entries, everything_kept
 from ..entries import Entries, Module
-from ..graph import Artifact, Graph
 from ..packaging.builder import Build
 from ..packaging.contents import Contents
-from ..progress import Progress, silent
 from .conversion import Conversion, OnnxFile, checked_destination, require_onnx
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from aot_backward_exporters.graph import VERSION
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, Verdict, WeightSpec
 from aot_backward_runtime.loader import Package
 
 from ..checks.example_sizes import SEED
 from ..entries import Entry, Module, Step
-from ..graph import VERSION
 from .contents import Check, Contents
 from .program_entry import add_program
 from .step_entry import add_step

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from aot_backward_exporters.graph import Artifact, Graph
 from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
+from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, Verdict
@@ -17,8 +19,6 @@ from aot_backward_runtime.package.targets import seen_as
 
 from ..capture.joint_graph import Joint
 from ..capture.shapes.symbolic_shapes import Sizes
-from ..graph import Artifact, Graph
-from ..progress import Progress, silent
 from .package_writer import library_spec, stem_of, stems_of
 
 Check = Callable[[Package, int, dict[str, torch.Tensor]], Verdict]

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from aot_backward_exporters.graph import Artifact, Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.atomic_file import replacing
 from aot_backward_runtime.format.manifest import (
@@ -35,7 +36,6 @@ from aot_backward_runtime.native.tensor_bytes import dtype_name, tensor_chunks
 from aot_backward_runtime.native.weights import layout_problem
 from aot_backward_runtime.package.validate import GRAPH_NAME, LIBRARY_FOLDER
 
-from ..graph import Artifact, Graph
 from ..operators import operators_of
 
 TOP = "package"

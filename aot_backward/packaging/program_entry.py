@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.pytree import describe
 
-from .. import torch_api
 from ..capture import higher_order, partition, preserve, program_module
 from ..capture.joint_graph import Joint
 from ..capture.shapes import dynamic_shapes
@@ -23,7 +24,6 @@ from ..checks import eager_check
 from ..checks.example_sizes import Example, exclude_refused_empty_sizes
 from ..checks.named_results import Wrt
 from ..entries import Grad, Module
-from ..graph import Graph
 from .contents import Check, Contents
 from .variant_capture import Names, prepare_example, requiring_gradients, requiring_gradients_of, resolve_names, trace_variant
 from .variant_spec import variant_spec

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from aot_backward_exporters.cuda import cross_compile
+from aot_backward_exporters.graph import VERSION
 from aot_backward_exporters.inductor import targets
+from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.compatibility import hindrance
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, Target, Verdict
@@ -29,8 +31,6 @@ from aot_backward_runtime.package.signature_policy import Key, Policy, admission
 from aot_backward_runtime.package.targets import seen_as, targets_of
 
 from ..checks import graph_check
-from ..graph import VERSION
-from ..progress import Progress, silent
 from .contents import load_unwritten
 from .package_writer import check_destination, write_package
 from .rebuilt_graphs import RebuiltGraphs, on_device

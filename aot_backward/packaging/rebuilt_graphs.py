@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.graph import Artifact, Graph
 from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
+from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.manifest import EntrySpec, LibrarySpec, PassSpec, SymbolSpec, TensorSpec, VariantSpec
 from aot_backward_runtime.native.plan import ROLES
 from aot_backward_runtime.native.weights import filled, load_weights
 from aot_backward_runtime.package.archive import Archive
 
-from .. import torch_api
 from ..capture.shapes.restore_shapes import RestoredShapes, restored_shapes
 from ..capture.shapes.symbolic_shapes import Sizes, expression_of
-from ..graph import Artifact, Graph
-from ..progress import Progress
 from .package_writer import library_spec, stem_of, stems_of
 
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from aot_backward_exporters.graph import Artifact
 from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
+from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 
 from ..capture.shapes.symbolic_shapes import Sizes
-from ..graph import Artifact
-from ..progress import Progress, silent
 from .infer_shapes import fake_mode
 from .package_update import PackageUpdate, locked
 from .pass_check import checked

@@ -15,10 +15,10 @@ from typing import Any
 import sympy
 import torch
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
 
-from .. import torch_api
 from ..capture.shapes.symbolic_shapes import Sizes, expression_of
 from .observation import Observation, TensorMetadata
 

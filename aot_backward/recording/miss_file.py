@@ -19,7 +19,9 @@ from typing import Any
 import sympy
 import torch
 
+from aot_backward_exporters import torch_api
 from aot_backward_exporters.portable.graph_json import graph_from_json, graph_to_json
+from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.atomic_file import replacing
 from aot_backward_runtime.format.expressions import evaluate
@@ -27,8 +29,6 @@ from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
 from aot_backward_runtime.format.manifest_json import plain, read_as
 from aot_backward_runtime.passes.tape import tape_from_json
 
-from .. import torch_api
-from ..progress import Progress, silent
 from ..tensor_file import read_tensors, write_tensors
 from .compile import add_programs
 from .infer_shapes import Shapes, fake_mode

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from aot_backward_exporters.graph import VERSION, Artifact
 from aot_backward_exporters.inductor import targets
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, StructureSpec, WeightSpec
@@ -22,7 +23,6 @@ from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package.archive import Archive, open_package
 
 from .. import operators
-from ..graph import VERSION, Artifact
 from ..packaging.package_writer import library_spec, write_package
 from .trace import TracedProgram
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from aot_backward_exporters.graph import Artifact, Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import PassSpec, Segment, Verdict
@@ -17,7 +18,6 @@ from aot_backward_runtime.passes.pass_contract import PassContract
 from aot_backward_runtime.passes.tape import Slot
 
 from ..checks.tolerance import RELATIVE, compare_graph_result
-from ..graph import Artifact, Graph
 from ..packaging.package_writer import library_spec
 from .pass_graphs import gradient_strides
 from .recorded_structure import ExamplePass

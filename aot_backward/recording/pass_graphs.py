@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Segment, TensorSpec
 from aot_backward_runtime.passes.interpreter import Run
 from aot_backward_runtime.passes.tape import Op, Slot, Tape, slots
 
-from .. import torch_api
 from ..capture.bind_graph import lift_constants
 from ..capture.fx_graph import root_of
 from ..capture.shapes.symbolic_shapes import Sizes, expression_of
 from ..capture.trace_environment import decompositions, tracing
-from ..graph import Graph
 from .infer_shapes import Shapes
 from .partition_tape import Partition
 from .recorded_structure import ExamplePass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.loader import load
 from aot_backward_runtime.package.archive import open_package
@@ -12,7 +13,6 @@ from aot_backward_runtime.package.targets import targets_of
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
-from ..progress import Progress
 from .observed_replay import ObservedReplay
 from .recorded_structure import DEFAULT_ENTRY
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aot_backward_exporters.graph import Graph
+from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import PassSpec, Segment, Verdict
 
 from ..capture.shapes.symbolic_shapes import Sizes
-from ..graph import Graph
-from ..progress import Progress
 from .infer_shapes import Shapes, group_observations, make_symbolic
 from .observation import Observation
 from .partition_tape import OPAQUE, Partition, partition_tape, sparse_operations

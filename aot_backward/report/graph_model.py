@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from aot_backward.graph import Line
+from aot_backward_exporters.graph import Line
 from aot_backward_exporters.portable.graph_json import form_of
 from aot_backward_runtime.errors import InputError, PackageError
 from aot_backward_runtime.format.expressions import evaluate

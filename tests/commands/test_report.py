@@ -24,7 +24,6 @@ from torch import nn
 
 import aot_backward as ab
 from aot_backward.cli import main
-from aot_backward.graph import Line
 from aot_backward.report import report
 from aot_backward.report.graph_model import Drawing, Node, TensorInfo, drawings
 from aot_backward.report.graph_views import views
@@ -32,6 +31,7 @@ from aot_backward.report.markup import data, element, raw
 from aot_backward.report.memory import memory_use
 from aot_backward.report.storage import bytes_of
 from aot_backward.report.wording import Words, size_in_words
+from aot_backward_exporters.graph import Line
 from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
 from aot_backward_runtime.package.archive import open_package
 

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._sympy.value_ranges import ValueRanges
 
 import aot_backward_exporters
-from aot_backward.graph import Artifact, Graph
+from aot_backward_exporters.graph import Artifact, Graph
 from aot_backward_exporters.inductor import compile, lowering, patches, settings, targets
 from aot_backward_exporters.inductor.cache_key import canonical_graph
 from aot_backward_exporters.toolchain import compile_cache, cpp_source, gcc

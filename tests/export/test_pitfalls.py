@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import aot_backward as ab
-from aot_backward import torch_api
+from aot_backward_exporters import torch_api
 from aot_backward_runtime import ExportError, WeightsError, load
 
 from ..support.oracle import assert_same, run

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import aot_backward
-from aot_backward import torch_api
 from aot_backward.capture.program_module import FunctionModule
 from aot_backward.capture.trace import trace_program
-from aot_backward.process_state import exclusive, patched, patched_items, without_convolution_libraries
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.process_state import exclusive, patched, patched_items, without_convolution_libraries
 
 
 class Base:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aot_backward.graph import VERSION
+from aot_backward_exporters.graph import VERSION
 from aot_backward_runtime import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,8 @@ FOLDERS = {
 _RUNTIME, _EXPORTERS = "aot_backward_runtime", "aot_backward_exporters"
 _FILES = f"{_RUNTIME}.errors", f"{_RUNTIME}.format", f"{_RUNTIME}.package"
 _CALLS = *_FILES, f"{_RUNTIME}.torch_api", f"{_RUNTIME}.native", f"{_RUNTIME}.operators"
-_LIBRARY = _RUNTIME, "aot_backward.graph", "aot_backward.progress", "aot_backward.torch_api", "aot_backward.process_state"
+_BASE = tuple(f"{_EXPORTERS}.{name}" for name in ("graph", "process_state", "progress", "torch_api"))
+_LIBRARY = _RUNTIME, *_BASE
 ALLOWED = {
     # room -> what its modules may import besides the room's own; the longest prefix that fits a module holds. A room names none that comes after it
     f"{_RUNTIME}.errors": (),
@@ -37,19 +38,19 @@ ALLOWED = {
     f"{_RUNTIME}.loader": (*_CALLS, f"{_RUNTIME}.compatibility", f"{_RUNTIME}.entries", f"{_RUNTIME}.training"),
     f"{_RUNTIME}.passes": (*_CALLS, f"{_RUNTIME}.loader"),
     _RUNTIME: (),  # the façade: see _HOME, which is not an import
-    "aot_backward.graph": (f"{_RUNTIME}.format",),
-    "aot_backward.progress": (),
-    "aot_backward.torch_api": (),
-    "aot_backward.process_state": ("aot_backward.torch_api",),
-    "aot_backward.entries": (),
-    "aot_backward.operators": _LIBRARY,
-    "aot_backward.tensor_file": _LIBRARY,
+    f"{_EXPORTERS}.graph": (f"{_RUNTIME}.format",),
+    f"{_EXPORTERS}.progress": (),
+    f"{_EXPORTERS}.torch_api": (),
+    f"{_EXPORTERS}.process_state": (f"{_EXPORTERS}.torch_api",),
     f"{_EXPORTERS}.toolchain": _LIBRARY,
     f"{_EXPORTERS}.cuda": (*_LIBRARY, f"{_EXPORTERS}.toolchain"),
-    f"{_EXPORTERS}.inductor": (*_LIBRARY, f"{_EXPORTERS}.toolchain", f"{_EXPORTERS}.cuda", _EXPORTERS),
+    f"{_EXPORTERS}.inductor": (*_LIBRARY, f"{_EXPORTERS}.toolchain", f"{_EXPORTERS}.cuda"),
     f"{_EXPORTERS}.portable": (*_LIBRARY, f"{_EXPORTERS}.inductor"),
     f"{_EXPORTERS}.onnx": _LIBRARY,
     _EXPORTERS: (),
+    "aot_backward.entries": (),
+    "aot_backward.operators": _LIBRARY,
+    "aot_backward.tensor_file": _LIBRARY,
     "aot_backward.capture": _LIBRARY,
     "aot_backward.checks": (*_LIBRARY, "aot_backward.capture"),
     "aot_backward.packaging": (
@@ -67,12 +68,11 @@ ALLOWED = {
     ),
     "aot_backward.commands": (*_LIBRARY, _EXPORTERS, "aot_backward.tensor_file"),
     # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
-    "aot_backward.report": (_RUNTIME, "aot_backward.graph", f"{_EXPORTERS}.portable"),
+    "aot_backward.report": (_RUNTIME, f"{_EXPORTERS}.graph", f"{_EXPORTERS}.portable"),
     "aot_backward.cli": (
         *(
             _RUNTIME,
-            "aot_backward.graph",
-            "aot_backward.progress",
+            *_BASE,
             "aot_backward.tensor_file",
             "aot_backward.api",
             "aot_backward.checks.verify",
@@ -147,7 +147,7 @@ def wrong_imports(name: str, path: Path, source: str) -> list[str]:
     ours = [i for i in imports(name, path, source) if i.split(".")[0] in FOLDERS]
     if name in ("aot_backward", _RUNTIME):  # their TYPE_CHECKING blocks repeat what they offer
         return []
-    return [i for i in ours if i not in ("aot_backward", _RUNTIME) and not within(i, (*ALLOWED[own], own))]
+    return [i for i in ours if i not in FOLDERS and not within(i, (*ALLOWED[own], own))]
 
 
 def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from aot_backward.graph import Artifact
 from aot_backward.packaging.package_writer import write_package
+from aot_backward_exporters.graph import Artifact
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 from aot_backward_runtime.format.manifest import ConstantSpec, LibrarySpec, Manifest, Target, TensorSpec
 

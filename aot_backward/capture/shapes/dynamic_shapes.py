@@ -14,9 +14,9 @@ import torch
 from torch.export import AdditionalInputs, Dim, ShapesCollection
 from torch.utils import _pytree as pytree
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 
-from ... import torch_api
 from .symbolic_shapes import expression_of
 
 _Hint = type(Dim.AUTO)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Shared
 
-from ... import torch_api
 from .symbolic_shapes import Sizes, expression_of, write
 
 _LARGEST = 1 << 24  # elements of a memory of which every one is looked at

@@ -9,11 +9,10 @@ from typing import Any
 import sympy
 import torch
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
-
-from ... import torch_api
 
 
 @dataclass(frozen=True)

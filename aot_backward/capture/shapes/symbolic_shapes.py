@@ -13,10 +13,9 @@ from typing import Any
 import sympy
 import torch
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Size, SymbolSpec, TensorSpec
-
-from ... import torch_api
 
 _COMPARISONS = {"Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "LessThan": "<=", "StrictGreaterThan": ">", "GreaterThan": ">="}
 _BINARY = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}

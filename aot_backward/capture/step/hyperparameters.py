@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ... import torch_api
+from aot_backward_exporters import torch_api
+
 from ..fx_graph import call
 from ..trace_environment import decompositions
 

@@ -23,11 +23,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.process_state import patched_items
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Interval, NumberSpec
 
-from ... import torch_api
-from ...process_state import patched_items
 from ..trace_environment import tracing
 from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
 from .optimizer_spec import OptimizerSpec, Settings, duplicate, single_tensor_form

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import GroupSpec
 from aot_backward_runtime.training.param_groups import plain
-
-from ... import torch_api
 
 _WHOLE = ("lr", "weight_decay", "momentum", "dampening", "lr_decay")
 """Numbers that people write as ``0`` and ``1``, and a schedule moves nevertheless."""

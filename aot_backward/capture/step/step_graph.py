@@ -19,11 +19,11 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import GradientSlot, OptimizerStateSpec, Plan, StepSpec
 from aot_backward_runtime.training.param_groups import plain
 
-from ...graph import Graph
 from .. import fx_graph, partition
 from ..bind_graph import GraphBinder, Weights
 from ..fx_graph import add_placeholder, by_name, call, output_of

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...process_state import patched
+from aot_backward_exporters.process_state import patched
+
 from . import source_location
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.process_state import patched
 from aot_backward_runtime.errors import ExportError
 
-from ... import torch_api
-from ...process_state import patched
 from . import source_location
 
 

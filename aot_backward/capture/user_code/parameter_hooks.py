@@ -14,9 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 
-from ... import torch_api
 from .. import fx_graph
 from ..joint_graph import Joint
 from ..trace_environment import decompositions, tracing

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from aot_backward.graph import LINE, Line
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.graph import LINE, Line
+from aot_backward_exporters.process_state import patched
 
-from ... import torch_api
-from ...process_state import patched
 from . import source_location
 
 _ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import aot_backward_runtime
+from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import AotBackwardError, ExportError
 
-from ... import torch_api
 from .. import preserve
 
 _INSTALLED = tuple(sysconfig.get_path(name) + "/" for name in ("purelib", "platlib"))  # below the standard library's folder

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from ...progress import Progress, silent
+from aot_backward_exporters.progress import Progress, silent
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from aot_backward import torch_api
 from aot_backward_runtime.errors import ExportError
 
+from .. import torch_api
 from .fx_splice import spliced, with_strides
 
 aten = torch.ops.aten

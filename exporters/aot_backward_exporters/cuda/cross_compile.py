@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from aot_backward import torch_api
-from aot_backward.process_state import patched, patched_items
 from aot_backward_runtime.errors import ExportError
 
+from .. import torch_api
+from ..process_state import patched, patched_items
 from .devices import DEVICES, Device
 from .toolkit import cuda_home, toolkit
 

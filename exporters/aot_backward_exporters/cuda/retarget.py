@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from aot_backward import torch_api
-from aot_backward.graph import Graph
 from aot_backward_runtime.errors import ExportError
 
+from .. import torch_api
+from ..graph import Graph
 from . import attention
 from .devices import Device
 from .fx_splice import spliced, with_strides

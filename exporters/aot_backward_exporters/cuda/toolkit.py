@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from aot_backward.process_state import patched, patched_items
 from aot_backward_runtime.errors import ExportError
 
+from ..process_state import patched, patched_items
 from ..toolchain.gcc import compiler
 
 

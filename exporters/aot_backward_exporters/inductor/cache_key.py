@@ -17,8 +17,8 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from aot_backward import torch_api
-from aot_backward.graph import Graph
+from .. import torch_api
+from ..graph import Graph
 
 # Where a node came from. ``tensor_meta`` and ``unbacked_bindings`` repeat what ``val`` has.
 _NOT_COMPILED = {

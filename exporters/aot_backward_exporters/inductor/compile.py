@@ -25,15 +25,15 @@ import sympy
 import torch
 
 import aot_backward_exporters
-from aot_backward import torch_api
-from aot_backward.graph import Artifact, Graph
-from aot_backward.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 
+from .. import torch_api
 from ..cuda import cross_compile
 from ..cuda.retarget import retarget
 from ..cuda.toolkit import toolkit
+from ..graph import Artifact, Graph
+from ..progress import Progress, silent
 from ..toolchain import gcc
 from ..toolchain.compile_cache import Entry, digest, digest_of_sources, fetch, store
 from ..toolchain.strip_paths import erase_paths

@@ -11,10 +11,10 @@ from typing import Any
 import sympy
 import torch
 
-from aot_backward import torch_api
-from aot_backward.graph import Graph
 from aot_backward_runtime.errors import ExportError
 
+from .. import torch_api
+from ..graph import Graph
 from . import graph_fixes, patches
 from .cache_key import Canonical
 from .settings import settings_for

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from aot_backward import torch_api
-from aot_backward.graph import Graph
-from aot_backward.process_state import patched, without_convolution_libraries
-
+from .. import torch_api
+from ..graph import Graph
+from ..process_state import patched, without_convolution_libraries
 from .targets import Processor
 
 

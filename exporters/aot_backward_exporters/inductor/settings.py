@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from aot_backward import torch_api
-from aot_backward.graph import Options
-
+from .. import torch_api
+from ..graph import Options
 from .targets import Processor
 
 FIXED: Options = {

@@ -16,12 +16,12 @@ import torch.fx.traceback
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from aot_backward import torch_api
-from aot_backward.graph import LINE, Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import TensorSpec
 
+from .. import torch_api
+from ..graph import LINE, Graph
 from .decompositions import attention, convolution, elementwise, exponentials, indexing, layers, pooling, reductions, shapes
 from .rewrites import rewrite, widen
 

@@ -23,11 +23,11 @@ import onnxscript.optimizer
 import torch
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
-from aot_backward import torch_api
-from aot_backward.graph import LINE, VERSION, Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Size, TensorSpec
 
+from .. import torch_api
+from ..graph import LINE, VERSION, Graph
 from . import translations
 from .lowering import Lowered, located, lower
 

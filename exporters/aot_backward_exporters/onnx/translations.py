@@ -11,8 +11,7 @@ import torch
 from onnx import TensorProto, helper
 from onnxscript import opset18
 
-from aot_backward import torch_api
-
+from .. import torch_api
 from .decompositions.pooling import windows
 
 op: Any = opset18

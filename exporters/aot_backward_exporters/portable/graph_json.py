@@ -19,12 +19,13 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
-from aot_backward import torch_api
-from aot_backward.graph import LINE, Graph, Line
-from aot_backward.process_state import without_convolution_libraries
 from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import LibrarySpec
+
+from .. import torch_api
+from ..graph import LINE, Graph, Line
+from ..process_state import without_convolution_libraries
 
 VERSION = 1
 """Of the form. 1: 2026-11-21, the first."""

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from aot_backward import torch_api
-from aot_backward.process_state import patched
 from aot_backward_runtime.errors import ExportError
 
+from .. import torch_api
+from ..process_state import patched
 from . import cpp_source
 from .compile_cache import cache_root, digest, store_folder
 

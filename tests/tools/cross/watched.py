@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from aot_backward.graph import Graph
+from aot_backward_exporters.graph import Graph
 from aot_backward_exporters.inductor import compile
 
 from .jobs import Source

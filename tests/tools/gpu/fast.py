@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import aot_backward as ab
-from aot_backward import torch_api
+from aot_backward_exporters import torch_api
 from aot_backward_runtime import load
 from aot_backward_runtime.loader import Package
 from tests.tools.cross import programs
