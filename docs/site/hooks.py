@@ -25,7 +25,7 @@ log = logging.getLogger("mkdocs.hooks.site")  # below "mkdocs", whose warnings a
 
 _MARK = re.compile(r"^<!-- (figure|table): ([\w-]+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^()#:\s]+)(?=[#)])")
-_CODE = re.compile(r"(^```.*?^```$|``.+?``|`[^`]+`)", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"(^ *```.*?^ *```$|``.+?``|`[^`]+`)", re.MULTILINE | re.DOTALL)
 _LITERAL = re.compile(r"<(?=[A-Za-z](?!ttps?:))|(?<=\])\[")  # error messages in the tables: `<class …>`, `[N][N]`
 _FENCE_WITH_FILE = re.compile(r"^(```\w+) file=(\S+)$", re.MULTILINE)
 _LOADED = re.compile(r"""<(?:script|img|iframe)\b[^>]*\bsrc=["'](?:https?:)?//|<link\b(?![^>]*rel=["']?canonical)[^>]*\bhref=["'](?:https?:)?//""")
