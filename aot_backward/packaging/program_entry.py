@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +17,15 @@ from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, VariantSp
 from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.pytree import describe
 
-from ..capture import higher_order, partition, preserve, program_module
+from ..capture import higher_order, partition, program_module
 from ..capture.joint_graph import Joint
-from ..capture.shapes import dynamic_shapes
 from ..capture.user_code import source_location
 from ..checks import eager_check
 from ..checks.example_sizes import Example, exclude_refused_empty_sizes
 from ..checks.named_results import Wrt
-from ..entries import Grad, Module
+from ..entries import Grad, Module, Variant
 from .contents import Check, Contents
-from .variant_capture import Names, prepare_example, requiring_gradients, requiring_gradients_of, resolve_names, trace_variant
+from .variant_capture import Names, captured_variant, requiring_gradients, resolve_names
 from .variant_spec import variant_spec
 
 Weights = Mapping[str, tuple[str, torch.Tensor]]
@@ -42,28 +42,15 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
     variants, examples, cases = list[VariantSpec](), list[Example](), list[eager_check.Case]()
     wrt: Wrt = ()
     for i, variant in enumerate(entry.variants):
-        stage, total = f"capture {name}", len(entry.variants)
-        contents.progress(stage, i, total)
         mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
-        example = prepare_example(variant, signature, mode, contents.device)
-        shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
-        wanted: Names | None = None
-        if isinstance(entry, Grad):
-            by_default = "parameters" if isinstance(fn, nn.Module) else "inputs"
-            wanted = resolve_names("wrt", entry.wrt if entry.wrt is not None else by_default, program, signature, example)
-        elif variant.requires_grad is not None:
-            wanted = resolve_names("requires_grad", variant.requires_grad, program, signature, example)
-        with (
-            preserve.in_mode(program, mode),
-            requiring_gradients_of(wanted, program, example) as example,
-            source_location.errors_located(program, example.args, example.kwargs),
-        ):
-
-            def told(words: str, i: int = i, stage: str = stage, total: int = total) -> None:
-                contents.progress(f"{stage}: {words}", i, total)
-
-            kind = "module" if isinstance(entry, Module) else "grad"
-            joint = trace_variant(program, example, shapes, signature, kind, told)
+        with captured_variant(
+            *(contents, name, (i, len(entry.variants)), variant, program),
+            module=program,
+            mode=mode,
+            kind="module" if isinstance(entry, Module) else "grad",
+            signature=signature,
+            names=functools.partial(_names, entry, variant, program, signature),
+        ) as (example, wanted, joint):
             prefix = f"{name}.{i}"
             if isinstance(entry, Module):
                 spec, graphs = _module_variant(contents, prefix, entry, program, state, example, joint, weights)
@@ -74,7 +61,6 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
             variants.append(exclude_refused_empty_sizes(dataclasses.replace(spec, set_apart=apart), program, example))
             examples.append(example)
             cases.append(eager_check.Case(program, wrt if isinstance(entry, Grad) else None, any(map(_computes_in_16_bits, graphs))))
-        contents.progress(stage, i + 1, total)
 
     def check(package: Package, i: int, stored: dict[str, torch.Tensor]) -> Verdict:
         with source_location.errors_located(program, examples[i].args, examples[i].kwargs):
@@ -89,6 +75,16 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
         training=program.training,
     )
     return (entry_spec if isinstance(entry, Module) else _grad_entry(entry_spec, entry, wrt)), check
+
+
+def _names(entry: Module | Grad, variant: Variant, program: nn.Module, signature: Callable[..., Any], example: Example) -> Names | None:
+    """What is differentiated; None for all that requires a gradient."""
+    if isinstance(entry, Grad):
+        by_default = "parameters" if entry.fn is program else "inputs"
+        return resolve_names("wrt", entry.wrt if entry.wrt is not None else by_default, program, signature, example)
+    if variant.requires_grad is not None:
+        return resolve_names("requires_grad", variant.requires_grad, program, signature, example)
+    return None
 
 
 def _grad_entry(spec: EntrySpec, entry: Grad, wrt: Wrt) -> EntrySpec:

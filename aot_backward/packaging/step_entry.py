@@ -10,16 +10,14 @@ from torch import nn
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
 
-from ..capture import partition, preserve, program_module
-from ..capture.shapes import dynamic_shapes
+from ..capture import partition, program_module
 from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
-from ..capture.user_code import source_location
 from ..checks import step_check
 from ..checks.example_sizes import exclude_refused_empty_sizes
 from ..entries import Step
 from .contents import Check, Contents
-from .variant_capture import prepare_example, requiring_gradients_of, trace_variant
+from .variant_capture import captured_variant
 from .variant_spec import variant_spec
 
 
@@ -37,25 +35,18 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     variants, examples = [], []
     shared: steps.StepState | None = None
     for i, variant in enumerate(entry.variants):
-        stage, total = f"capture {name}", len(entry.variants)
-        contents.progress(stage, i, total)
         if variant.requires_grad is not None:
             raise ExportError(f"entry {name!r}: requires_grad names inputs, and a training step gives no gradients of inputs")
-        signature = program.signature(variant.args)
         mode = variant.mode or ("train" if entry.module.training else "eval")
-        example = prepare_example(variant, signature, mode, contents.device)
-        shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
         prefix = f"{name}.{i}"
-        with (
-            preserve.in_mode(entry.module, mode),
-            requiring_gradients_of(wanted, program, example) as example,
-            source_location.errors_located(program, example.args, example.kwargs),
-        ):
-
-            def told(words: str, i: int = i, stage: str = stage, total: int = total) -> None:
-                contents.progress(f"{stage}: {words}", i, total)
-
-            joint = trace_variant(program, example, shapes, signature, "step", told)
+        with captured_variant(
+            *(contents, name, (i, len(entry.variants)), variant, program),
+            module=entry.module,
+            mode=mode,
+            kind="step",
+            signature=program.signature(variant.args),
+            names=lambda example: wanted,
+        ) as (example, _, joint):
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]
                 raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")
@@ -79,7 +70,6 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
             contents.compile(partitions.graphs, joint)
             variants.append(exclude_refused_empty_sizes(variant_spec(mode, joint, partitions), program, example))
             examples.append(example)
-        contents.progress(stage, i + 1, total)
     assert shared is not None
     for n, tensor in shared.tensors.items():
         if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):

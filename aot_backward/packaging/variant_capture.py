@@ -17,14 +17,54 @@ from ..capture import preserve, program_module, pytrees
 from ..capture.joint_graph import Joint
 from ..capture.shapes import dynamic_shapes
 from ..capture.trace import trace_program
+from ..capture.user_code import source_location
 from ..checks.example_sizes import Example
 from ..entries import Variant
+from .contents import Contents
 
 Names = list[tuple[str, str]]
 """("parameter", name) and ("input", name)."""
 
 
-def prepare_example(variant: Variant, signature: Callable[..., Any], mode: str, device: str) -> Example:
+@contextlib.contextmanager
+def captured_variant(
+    contents: Contents,
+    name: str,
+    place: tuple[int, int],
+    variant: Variant,
+    program: nn.Module,
+    *,
+    module: nn.Module,
+    mode: str,
+    kind: str,
+    signature: Callable[..., Any],
+    names: Callable[[Example], Names | None],
+) -> Iterator[tuple[Example, Names | None, Joint]]:
+    """The example inputs of a variant, what is differentiated, and the joint graph. Inside of it ``module`` is in ``mode``, nothing but what is
+    differentiated requires a gradient, and errors name the caller's line.
+
+    ``name``: of the entry, and ``kind``. ``place``: the variant's number, and how many there are. ``names``: what is differentiated, given the
+    example; None for all that requires a gradient."""
+    number, total = place
+    stage = f"capture {name}"
+    contents.progress(stage, number, total)
+    example = _prepare_example(variant, signature, mode, contents.device)
+    shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
+    wanted = names(example)
+    with (
+        preserve.in_mode(module, mode),
+        _requiring_gradients_of(wanted, program, example) as example,
+        source_location.errors_located(program, example.args, example.kwargs),
+    ):
+        joint = trace_program(program, example.args, example.kwargs, shapes, signature=signature, kind=kind, first_only=kind != "module")
+        stated = dynamic_shapes.declared(shapes, signature, example.args, example.kwargs)
+        for fixed in dynamic_shapes.left_fixed(stated, joint.input_names, joint.inputs):
+            contents.progress(f"{stage}: Dim.AUTO came out fixed, {fixed}", number, total)
+        yield example, wanted, joint
+    contents.progress(stage, number + 1, total)
+
+
+def _prepare_example(variant: Variant, signature: Callable[..., Any], mode: str, device: str) -> Example:
     """The example inputs as leaves of their own, in ``mode``. Where the code is for a GPU (``device`` "cuda"), 0-d tensors on the CPU, which eager
     takes beside those on a GPU, go there: compiled code would read them on the host, and a captured one would never look again."""
     if not isinstance(variant.args, tuple):
@@ -77,7 +117,7 @@ def resolve_names(option: str, asked: str | Sequence[str], program: nn.Module, s
 
 
 @contextlib.contextmanager
-def requiring_gradients_of(wanted: Names | None, program: nn.Module, example: Example) -> Iterator[Example]:
+def _requiring_gradients_of(wanted: Names | None, program: nn.Module, example: Example) -> Iterator[Example]:
     """The example, inside of which exactly what is ``wanted`` requires a gradient; with None everything keeps what it has."""
     if wanted is None:
         yield example
@@ -89,15 +129,6 @@ def requiring_gradients_of(wanted: Names | None, program: nn.Module, example: Ex
     targets = [p for n, p in program.named_parameters(remove_duplicate=False) if n in parameters]
     with preserve.requiring_alone(program.parameters(), targets):
         yield example.with_tensors(tensors)
-
-
-def trace_variant(program: nn.Module, example: Example, shapes: Any, signature: Callable[..., Any], kind: str, told: Callable[[str], None]) -> Joint:
-    """The joint graph of one variant. ``kind``: of its entry. ``told``: called with each size that ``Dim.AUTO`` left fixed, in words."""
-    joint = trace_program(program, example.args, example.kwargs, shapes, signature=signature, kind=kind, first_only=kind != "module")
-    stated = dynamic_shapes.declared(shapes, signature, example.args, example.kwargs)
-    for fixed in dynamic_shapes.left_fixed(stated, joint.input_names, joint.inputs):
-        told(f"Dim.AUTO came out fixed, {fixed}")
-    return joint
 
 
 def requiring_gradients(state: Mapping[str, torch.Tensor], example: Example) -> tuple[str, ...]:
