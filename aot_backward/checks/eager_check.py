@@ -87,7 +87,7 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
 def compare_results(actual: Named, eager: Named, reference: Reference[Named], *, coarse: bool = False) -> list[Comparison]:
     """Every tensor of ``eager`` beside ``actual``'s of the same name. :class:`ExportError` where they are no two tensors alike."""
     if actual.keys() != eager.keys():
-        raise ExportError(f"the artifact gives {sorted(actual.keys() ^ eager.keys())} otherwise than eager")
+        raise ExportError(f"{sorted(actual.keys() ^ eager.keys())} exist in only one of the artifact's results and eager's")
     largest = _largest_gradient(reference.results)
     out = []
     for name, e in eager.items():

@@ -118,7 +118,7 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
 def _runnable(manifest: Manifest) -> Iterator[str]:
     """The package's targets that this machine can run."""
     for number, target in enumerate(targets_of(manifest)):
-        if not compatibility.hindrance(manifest, number):
+        if not compatibility.why_incompatible(manifest, number):
             yield target.label
 
 

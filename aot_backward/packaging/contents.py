@@ -11,7 +11,7 @@ from aot_backward_exporters.graph import Artifact, Graph
 from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
-from aot_backward_runtime.compatibility import hindrance
+from aot_backward_runtime.compatibility import why_incompatible
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, Verdict
 from aot_backward_runtime.loader import Package, device_of
@@ -78,7 +78,7 @@ class Contents:
 
     def packages(self, manifest: Manifest) -> list[Package | str]:
         """For each target the package as it would be loaded; or why this machine cannot."""
-        return [hindrance(manifest, number) or self._load(manifest, number) for number in range(len(self.specs))]
+        return [why_incompatible(manifest, number) or self._load(manifest, number) for number in range(len(self.specs))]
 
     def _load(self, manifest: Manifest, number: int) -> Package:
         paths = {name: self._artifacts(name)[number].library for name in manifest.libraries}

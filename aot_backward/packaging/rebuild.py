@@ -20,7 +20,7 @@ from aot_backward_exporters.cuda import cross_compile
 from aot_backward_exporters.graph import VERSION
 from aot_backward_exporters.inductor import targets
 from aot_backward_exporters.progress import Progress, silent
-from aot_backward_runtime.compatibility import hindrance
+from aot_backward_runtime.compatibility import why_incompatible
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, Target, Verdict
 from aot_backward_runtime.native.plan import ROLES
@@ -174,7 +174,7 @@ def _verdicts(
     """The verdict for target ``number`` on each variant, by (entry, variant) or (entry, fingerprint, variant)."""
     blank = (Verdict("not run"),) * (len(rebuilt.specs) - 1)
     manifest = dataclasses.replace(manifest, entries={n: _without_verdicts(e, blank) for n, e in manifest.entries.items()})
-    reason = hindrance(manifest, number) or ("" if rebuilt.complete else "the package has no weights")
+    reason = why_incompatible(manifest, number) or ("" if rebuilt.complete else "the package has no weights")
     alone, paths, weights, graphs = seen_as(manifest, number), rebuilt.paths(number), rebuilt.weights, rebuilt.graphs
     for name, entry in alone.entries.items():
         total = len(entry.variants)

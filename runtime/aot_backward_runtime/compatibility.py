@@ -48,7 +48,7 @@ def choose(manifest: Manifest, target: str | None = None, device: torch.device |
     return max(kept, key=lambda n: (len(there[n].cpu_flags), _number(there[n].cuda_arch)))
 
 
-def hindrance(manifest: Manifest, number: int) -> str:
+def why_incompatible(manifest: Manifest, number: int) -> str:
     """Why target ``number`` of the package cannot run here, or ""."""
     return "; ".join(_problems(seen_as(manifest, number), None)) if manifest.libraries else ""
 

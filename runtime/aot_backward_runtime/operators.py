@@ -48,7 +48,7 @@ def check_registered(manifest: Manifest, path: object, *, recorded_too: bool = F
         if not _OPERATOR.fullmatch(operator) or not _MODULE.fullmatch(spec.module) or not spec.file.isprintable():
             raise PackageError(f"corrupt package {path}: it calls {operator!r} of {(spec.module or spec.file)!r}, which is no operator")
     if missing := unregistered(called):
-        raise IncompatibleError(f"{path} {told(missing, manifest.operators)}")
+        raise IncompatibleError(f"{path} {describe_missing_operators(missing, manifest.operators)}")
 
 
 def unregistered(operators: Iterable[str]) -> list[str]:
@@ -56,7 +56,7 @@ def unregistered(operators: Iterable[str]) -> list[str]:
     return [o for o in dict.fromkeys(operators) if not is_registered(o)]
 
 
-def told(missing: Iterable[str], specs: Mapping[str, OperatorSpec]) -> str:
+def describe_missing_operators(missing: Iterable[str], specs: Mapping[str, OperatorSpec]) -> str:
     """What is missing here, what registered it at export, and what to do."""
     by_source: dict[OperatorSpec, list[str]] = {}
     for operator in missing:

@@ -241,12 +241,12 @@ class Runner:
         :class:`ValueError` where a tensor is not what a constant was compiled for. Until this has returned, the library reads the memory from before,
         which the caller must keep; what is broken off half-way must be done again before the next run."""
         if not self._places:
-            self._places = self._own(tensors) if self._owning else self._lent(tensors)
+            self._places = self._handles_owned_by_container(tensors) if self._owning else self._handles_never_freed(tensors)
         for name, tensor in tensors.items():
             self._places[name].data = tensor
         self._container.update_constant_buffer({}, False, False, True)  # no new handles: it reads the addresses of those that it has
 
-    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _handles_owned_by_container(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors behind handles that the container owns, and frees with itself.
 
         It makes such where it is to copy constants into memory of its own. What it is given has no bytes, so that none of that memory is touched, and
@@ -268,7 +268,7 @@ class Runner:
                 )
         return places
 
-    def _lent(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _handles_never_freed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors behind handles that nothing frees, for a GPU, where memory for a copy of all constants may not be left. When the container goes,
         what stays is an empty tensor for each constant (0.6 kB of the host's memory)."""
         with torch.inference_mode(False):
@@ -354,41 +354,41 @@ def dtype_of_number(number: int) -> torch.dtype:
     return getattr(torch, name)
 
 
-_PACKAGE = "torch._dynamo"
-_THEIRS = "torch._dynamo.compiled_autograd"
+_DYNAMO = "torch._dynamo"
+_DYNAMO_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 _shared: dict[str, tuple[Callable[..., Any], bool]] = {}
 """Functional backwards that were bound to us. The engine hands each out once per process, so PyTorch's own compiled autograd, which looks
 for them in its table, would miss those; it gets them from us, also where it is imported later."""
 
 
 def share_functional(name: str, function: Callable[..., Any], is_traceable: bool) -> None:
-    if not _shared and _PACKAGE not in sys.modules:
-        sys.meta_path.insert(0, _Sharing())
+    if not _shared and _DYNAMO not in sys.modules:
+        sys.meta_path.insert(0, _DynamoImportHook())
     _shared[name] = (function, is_traceable)
-    if _PACKAGE in sys.modules and not any(isinstance(f, _Sharing) for f in sys.meta_path):
-        _give(sys.modules[_THEIRS], name)
+    if _DYNAMO in sys.modules and not any(isinstance(f, _DynamoImportHook) for f in sys.meta_path):
+        _register_with_dynamo(sys.modules[_DYNAMO_COMPILED_AUTOGRAD], name)
 
 
 def adopt_functional(name: str, into: dict[str, Callable[..., Any]]) -> bool:
     """Takes a functional backward that was bound to PyTorch's compiled autograd before us. Whether it is there now."""
-    theirs = sys.modules.get(_THEIRS)
+    theirs = sys.modules.get(_DYNAMO_COMPILED_AUTOGRAD)
     found = getattr(getattr(theirs, "ops", None), name, None)
     if found is not None:
         into[name] = found
     return found is not None
 
 
-def _give(theirs: ModuleType, name: str) -> None:
+def _register_with_dynamo(theirs: ModuleType, name: str) -> None:
     function, is_traceable = _shared[name]
     if not hasattr(theirs.ops, name):
         theirs.ops.add(name, function, False, is_traceable)
 
 
-class _Sharing(importlib.abc.MetaPathFinder):
+class _DynamoImportHook(importlib.abc.MetaPathFinder):
     """Lets the import of Dynamo go its way, and fills the table of compiled autograd afterwards."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        if name != _PACKAGE:
+        if name != _DYNAMO:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -398,7 +398,7 @@ class _Sharing(importlib.abc.MetaPathFinder):
                 run(module)
                 sys.meta_path.remove(self)
                 for known in list(_shared):
-                    _give(sys.modules[_THEIRS], known)
+                    _register_with_dynamo(sys.modules[_DYNAMO_COMPILED_AUTOGRAD], known)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

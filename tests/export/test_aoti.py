@@ -264,12 +264,12 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").touch()
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "file"))
     with pytest.raises(ExportError, match=r"compile cache cannot be written: .*file/compiled.*; set AOT_BACKWARD_CACHE"):
-        compile_cache.store("a", compile_cache.Entry(b"", b"", b"", {}, []))
+        compile_cache.store("a", compile_cache.CachedLibrary(b"", b"", b"", {}, []))
 
 
 def test_the_cache_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path))
-    entry = compile_cache.Entry(b"x" * 10_000, b"", b"", {}, [])
+    entry = compile_cache.CachedLibrary(b"x" * 10_000, b"", b"", {}, [])
     for i, key in enumerate("abc"):
         compile_cache.store(key, entry)
         os.utime(tmp_path / "compiled" / key, (i, i))

@@ -29,7 +29,7 @@ class Simulated:
         self.refuse = 0
         self._shared = Pool()
 
-    def hindrance(self) -> str:
+    def why_not_capturable(self) -> str:
         return ""
 
     def in_order(self) -> None:

@@ -1,5 +1,5 @@
-"""An optimizer of ``torch.optim``, looked at: what its groups hold, which of it are numbers that a schedule may move, and the state from which its
-next step starts. What cannot be exported rightly is refused by name. ``optimizer_trace.py`` makes a graph of it."""
+"""Validates an optimizer of ``torch.optim`` and reads its hyperparameters (which of them a scheduler may move) and the state that its next step
+starts from. What cannot be exported rightly is refused by name. :mod:`.optimizer_graph` traces the update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aot_backward_runtime.format.manifest import GroupSpec
 from aot_backward_runtime.training.param_groups import plain
 
 _WHOLE = ("lr", "weight_decay", "momentum", "dampening", "lr_decay")
-"""Numbers that people write as ``0`` and ``1``, and a schedule moves nevertheless."""
+"""Numbers that people write as ``0`` and ``1``, and a scheduler moves nevertheless."""
 _REFUSED = {
     torch.optim.LBFGS: "evaluates the loss several times in each step (a closure)",
     torch.optim.SparseAdam: "takes sparse gradients, which compiled code does not make; torch.optim.Adam takes dense ones",
@@ -30,7 +30,7 @@ _REFUSED = {
 _FROM_A_NUMBER = {torch.optim.Rprop: ("step_size", "lr"), torch.optim.ASGD: ("eta", "lr")}
 """State that is made from a number of the group."""
 _FIXED = ("ns_coefficients",)
-"""Numbers that shape the computation, and no schedule moves."""
+"""Numbers that shape the computation, and no scheduler moves."""
 
 
 @dataclass(frozen=True)

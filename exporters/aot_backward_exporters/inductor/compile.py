@@ -35,7 +35,7 @@ from ..cuda.toolkit import toolkit
 from ..graph import Artifact, Graph
 from ..progress import Progress, silent
 from ..toolchain import gcc
-from ..toolchain.compile_cache import Entry, digest, digest_of_sources, fetch, store
+from ..toolchain.compile_cache import CachedLibrary, digest, digest_of_sources, fetch, store
 from ..toolchain.strip_paths import erase_paths
 from .cache_key import Canonical, canonical_graph
 from .lowering import Lowered, lower
@@ -95,7 +95,7 @@ def _refuse_elsewhere(graph: Graph) -> None:
 _Missing = dict[str, tuple[Graph, Canonical]]
 
 
-def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, Entry]:
+def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, CachedLibrary]:
     """Lowers one graph after another while g++ compiles those already lowered."""
     lowered, commands, started = {}, {}, {}
     known = len(fake_mode.shape_env.guards)
@@ -118,7 +118,7 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pro
     return {key: _finish(key, lowered[key], libraries[key], work) for key in graphs}
 
 
-def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, Entry]:
+def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, CachedLibrary]:
     """Inductor builds each library: objects with the kernels' machine code come from other tools than g++."""
     entries = {}
     known = len(fake_mode.shape_env.guards)
@@ -143,11 +143,11 @@ def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
             raise ExportError(f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug")
 
 
-def _finish(key: str, lowered: Lowered, library: Path, work: Path) -> Entry:
+def _finish(key: str, lowered: Lowered, library: Path, work: Path) -> CachedLibrary:
     clear_executable_stack(library)
     metadata, extern = lowered.file(".wrapper_metadata.json"), lowered.file(".wrapper.json")
     assert metadata is not None
-    entry = Entry(
+    entry = CachedLibrary(
         library=erase_paths(library.read_bytes(), [work]),
         metadata=metadata.read_bytes(),
         extern=extern.read_bytes() if extern else b"",
@@ -159,7 +159,7 @@ def _finish(key: str, lowered: Lowered, library: Path, work: Path) -> Entry:
     return entry
 
 
-def _artifact(graph: Graph, key: str, entry: Entry, folder: Path) -> Artifact:
+def _artifact(graph: Graph, key: str, entry: CachedLibrary, folder: Path) -> Artifact:
     stem = key[:32]
     library, metadata, extern = folder / f"{stem}.so", folder / f"{stem}_metadata.json", folder / f"{stem}.json"
     library.write_bytes(entry.library)

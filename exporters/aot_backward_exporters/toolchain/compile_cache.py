@@ -31,7 +31,7 @@ _FILES = ("library", "metadata", "extern")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedLibrary:
     """One compiled graph. ``extern``: empty where no operator needs it. ``constants``: the library's name of each -> the graph's attribute.
     ``guards``: what the compiler assumed about sizes, in the symbols of the graph's canonical form."""
 
@@ -59,7 +59,7 @@ def digest_of_sources(folder: Path) -> str:
     return digest({str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sources})
 
 
-def fetch(key: str) -> Entry | None:
+def fetch(key: str) -> CachedLibrary | None:
     """What was stored under ``key``; None where there is nothing, or where it is not what was stored."""
     folder = cache_root() / "compiled" / key
     try:
@@ -71,10 +71,10 @@ def fetch(key: str) -> Entry | None:
     if expected.decode(errors="replace") != _checksum(text, files):
         shutil.rmtree(folder, ignore_errors=True)  # another process may be doing the same
         return None
-    return Entry(files["library"], files["metadata"], files["extern"], **json.loads(text))
+    return CachedLibrary(files["library"], files["metadata"], files["extern"], **json.loads(text))
 
 
-def store(key: str, entry: Entry) -> None:
+def store(key: str, entry: CachedLibrary) -> None:
     files = {"library": entry.library, "metadata": entry.metadata, "extern": entry.extern}
 
     def build(folder: Path) -> None:

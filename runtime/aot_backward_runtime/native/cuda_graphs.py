@@ -54,7 +54,7 @@ class GraphReport:
 class Recorder(Protocol):
     """What captures: a GPU, or what stands for one in a test."""
 
-    def hindrance(self) -> str:
+    def why_not_capturable(self) -> str:
         """Why nothing may be captured or replayed now; "" where nothing stands against it."""
 
     def in_order(self) -> None:
@@ -84,7 +84,7 @@ class Gpu:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         self._kept.append(self._captured(lambda: [torch.zeros(1, device=self._device)], self._pool))
 
-    def hindrance(self) -> str:
+    def why_not_capturable(self) -> str:
         return "the caller captures a CUDA graph of its own" if capturing() else ""
 
     def in_order(self) -> None:
@@ -236,7 +236,7 @@ class GraphedLibrary(Library):
         backward reads."""
         if not self._unfit and (unsafe := [name for name in self.spec.operators if _unsafe(name)]):
             self._unfit = f"{unsafe[0]} is tagged torch.Tag.cudagraph_unsafe"
-        if reason := self._unfit or self._graphs.recorder.hindrance():
+        if reason := self._unfit or self._graphs.recorder.why_not_capturable():
             self._graphs.plain(reason)
             return None
         if not at.warm:

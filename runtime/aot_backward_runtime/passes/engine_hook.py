@@ -17,7 +17,7 @@ from .. import torch_api
 from ..errors import AotBackwardError, MissError
 from .interpreter import MATERIALIZE
 
-_sessions: list[Session] = []
+_hooks: list[EngineHook] = []
 _eager: Callable[..., Any] = torch_api.engine_run_backward
 _engine = torch_api.execution_engine
 _set_materialize_grads = torch.autograd.function.FunctionCtx.set_materialize_grads
@@ -29,7 +29,7 @@ _LEFT_LEAST = 64  # never fewer walks than this: what was bound must be bound ag
 eager: 470 bytes a node (torch 2.13), and it compares the nodes that follow one node one by one, since its hash leaves their constants out."""
 
 
-class Session:
+class EngineHook:
     """What holds the engine's hook. Subclasses say what records a new structure, and count what is left to eager."""
 
     def __init__(self) -> None:
@@ -64,26 +64,26 @@ class Session:
     # -- the context
 
     def __enter__(self) -> Any:
-        if _sessions and _sessions[-1]._thread != threading.get_ident():
+        if _hooks and _hooks[-1]._thread != threading.get_ident():
             raise AotBackwardError(
                 "another thread records or replays already; the engine's setting is process-wide: enter once, around everything that trains"
             )
         self._thread = threading.get_ident()
         self._prior = torch_api.set_autograd_compiler(self.recorder, True)
         self.clear_cache()  # an entry of the cache belongs to the session that recorded it
-        if not _sessions:
+        if not _hooks:
             for module in _modules:
                 module._engine_run_backward = _run  # type: ignore[attr-defined]
             torch.autograd.function.FunctionCtx.set_materialize_grads = _record_materialize_grads  # type: ignore[method-assign, assignment]
             torch_api.set_execution_engine(_Engine())
-        _sessions.append(self)
+        _hooks.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not _sessions or _sessions[-1] is not self:
+        if not _hooks or _hooks[-1] is not self:
             raise AotBackwardError("record and replay contexts must be left in the reverse order in which they were entered")
-        _sessions.pop()
-        if not _sessions:
+        _hooks.pop()
+        if not _hooks:
             for module in _modules:
                 module._engine_run_backward = _eager  # type: ignore[attr-defined]
             torch.autograd.function.FunctionCtx.set_materialize_grads = _set_materialize_grads  # type: ignore[method-assign]
@@ -176,17 +176,17 @@ class Session:
 
 
 def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    if not _sessions:
+    if not _hooks:
         return _eager(roots, *args, **kwargs)
-    return _sessions[-1].run(roots, args, kwargs)
+    return _hooks[-1].run(roots, args, kwargs)
 
 
 class _Engine:
     """Stands for PyTorch's engine object: callbacks queued by a hook of one of our passes are ours to run."""
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        if _sessions and _sessions[-1].outside and _sessions[-1].runs_in == threading.get_ident():
-            _sessions[-1].callbacks.append(callback)
+        if _hooks and _hooks[-1].outside and _hooks[-1].runs_in == threading.get_ident():
+            _hooks[-1].callbacks.append(callback)
         else:
             _engine.queue_callback(callback)
 

@@ -48,7 +48,7 @@ class Run:
         self.outside = outside
         self.values: dict[int, Any] = {}
         self.operands: dict[str, Any] = {"input": inputs, "size": sizes, "scalar": scalars, "hook": hooks, "packed": packed, "value": self.values}
-        self.marks: list[Any] = []  # where the tensors lay when the pass began (passes.py)
+        self.marks: list[Any] = []  # where the tensors lay when the pass began (compiled_pass.py)
         self.latest: Op | None = None  # the last node that ran, for the words of errors
         self.check_nans = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 

@@ -20,12 +20,12 @@ import torch
 from .. import torch_api
 from ..errors import InputError, MissError
 from ..loader import Package, load
-from ..operators import told, unregistered
+from ..operators import describe_missing_operators, unregistered
 from ..package.signature_policy import Key, Policy
 from . import origin
 from .compiled_pass import Match
 from .custom_function import PlainContext, digest_of
-from .engine_hook import Session
+from .engine_hook import EngineHook
 from .interpreter import Run
 from .node_order import eager_order
 from .pass_contract import Operands
@@ -43,7 +43,7 @@ _ATTEMPTS = 64  # passes of unknown structure that are recorded after the engine
 _LARGEST_SKIP = 128  # passes of unknown structure between two that are recorded later on
 
 
-class Replaying(Session):
+class Replaying(EngineHook):
     """The context of :func:`replay`. ``report``: a :class:`Report`; ``tapes``: what was met, in order."""
 
     def __init__(self, package: Package | None, entry: str | None = None, *, strict: bool = False, max_structures: int = MAX_STRUCTURES):
@@ -128,7 +128,7 @@ class Replaying(Session):
         return True
 
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
-        """One pass whose structure is known. ``binding``: the first of it."""
+        """Runs one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
         start = time.perf_counter()
         try:
             if torch.is_anomaly_enabled():
@@ -138,7 +138,7 @@ class Replaying(Session):
             if structure.missing:
                 structure.missing = unregistered(structure.missing)  # the script may have imported what registers them by now
                 if structure.missing:
-                    raise InputError(f"the package {told(structure.missing, self.table.operators)}")
+                    raise InputError(f"the package {describe_missing_operators(structure.missing, self.table.operators)}")
             match = structure.match(operands)
             match.variant.check_leaves(operands)
         except InputError as error:

@@ -183,7 +183,7 @@ class Tape:
 
     @cached_property
     def plain_customs(self) -> tuple[int, ...]:
-        """The operations that call a custom function which may be part of a compiled graph (``function_code.py``)."""
+        """The operations that call a custom function which may be part of a compiled graph (``custom_function.py``)."""
         return tuple(n for n, op in enumerate(self.ops) if op.kind == "custom" and op.operands[4])
 
     def redigested(self, digests: Mapping[int, str]) -> Tape:

@@ -42,7 +42,7 @@ class _Walk:
     def step(self, segment: Segment, ops: Sequence[Op]) -> None:
         inside = set[int]()
         for op in ops:
-            plain = op.kind == "custom" and op.operands[4]  # its code is in the fingerprint (function_code.py)
+            plain = op.kind == "custom" and op.operands[4]  # its code is in the fingerprint (custom_function.py)
             if segment.library and ((op.kind in CALLS_OUT and not plain) or op.kind == "accumulate"):
                 raise PackageError(f"{segment.library} stands for operation {op}, which no graph can hold")
             self.read(op.operands, inside)
