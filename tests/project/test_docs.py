@@ -75,7 +75,7 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def tests_by_name() -> dict[str, list[Path]]:
+def files_of_tests() -> dict[str, list[Path]]:
     """The files that define each test function."""
     out: dict[str, list[Path]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -86,7 +86,7 @@ def tests_by_name() -> dict[str, list[Path]]:
 
 def wrong_tests(text: str) -> list[str]:
     """Of a page in docs/, the links ``[test_name](../tests/FILE.py)`` that lead to a file without a test of that name, each with where it is."""
-    tests, out = tests_by_name(), []
+    tests, out = files_of_tests(), []
     for name, target in re.findall(r"\[(test_\w+)\]\(([^)]*)\)", text):
         if (ROOT / "docs" / target).resolve() not in tests.get(name, []):
             there = ", ".join(path.relative_to(ROOT).as_posix() for path in tests.get(name, []))
@@ -103,7 +103,7 @@ def rows_without_their_tests(text: str, names: Iterable[str]) -> list[str]:
 def test_the_fault_table_and_the_tests_agree() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text()
     assert wrong_tests(text) == []
-    assert rows_without_their_tests(text, tests_by_name()) == []
+    assert rows_without_their_tests(text, files_of_tests()) == []
     rows = [int(n) for n in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
     assert sorted(rows) == list(range(1, len(rows) + 1))
 
