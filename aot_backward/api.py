@@ -168,9 +168,9 @@ def everything_kept(entries: Entries) -> Iterator[None]:
     fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
     fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]
     programs = [p if isinstance(p, nn.Module) else program_module.FunctionModule(p) for p in fns]
-    buffers = [b for p in programs for b in p.buffers()]
-    kept = [b.detach().clone() for b in buffers]
     with exclusive(), preserve.random_state_kept(), contextlib.ExitStack() as stack:
+        buffers = [b for p in programs for b in p.buffers()]  # not before: another thread's export of the same module may be changing them
+        kept = [b.detach().clone() for b in buffers]
         for program in programs:
             stack.enter_context(preserve.slots_kept(program))
         try:

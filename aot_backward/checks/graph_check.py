@@ -156,7 +156,9 @@ def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings,
     loaded = Library._load
 
     def load_watched(library: Library) -> Any:
-        name = next(n for n, spec in package.manifest.libraries.items() if spec is library.spec)
+        name = next((n for n, spec in package.manifest.libraries.items() if spec is library.spec), None)
+        if name is None:  # of a package that another thread loads meanwhile
+            return loaded(library)
         return _Watched(loaded(library), name, library.spec, graphs[name], findings, what)
 
     with patched(Library, _load=load_watched):

@@ -15,6 +15,7 @@ thread does, it must hand over to the original for all threads but its own.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -25,6 +26,14 @@ from . import torch_api
 
 _LOCK = threading.RLock()
 _ABSENT = object()
+
+
+def _new_lock() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)  # whichever thread held it is not in the child, where torch stays as it was at the fork
 
 
 @contextlib.contextmanager

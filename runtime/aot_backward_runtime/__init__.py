@@ -56,8 +56,14 @@ __all__ = [
 _HOME = {"Package": "loader", "load": "loader", "replay": "passes.session"}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

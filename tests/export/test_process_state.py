@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from torch import nn
 import aot_backward
 from aot_backward.capture.program_module import FunctionModule
 from aot_backward.capture.trace import trace_program
+from aot_backward.checks import graph_check
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.process_state import exclusive, patched, patched_items, without_convolution_libraries
 
@@ -144,3 +147,68 @@ def test_two_exports_in_two_threads_do_not_mix(tmp_path: Path) -> None:
     assert all(torch.allclose(g, x.sin() + x * x.cos()) for g in gradients)
     assert sum(one != other for one, other in itertools.pairwise(ran)) == 1 and {*ran} == {"a", "b"}
     assert list(replaced()) == before and torch.equal(torch.get_rng_state(), random)
+
+
+class Counted(nn.Module):
+    """BatchNorm, whose statistics an export changes while it runs the module, and tells when it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.changed = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm(x)
+        if type(self.norm.running_mean) is torch.Tensor and self.norm.num_batches_tracked > 0:
+            self.changed.set()
+        return out
+
+
+def test_two_exports_of_one_module_leave_its_buffers_as_they_were(tmp_path: Path) -> None:
+    """The second begins while the first has changed them."""
+    module, x = Counted().train(), torch.randn(6, 3)
+    before = {n: b.clone() for n, b in module.named_buffers()}
+
+    def second() -> None:
+        assert module.changed.wait(300)
+        aot_backward.export_module(module, (x,), path=tmp_path / "b.pt2")
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(second)
+        pool.submit(aot_backward.export_module, module, (x,), path=tmp_path / "a.pt2").result()
+        waiting.result()
+    assert all(torch.equal(b, before[n]) for n, b in module.named_buffers())
+
+
+def test_a_process_that_is_forked_during_an_export_can_export() -> None:
+    script = """
+import os, threading
+from aot_backward_exporters.process_state import exclusive
+entered, leave = threading.Event(), threading.Event()
+def export():
+    with exclusive():
+        entered.set()
+        leave.wait()
+thread = threading.Thread(target=export)
+thread.start()
+entered.wait()
+child = os.fork()
+if not child:
+    with exclusive():
+        os._exit(7)
+_, status = os.waitpid(child, 0)
+leave.set()
+thread.join()
+assert os.waitstatus_to_exitcode(status) == 7
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_another_thread_loads_is_not_compared(tmp_path: Path) -> None:
+    """While a package's graphs are compared with eager's operators, other packages are opened as ever."""
+    x = torch.linspace(0, 1, 5)
+    package = aot_backward.load(aot_backward.export_grad(lambda x: x.sin().sum(), (x,), path=tmp_path / "a.pt2"))
+    with graph_check._watched(aot_backward.load(tmp_path / "a.pt2"), {}, None, "it"):  # type: ignore[arg-type]
+        _, gradients = package.grad()(x)
+    torch.testing.assert_close(gradients["x"], x.cos())

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import aot_backward as ab
 from aot_backward.recording.miss_file import compile_misses
+from aot_backward_runtime.entries import autograd_function
 from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.passes.custom_function import digest_of
 
@@ -700,3 +701,11 @@ def test_a_package_of_modules_gets_a_replay_entry(tmp_path: Path) -> None:
         mlp((3, 4))
     with pytest.raises(ab.AotBackwardError, match="has 0 entries of kind 'replay'"):
         ab.replay(copy)
+
+
+def test_the_functions_of_a_loaded_module_keep_their_names() -> None:
+    """By which a pass that was recorded through one is found again, whatever version recorded it."""
+    recorded = {"aot_backward_runtime.module._Native", "aot_backward_runtime.module._Refusing"}
+    functions = {f for f in vars(autograd_function).values() if isinstance(f, type) and issubclass(f, torch.autograd.Function)}
+    assert {f"{f.__module__}.{f.__qualname__}" for f in functions} == recorded
+    assert {f._backward_cls.__name__ for f in functions} == {"_NativeBackward", "_RefusingBackward"}

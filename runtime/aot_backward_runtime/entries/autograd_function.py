@@ -40,8 +40,15 @@ class DifferentiableCall:
         self.random: list[torch.Tensor] = []  # the generators' states before the forward, where a second derivative draws the same numbers
 
 
-class NativeFunction(torch.autograd.Function):
+RECORDED_MODULE = "aot_backward_runtime.module"
+"""Where the two functions below say that they are. A recorded backward pass is known by the names of the custom functions in it: passes that were
+recorded through a loaded module would no longer be found if a function, or what it says here, were called otherwise."""
+
+
+class _Native(torch.autograd.Function):
     """One node of the autograd graph for the whole compiled program. Its tensor arguments are what gradients are asked for."""
+
+    __module__ = RECORDED_MODULE
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -112,7 +119,7 @@ class NativeFunction(torch.autograd.Function):
             gradients = [results[made[t]] if needed and t in made else None for t, needed in zip(call.wrt, ctx.needs_input_grad[1:], strict=True)]
         if torch.is_grad_enabled():  # create_graph=True
             there = [g for g in gradients if g is not None]
-            refusing = iter(_RefuseDoubleBackward.apply(there, *call.sources, *(t for t in given if t is not None)))
+            refusing = iter(_Refusing.apply(there, *call.sources, *(t for t in given if t is not None)))
             gradients = [None if g is None else next(refusing) for g in gradients]
         return (None, *gradients)
 
@@ -152,7 +159,7 @@ def _differentiable_gradients(
     runnable = double.plans["forward"]
     again = DifferentiableCall(MatchedCall(double, tensors, fitting, sizes), runnable, call.binding, call.current, [t for t, _ in needing])
     with _generators_at(call.random, double):
-        made = NativeFunction.apply(again, *(source for _, source in needing))
+        made = _Native.apply(again, *(source for _, source in needing))
     gradients = dict(zip(double.spec.gives, made, strict=True))
     reached = call.backward.gradients if None not in given else call.backward.reached(given)
     return [gradients.get(t) if asked and t in reached else None for t, asked in zip(call.wrt, needed, strict=True)]
@@ -175,8 +182,10 @@ def _generators_at(states: Sequence[torch.Tensor], variant: Variant) -> Iterator
         yield
 
 
-class _RefuseDoubleBackward(torch.autograd.Function):
+class _Refusing(torch.autograd.Function):
     """The same gradients, with a node behind them that raises when they are differentiated again."""
+
+    __module__ = RECORDED_MODULE
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[torch.Tensor], *history: torch.Tensor) -> tuple[torch.Tensor, ...]:
