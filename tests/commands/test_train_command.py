@@ -373,7 +373,7 @@ def _thin(package: Path, data: Path, state: Path, first: str = "") -> subprocess
     code = (
         f"import sys\n{first}\nfrom aot_backward.cli import main\n"
         f"try: main(['train', {str(package)!r}, '--data', {str(data)!r}, '--epochs', '2', '--save', {str(state)!r}])\n"
-        "finally: print(sorted({'torch._dynamo', 'torch._inductor', 'sympy', 'aot_backward_exporters'} & sys.modules.keys()))"
+        "finally: print(sorted({'torch._dynamo', 'torch._inductor', 'sympy', 'aot_backward_exporters.toolchain'} & sys.modules.keys()))"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PATH": "/nonexistent"})
 
