@@ -461,7 +461,7 @@ def killed(when: str) -> None:
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     step = runtime.load(package("AdamW")).step().distribute()
-    end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    end = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     try:
         run(step, range(5))
         if dist.get_rank() and when == "within":
