@@ -275,6 +275,38 @@ def test_other_memory_and_other_forms_are_never_stale(kind: str, package: Path) 
             call()
 
 
+LARGE = 1 << 26  # bytes: the allocator maps so many afresh each time, which Linux does where the last lay that were given back
+
+
+@pytest.mark.parametrize("size", [16, LARGE])
+@pytest.mark.parametrize("kind", ["loss", "fit", "module"])
+def test_new_memory_where_a_resized_storage_lay(kind: str, size: int, package: Path) -> None:
+    """Compiled code holds the old storage, at whose former address the new one lies: operators that it calls would read the old one."""
+    if kind == "module":
+        loaded: Any = load(exports.module("mlp", dynamic=False)).module()
+        x = torch.randn(3, 8)
+        weights, call = [p for p in loaded.parameters() if p.dim() == 2], lambda: loaded(x)
+    else:
+        loaded = load(package).grad() if kind == "loss" else load(package).step()
+        weights, call = [loaded.parameters["c.weight"]], lambda: loaded(X, **({"update": False} if kind == "fit" else {}))
+    with torch.no_grad():
+        for weight in weights:
+            value = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
+            weight.data = value.clone()
+            expected = call()
+            old = weight.untyped_storage()
+            old.resize_(LARGE)
+            weight.add_(1)
+            call()
+            address = weight.data_ptr()
+            old.resize_(16)
+            new = torch.empty(LARGE // 4)
+            old.resize_(size)
+            weight.data = new[: value.numel()].view(value.shape).copy_(value)
+            assert weight.data_ptr() == address != old.data_ptr(), "the allocator gave other memory: this shows nothing"
+            torch.testing.assert_close(call(), expected, rtol=0, atol=0)
+
+
 def test_a_parameter_that_is_none() -> None:
     loaded = load(exports.module("mlp", dynamic=False)).module()
     name, weight = next(iter(loaded.named_parameters()))

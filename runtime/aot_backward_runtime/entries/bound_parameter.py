@@ -11,6 +11,7 @@ from torch import nn
 from .. import torch_api
 from ..errors import InputError
 from ..native.guards import Fast
+from ..native.memory import HeldStorages
 
 
 class BoundParameter(nn.Parameter):
@@ -87,14 +88,13 @@ class Watch:
     another tensor of the same storage. A tensor that no other code can reach costs a call nothing.
     """
 
-    __slots__ = ("_addresses", "_check", "_sizes", "_storages", "tensors", "touched")
+    __slots__ = ("_addresses", "_check", "_storages", "tensors", "touched")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.touched = [True]  # whether the next call compares all, whatever the addresses are; parameters share this list, not the watch: no cycle
         self._addresses: list[int] = []
-        self._storages: list[torch.UntypedStorage] = []
-        self._sizes: list[int] = []  # of those, which can be shrunk where they lie
+        self._storages = HeldStorages()
         self._check: Callable[..., bool] = lambda *_: False
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -107,21 +107,19 @@ class Watch:
     def settle(self, hooks: bool) -> None:
         """Native code has been bound to the tensors as they are. ``hooks``: whether some have hooks, for which each call compares all."""
         self._addresses = list(map(_data_ptr, self.tensors))
-        self._storages = list(map(_storage, self.tensors))
-        self._sizes = list(map(len, self._storages))
+        self._storages = HeldStorages(self.tensors)
         if self.tensors:
             self._check = Fast(self.tensors).check
         self.touched[0] = hooks
 
     def changed(self) -> bool:
         """Whether the next call must compare all again."""
-        if self.touched[0] or list(map(_data_ptr, self.tensors)) != self._addresses or list(map(len, self._storages)) != self._sizes:
+        if self.touched[0] or list(map(_data_ptr, self.tensors)) != self._addresses:
             return True
-        return not self._check(*self.tensors)
+        return self._storages.resized() or not self._check(*self.tensors)
 
 
 _data_ptr = torch.Tensor.data_ptr
-_storage = torch.Tensor.untyped_storage
 
 
 def bound(kind: type[BoundParameter], tensor: torch.Tensor, requires_grad: bool, watch: Watch) -> BoundParameter:

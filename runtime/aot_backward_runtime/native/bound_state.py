@@ -13,6 +13,7 @@ from ..format.manifest import EntrySpec, WeightSpec
 from . import tensor_values
 from .guards import Fast, dtype_of
 from .library import Binding
+from .memory import HeldStorages
 
 
 class BoundState:
@@ -31,13 +32,12 @@ class BoundState:
         self._fixed = dict(fixed)
         self.binding: Binding = (self._fixed, ())
         self._same: Callable[[Sequence[torch.Tensor]], bool] | None = None  # whether tensors at the same addresses also have the same layout
-        self._storages: list[torch.UntypedStorage] = []  # of what is bound: kept alive, so that their memory is not used for anything else
-        self._sizes: list[int] = []  # of those in bytes: one can be shrunk where it lies
+        self._storages = HeldStorages()
 
     def copy(self) -> BoundState:
         """The same contract, bound to nothing yet."""
         out = copy.copy(self)
-        out.binding, out._same, out._storages, out._sizes = (self._fixed, ()), None, [], []
+        out.binding, out._same, out._storages = (self._fixed, ()), None, HeldStorages()
         return out
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
@@ -48,14 +48,14 @@ class BoundState:
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec, self._device)
             raise
-        resized = list(map(len, self._storages)) != self._sizes
+        resized = self._storages.resized()
         if resized or addresses != self.binding[1] or self._same is None or not self._looks_the_same(current):
             self._same = None
             tensors = self.check(current)
-            self.binding = (tensors, self.binding[1] if addresses == self.binding[1] else addresses)
+            # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
+            self.binding = (tensors, self.binding[1] if addresses == self.binding[1] and not resized else addresses)
             own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
-            self._storages = [t.untyped_storage() for t in own]
-            self._sizes = list(map(len, self._storages))
+            self._storages = HeldStorages(own)
             self._same = Fast(own).looks_alike if own else lambda _: True
         return self.binding
 

@@ -21,7 +21,7 @@ from .captured_graph import PooledOutputs
 from .memory import extent
 
 Binding = tuple[Mapping[str, torch.Tensor], tuple[int, ...]]
-"""The tensors that constants point at, by weight key, and the addresses of the entry's own."""
+"""The tensors that constants point at, by weight key, and the addresses of the entry's own: the same tuple as long as all lie where they lay."""
 
 
 class Library:
@@ -42,8 +42,8 @@ class Library:
         return type(self)(self.path, self.spec, self.device)
 
     def bind(self, binding: Binding) -> bool:
-        """Points the constants at the tensors of ``binding``, unless they already are; the addresses are compared by identity first. Returns
-        whether they differ from those before."""
+        """Points the constants at the tensors of ``binding``, unless they already are: the addresses must be the same tuple. Equal ones may be
+        of other memory, where what lay there has been resized. Returns whether anything was bound anew."""
         tensors, addresses = binding
         if self._bound is addresses:
             return False
@@ -51,8 +51,7 @@ class Library:
             runner = self._open()
             self._check_layouts(tensors)
             self._runner = runner
-        moved = self._bound != addresses
-        if moved and self.spec.constants:
+        if self.spec.constants:
             self._bound = None  # a binding that was interrupted is made again
             bound = {c.name: tensors[c.weight].detach() for c in self.spec.constants}
             try:
@@ -61,7 +60,7 @@ class Library:
                 raise IncompatibleError(f"{self.spec.member} was not compiled for these weights: {error}") from error
             self._keep = list(bound.values())  # the previous ones had to live until here
         self._bound = addresses
-        return moved
+        return True
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Calls the graph. Inputs must have been checked; results are new tensors."""

@@ -20,6 +20,25 @@ def room(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() - int(tensor.storage_offset()) * tensor.itemsize
 
 
+class HeldStorages:
+    """The storages of tensors that native code was bound to. They are kept alive, so that their memory is not used for anything else, unless one is
+    resized: that gives it other memory, and the old to whoever asks next."""
+
+    __slots__ = ("_addresses", "_sizes", "_storages")
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()):
+        self._storages = list(map(torch.Tensor.untyped_storage, tensors))
+        self._addresses = list(map(_address, self._storages))
+        self._sizes = list(map(len, self._storages))
+
+    def resized(self) -> bool:
+        """Whether the memory of one is another than it was, or has another size."""
+        return list(map(len, self._storages)) != self._sizes or list(map(_address, self._storages)) != self._addresses
+
+
+_address = torch.UntypedStorage.data_ptr
+
+
 class Ranges:
     """The memory that named tensors span, to be asked whether another tensor reaches into it.
 
@@ -54,7 +73,7 @@ class Ranges:
 def spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Where the storages of ``tensors`` begin and end, which holds them and maybe more; none of empty ones."""
     storages = list(map(torch.Tensor.untyped_storage, tensors))
-    return [(start, start + size) for start, size in zip(map(torch.UntypedStorage.data_ptr, storages), map(len, storages), strict=True) if size]
+    return [(start, start + size) for start, size in zip(map(_address, storages), map(len, storages), strict=True) if size]
 
 
 def meet(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
