@@ -39,7 +39,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(parts.PARTS)}")
     work.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("AOT_BACKWARD_CACHE", str(work / "cache"))
+    os.environ["AOT_BACKWARD_CACHE"] = str(work / "cache")  # one that others write into has folders that are not of these runs
     if not (work / "passes.pt2").exists():
         parts.made(work)
     found: dict[str, dict[str, Any]] = {}
