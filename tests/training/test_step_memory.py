@@ -103,7 +103,7 @@ def test_out_of_memory_changes_nothing_and_the_next_call_is_right() -> None:
     done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **asking_the_system})
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
-    for kind, words in {"whole": "nothing was changed", "halves": "the gradients that had been added up are lost", "gradient": ""}.items():
+    for kind, words in {"whole": "nothing was changed", "halves": "the accumulated gradients are lost", "gradient": ""}.items():
         assert seen[kind], f"memory never ran out ({kind}): the test shows nothing"
         for message in seen[kind]:
             assert "allocate memory" in message and words in message
