@@ -7,7 +7,6 @@ held as its own values, which spares the copies. A process per peer, asked in tu
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -101,15 +100,7 @@ def measure(quick: bool, threads: list[int]) -> Result:
 def _measure(result: Result, name: str, rows: int, package: Path, graph: Path, threads: int, nodes: int, quick: bool) -> None:
     spec = {"model": name, "rows": rows, "package": str(package), "graph": str(graph), "threads": threads}
     peers = {p: Peer(__name__, {**spec, "peer": p}, threads=threads) for p in PEERS}
-    losses = {p: peer.ask(do="losses") for p, peer in peers.items()}
-    for p, made in losses.items():
-        if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(made, losses["fused"], strict=True)):
-            raise RuntimeError(f"{name}, {rows} rows: the losses of {p} are {made}, eager's {losses['fused']}; nothing was timed")
-    counts = {p: peer.ask(do="batch") for p, peer in peers.items()}
-    timed = {p: lambda peer=peer, count=counts[p]: peer.ask(do="time", count=count, seconds=0.01 if quick else 0.08) for p, peer in peers.items()}
-    times = {p: clock.summary(s) for p, s in clock.interleaved(timed, 1 if quick else 4).items()}
-    for peer in peers.values():
-        peer.close()
+    losses, times = training.compare_and_time(peers, "fused", f"{name}, {rows} rows", quick)
     median = {p: t["median_s"] for p, t in times.items()}
     size = sum(p.numel() for p in training.make(name, rows)[0].parameters())
     ratios = [median["onnx"] / median["step"], median["onnx-held"] / median["step"], median["onnx-held"] / median["fused"]]

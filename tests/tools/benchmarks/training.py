@@ -162,19 +162,25 @@ def measure(quick: bool, threads: list[int]) -> Result:
     return result
 
 
-def _measure(result: Result, name: str, rows: int, package: Path, threads: int, quick: bool) -> None:
-    spec = {"model": name, "rows": rows, "package": str(package)}
-    chosen = [p for p in PEERS if not (quick and p in COMPILED)]
-    peers = {p: Peer(__name__, {**spec, "peer": p}, threads=threads) for p in chosen}
+def compare_and_time(peers: dict[str, Peer], eager: str, what: str, quick: bool) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """The losses of each peer's first steps, which must be those of the peer ``eager``, and its times; the peers are closed."""
     losses = {p: peer.ask(do="losses") for p, peer in peers.items()}
     for p, made in losses.items():
-        if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(made, losses["foreach"], strict=True)):
-            raise RuntimeError(f"{name}, {rows} rows: the losses of {p} are {made}, eager's {losses['foreach']}; nothing was timed")
+        if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(made, losses[eager], strict=True)):
+            raise RuntimeError(f"{what}: the losses of {p} are {made}, eager's {losses[eager]}; nothing was timed")
     counts = {p: peer.ask(do="batch") for p, peer in peers.items()}
     timed = {p: lambda peer=peer, count=counts[p]: peer.ask(do="time", count=count, seconds=0.01 if quick else 0.08) for p, peer in peers.items()}
     times = {p: clock.summary(s) for p, s in clock.interleaved(timed, 1 if quick else 4).items()}
     for peer in peers.values():
         peer.close()
+    return losses, times
+
+
+def _measure(result: Result, name: str, rows: int, package: Path, threads: int, quick: bool) -> None:
+    spec = {"model": name, "rows": rows, "package": str(package)}
+    chosen = [p for p in PEERS if not (quick and p in COMPILED)]
+    peers = {p: Peer(__name__, {**spec, "peer": p}, threads=threads) for p in chosen}
+    losses, times = compare_and_time(peers, "foreach", f"{name}, {rows} rows", quick)
     median = {p: t["median_s"] for p, t in times.items()}
     size = sum(p.numel() for p in make(name, rows)[0].parameters())
     compiled = min((median[p] for p in COMPILED if p in median), default=math.nan)
