@@ -34,7 +34,7 @@ _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOp
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Within, eager on a CPU casts as it would on a GPU; attention with dropout raises :class:`ExportError`."""
+    """A context in which eager on a CPU casts as it would on a GPU; attention with dropout raises :class:`ExportError`."""
     kernels = [("AutocastCPU", name, kernel) for name, kernel in {**_kernels(), **_rules_of_other_libraries()}.items()]
     kernels.append(("AutogradCPU", "aten::scaled_dot_product_attention", _attention))
     with contextlib.ExitStack() as stack:
@@ -189,7 +189,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
 
 @contextlib.contextmanager
 def _autocast_of_both_devices() -> Iterator[None]:
-    """Within, ``torch.autocast`` for either device is for both."""
+    """A context in which ``torch.autocast`` for either device is for both."""
     module, kind = torch.amp.autocast_mode, torch.amp.autocast_mode.autocast
     originals = {name: vars(kind)[name] for name in ("__init__", "__enter__", "__exit__")}
     cast = module._cast

@@ -21,8 +21,8 @@ from .user_code import attribute_writes, source_location
 
 @contextlib.contextmanager
 def errors_of_a_trace(program: nn.Module, written: Mapping[str, str]) -> Iterator[None]:
-    """Within, an error becomes an :class:`ExportError` that names the user's line and, where it is known, what to do. ``written``: the attributes
-    that the forward has assigned so far, and where."""
+    """A context in which an error becomes an :class:`ExportError` that names the user's line and, where it is known, what to do. ``written``: the
+    attributes that the forward has assigned so far, and where."""
     try:
         yield
     except ExportError:

@@ -15,7 +15,7 @@ from aot_backward_exporters.process_state import patched
 
 @contextlib.contextmanager
 def traceable_layers() -> Iterator[None]:
-    """Within, all of them are replaced by forms that a trace takes whole."""
+    """A context in which all of them are replaced by forms that a trace takes whole."""
     with (
         plain_checkpoints(),
         patched(torch_api.decompositions, _rnn_helper=_recurrent_layers(torch_api.decompositions._rnn_helper)),
@@ -26,7 +26,8 @@ def traceable_layers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Within, ``checkpoint(use_reentrant=True)`` runs its function as it stands: its own backward cannot be traced, and gives the same gradients.
+    """A context in which ``checkpoint(use_reentrant=True)`` runs its function as it stands: its own backward cannot be traced, and gives the same
+    gradients.
 
     Where no input requires a gradient, it gives none to the parameters either."""
 

@@ -36,7 +36,7 @@ def tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checks_as_plain_operators() -> Iterator[None]:
-    """Within, the check by which linear algebra raises for a singular matrix is a node like any other, which nothing removes.
+    """A context in which the check by which linear algebra raises for a singular matrix is a node like any other, which nothing removes.
 
     torch 2.13 threads it through the graph by tokens, as further inputs and outputs of it.
     """

@@ -30,12 +30,12 @@ _FAR = 1e-2  # eager this far from float64 did not compute the same thing: float
 
 @dataclass(frozen=True)
 class Case:
-    """What is exported: the program and, of a ``grad`` entry, what is differentiated. ``coarse``: it computes in 16 bits somewhere, whatever its
-    results are (autocast inside the forward)."""
+    """What is exported: the program and, of a ``grad`` entry, what is differentiated. ``reduced_precision``: it computes in 16 bits somewhere,
+    whatever its results are (autocast inside the forward)."""
 
     program: nn.Module
     wrt: Wrt | None
-    coarse: bool
+    reduced_precision: bool
 
 
 def check(package: Package, entry: str, number: int, case: Case, example: Example, stored: dict[str, torch.Tensor]) -> Verdict:
@@ -67,7 +67,7 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
                 f"{where}: the compiled code fails where eager does not: {first}"
                 + (f". It calls {', '.join(called)} as they are: leave them to eager" if called else ""),
             ) from error
-        comparisons = compare_results(actual, eager, reference, coarse=case.coarse)
+        comparisons = compare_results(actual, eager, reference, reduced_precision=case.reduced_precision)
         _check_strides(entry, actual, eager)
         for comparison in comparisons:
             if comparison.wrong:
@@ -78,13 +78,13 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
             worst = max(comparison, worst, key=attrgetter("ratio"))
         if not labels:
             accumulated = results_of_eager(case.program, sized.example, case.wrt, spec, cotangents, accumulated=True)
-            _check_accumulated(entry, accumulated, eager, reference, case.coarse)
+            _check_accumulated(entry, accumulated, eager, reference, case.reduced_precision)
             _store(stored, f"{entry}/{number}", sized.example, cotangents, eager, _allowed_of_eager(comparisons, eager, reference))
         labels.append(sized.label)
     return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(filter(None, labels)))
 
 
-def compare_results(actual: Named, eager: Named, reference: Reference[Named], *, coarse: bool = False) -> list[Comparison]:
+def compare_results(actual: Named, eager: Named, reference: Reference[Named], *, reduced_precision: bool = False) -> list[Comparison]:
     """Every tensor of ``eager`` beside ``actual``'s of the same name. :class:`ExportError` where they are no two tensors alike."""
     if actual.keys() != eager.keys():
         raise ExportError(f"{sorted(actual.keys() ^ eager.keys())} exist in only one of the artifact's results and eager's")
@@ -104,7 +104,7 @@ def compare_results(actual: Named, eager: Named, reference: Reference[Named], *,
         if not torch.equal(torch.isfinite(e), torch.isfinite(a)):
             raise ExportError(f"{name} has NaN or Inf where eager has none, or the reverse")
         error_of_eager = distance(e, t, e) if reference.float64 else None
-        tolerance = Tolerance.of_result(e.dtype, largest, error_of_eager, reference.moved[name], coarse=coarse)
+        tolerance = Tolerance.of_result(e.dtype, largest, error_of_eager, reference.moved[name], reduced_precision=reduced_precision)
         out.append(compare(name, a, t, tolerance, like=e))
     return out
 
@@ -131,13 +131,13 @@ def _reference(case: Case, example: Example, spec: VariantSpec, cotangents: Sequ
         return itself
     largest = _largest_gradient(exact)
     moved = {n: min(_distance(beside[n], t), 1e-3 * max(norm(t), largest)) for n, t in exact.items() if t is not None}
-    return Reference(exact, moved, float64=True) if _is_same_computation(eager, exact, moved, case.coarse) else itself
+    return Reference(exact, moved, float64=True) if _is_same_computation(eager, exact, moved, case.reduced_precision) else itself
 
 
-def _is_same_computation(eager: Named, exact: Named, moved: Mapping[str, float], coarse: bool) -> bool:
+def _is_same_computation(eager: Named, exact: Named, moved: Mapping[str, float], reduced_precision: bool) -> bool:
     """Whether float64 is eager with less rounding, and not another computation (other random numbers)."""
     low = (
-        coarse
+        reduced_precision
         or any(t is not None and t.dtype in (torch.float16, torch.bfloat16) for t in eager.values())
         or torch.is_autocast_enabled(_device(eager))
     )
@@ -151,10 +151,10 @@ def _is_same_computation(eager: Named, exact: Named, moved: Mapping[str, float],
     return True
 
 
-def _check_accumulated(entry: str, accumulated: Named, eager: Named, reference: Reference[Named], coarse: bool) -> None:
+def _check_accumulated(entry: str, accumulated: Named, eager: Named, reference: Reference[Named], reduced_precision: bool) -> None:
     """A real ``backward()`` leaves in ``.grad`` what ``torch.autograd.grad`` gives, unless something hangs on the nodes that accumulate it."""
     expected = Reference({n: reference.results[n] for n in accumulated}, reference.moved, reference.float64)
-    for comparison in compare_results(accumulated, {n: eager[n] for n in accumulated}, expected, coarse=coarse):
+    for comparison in compare_results(accumulated, {n: eager[n] for n in accumulated}, expected, reduced_precision=reduced_precision):
         if comparison.wrong:
             raise ExportError(
                 f"{entry}: in eager, backward() leaves another {comparison.name} in .grad than torch.autograd.grad gives, by {comparison.error:.3g}: "

@@ -152,7 +152,7 @@ class _Refused(Exception):
 
 @contextlib.contextmanager
 def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings, what: str) -> Iterator[None]:
-    """Within, every graph that ``package`` opens is compared each time it is called."""
+    """A context in which every graph that ``package`` opens is compared each time it is called."""
     loaded = Library._load
 
     def load_watched(library: Library) -> Any:

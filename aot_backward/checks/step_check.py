@@ -45,7 +45,7 @@ class Case:
     names: dict[int, str]
     trained: tuple[str, ...]
     waiting: bool
-    coarse: bool  # the optimizer computes in 16 bits: what it makes is compared as such
+    reduced_precision: bool  # the optimizer computes in 16 bits: what it makes is compared as such
 
 
 @dataclass
@@ -89,7 +89,7 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
             with _gradients_kept(case):
                 reference = _reference(case, sized.example, waiting, eager, random)
             actual = steps_of_entry(package, entry, sized.example, waiting)
-            comparisons = _compare_steps(actual, eager, reference, case.coarse)
+            comparisons = _compare_steps(actual, eager, reference, case.reduced_precision)
             for comparison in comparisons:
                 if comparison.wrong:
                     raise ExportError(
@@ -283,14 +283,14 @@ def _noise(eager: StepResults, exact: StepResults) -> Noise:
     return out
 
 
-def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference[StepResults], coarse: bool) -> list[Comparison]:
+def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference[StepResults], reduced_precision: bool) -> list[Comparison]:
     """The losses, and the change of everything that changes. :class:`ExportError` where they are no two tensors alike."""
     out, exact = [], reference.results
     for name, loss in eager.losses.items():
         own, right = float(actual.losses[name]), float(exact.losses[name])
         if own != own and float(loss) != float(loss):
             continue  # NaN in both
-        tolerance = Tolerance.of_loss(loss.dtype, abs(float(loss) - right) if reference.float64 else None, coarse=coarse)
+        tolerance = Tolerance.of_loss(loss.dtype, abs(float(loss) - right) if reference.float64 else None, reduced_precision=reduced_precision)
         out.append(Comparison(name, abs(own - right), tolerance.allowed(abs(right))))
     for name, e in eager.after.items():
         if name not in actual.after:
@@ -314,7 +314,7 @@ def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference
             norm(e),
             distance(change_e, change_t, change_e) if reference.float64 else None,
             reference.moved[name],
-            coarse=coarse,
+            reduced_precision=reduced_precision,
         )
         out.append(compare(f"the change of {name}", change_a, change_t, tolerance, like=change_e))
     return out

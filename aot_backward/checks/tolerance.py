@@ -46,7 +46,7 @@ class Reference(Generic[Results]):
 @dataclass(frozen=True)
 class Tolerance:
     """``absolute`` + ``relative`` · max(‖t‖, ``floor``). ``eager_error``, of the functions that make one, is ‖e − t‖ where t is float64's, and None
-    where eager itself is compared with; ``coarse`` says that the program computes in 16 bits somewhere, whatever its results are."""
+    where eager itself is compared with; ``reduced_precision`` says that the program computes in 16 bits somewhere, whatever its results are."""
 
     relative: float
     floor: float = 0.0
@@ -57,10 +57,12 @@ class Tolerance:
         return self.absolute + self.relative * max(norm, self.floor)
 
     @classmethod
-    def of_result(cls, dtype: torch.dtype, largest: float, eager_error: float | None, moved: float = 0.0, *, coarse: bool = False) -> Tolerance:
+    def of_result(
+        cls, dtype: torch.dtype, largest: float, eager_error: float | None, moved: float = 0.0, *, reduced_precision: bool = False
+    ) -> Tolerance:
         """Of an output, a gradient or a buffer. ``largest``: the norm of the largest gradient."""
         if eager_error is None:
-            return cls(max(RELATIVE[dtype], RELATIVE[torch.bfloat16] if coarse else 0.0), 1e-3 * largest)
+            return cls(max(RELATIVE[dtype], RELATIVE[torch.bfloat16] if reduced_precision else 0.0), 1e-3 * largest)
         return cls(32 * torch.finfo(dtype).eps, 0.1 * largest, 4 * eager_error + 8 * moved)
 
     @classmethod
@@ -69,16 +71,16 @@ class Tolerance:
         return cls(max(RELATIVE[dtype], coarsest), 1e-2 * largest)
 
     @classmethod
-    def of_loss(cls, dtype: torch.dtype, eager_error: float | None, *, coarse: bool) -> Tolerance:
+    def of_loss(cls, dtype: torch.dtype, eager_error: float | None, *, reduced_precision: bool) -> Tolerance:
         """Of the loss of one of several training steps."""
-        relative = max(16 * torch.finfo(dtype).eps, 2e-4 if eager_error is None else 1e-5, 1e-2 if coarse else 0.0)
+        relative = max(16 * torch.finfo(dtype).eps, 2e-4 if eager_error is None else 1e-5, 1e-2 if reduced_precision else 0.0)
         return cls(relative, 1e-3, 4 * (eager_error or 0.0))
 
     @classmethod
-    def of_change(cls, dtype: torch.dtype, stored: float, eager_error: float | None, moved: float, *, coarse: bool) -> Tolerance:
+    def of_change(cls, dtype: torch.dtype, stored: float, eager_error: float | None, moved: float, *, reduced_precision: bool) -> Tolerance:
         """Of the change that training steps make to a tensor whose norm is ``stored`` afterwards."""
         eps = torch.finfo(dtype).eps
-        relative = (RELATIVE[dtype] if eager_error is None else 16 * eps) + (RELATIVE[torch.bfloat16] if coarse else 0.0)
+        relative = (RELATIVE[dtype] if eager_error is None else 16 * eps) + (RELATIVE[torch.bfloat16] if reduced_precision else 0.0)
         return cls(relative, 0.0, 4 * (eager_error or 0.0) + (4 if eager_error is None else 2) * eps * stored + 8 * moved)
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from aot_backward_exporters.onnx.model import Names, Number, labelled
+from aot_backward_exporters.onnx.model import Names, NumberInput, labelled
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, Plan, StepSpec, Tree, VariantSpec
 
@@ -136,11 +136,11 @@ def _leaves(tree: Tree, path: str) -> Iterator[tuple[int, str]]:
         yield from _leaves(child, f"{path}.{key}" if path else str(key))
 
 
-def _numbers(step: StepSpec) -> tuple[Number, ...]:
+def _numbers(step: StepSpec) -> tuple[NumberInput, ...]:
     return (
-        Number("optimizer.accumulate", 0.0),
-        Number("optimizer.first", float(step.fresh)),
-        *(Number(number_name(n), n.value) for n in step.numbers),
+        NumberInput("optimizer.accumulate", 0.0),
+        NumberInput("optimizer.first", float(step.fresh)),
+        *(NumberInput(number_name(n), n.value) for n in step.numbers),
     )
 
 

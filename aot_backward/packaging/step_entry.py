@@ -83,5 +83,5 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         training=entry.module.training,
         step=shared.spec,
     )
-    case = step_check.Case(program, entry.optimizer, settings, names, shared.optimized.trained, bool(shared.gradients), update.coarse)
+    case = step_check.Case(program, entry.optimizer, settings, names, shared.optimized.trained, bool(shared.gradients), update.reduced_precision)
     return spec, lambda package, i, stored: step_check.check(package, name, i, case, examples[i], stored)

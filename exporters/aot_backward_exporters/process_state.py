@@ -38,14 +38,15 @@ os.register_at_fork(after_in_child=_new_lock)  # whichever thread held it is not
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """Within, no other thread changes the process's state through this module."""
+    """A context in which no other thread changes the process's state through this module."""
     with _LOCK:
         yield
 
 
 @contextlib.contextmanager
 def patched(owner: Any, /, **values: Any) -> Iterator[None]:
-    """Within, ``owner`` (a module, a class, an object) has the attributes ``values``; what it only inherited it inherits again afterwards."""
+    """A context in which ``owner`` (a module, a class, an object) has the attributes ``values``; what it only inherited it inherits again
+    afterwards."""
     with _LOCK, contextlib.ExitStack() as stack:
         for name, value in values.items():
             before = vars(owner).get(name, _ABSENT)  # a staticmethod as it is; getattr would give what it wraps
@@ -59,7 +60,7 @@ def patched(owner: Any, /, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched_items(mapping: MutableMapping[str, Any], /, **values: Any) -> Iterator[None]:
-    """Within, ``mapping`` (``os.environ``, a module's globals) has the entries ``values``."""
+    """A context in which ``mapping`` (``os.environ``, a module's globals) has the entries ``values``."""
     with _LOCK, contextlib.ExitStack() as stack:
         for name, value in values.items():
             before = mapping.get(name, _ABSENT)
@@ -73,7 +74,7 @@ def patched_items(mapping: MutableMapping[str, Any], /, **values: Any) -> Iterat
 
 @contextlib.contextmanager
 def without_convolution_libraries() -> Iterator[None]:
-    """Within, convolutions and recurrent layers are plain ATen operators: oneDNN and NNPACK are off.
+    """A context in which convolutions and recurrent layers are plain ATen operators: oneDNN and NNPACK are off.
 
     oneDNN's recurrent layers have no formula that a trace could take. Which library a convolution runs on depends on the batch size (both are for 16
     and more): traced, that question would become a guard on it. Compiled code asks again when it runs.

@@ -59,7 +59,7 @@ push_dispatch_mode = _C._push_on_torch_dispatch_stack
 pop_dispatch_mode = _C._pop_torch_dispatch_stack
 
 __all__ = [
-    "CONSTANT_LOOKS",
+    "CONSTANT_LAYOUTS",
     "AOTIModelContainerRunnerCpu",
     "InterceptZeros",
     "Runner",
@@ -286,15 +286,15 @@ def _emptied(places: Iterable[Tensor]) -> None:
 @dataclass(frozen=True)
 class Stated:
     """What a compiled library says of itself: how many tensors it takes and gives, and the bytes that the memory of each constant had at the export,
-    a multiple of 64. ``looks``: dtype, shape and strides of each, as :data:`CONSTANT_LOOKS` has them; empty in libraries of 0.1.0."""
+    a multiple of 64. ``layout``: dtype, shape and strides of each, as :data:`CONSTANT_LAYOUTS` has them; empty in libraries of 0.1.0."""
 
     inputs: int
     outputs: int
     constants: dict[str, int]
-    looks: dict[str, str]
+    layout: dict[str, str]
 
 
-CONSTANT_LOOKS = "AOTInductorConstantLooks"
+CONSTANT_LAYOUTS = "AOTInductorConstantLooks"
 """A symbol that the exporter puts into each library for a CPU: a line of text for each constant, ``NAME float32 [2,3] [3,1]``."""
 
 
@@ -328,7 +328,7 @@ def stated(library: str) -> Stated:
 
 def _looks_in(opened: ctypes.CDLL) -> dict[str, str]:
     try:
-        text = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(opened, CONSTANT_LOOKS)))
+        text = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(opened, CONSTANT_LAYOUTS)))
     except ValueError:  # it has no such symbol
         return {}
     return dict(line.partition(" ")[::2] for line in text.decode().splitlines())

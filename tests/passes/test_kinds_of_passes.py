@@ -73,8 +73,10 @@ def same(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> 
         assert (e is None) == (a is None)
         if e is not None and a is not None:
             assert (e.dtype, e.layout, e.shape) == (a.dtype, a.layout, a.shape)
-            coarse = e.dtype is torch.bfloat16
-            assert torch.allclose(e.to_dense().double(), a.to_dense().double(), rtol=0.02 if coarse else 1e-5, atol=0.05 if coarse else 1e-6)
+            reduced_precision = e.dtype is torch.bfloat16
+            assert torch.allclose(
+                e.to_dense().double(), a.to_dense().double(), rtol=0.02 if reduced_precision else 1e-5, atol=0.05 if reduced_precision else 1e-6
+            )
 
 
 SERVED = {  # what is recorded, what is replayed, structures

@@ -65,16 +65,16 @@ def test_compiled_as_eager(name: str, package: Path) -> None:
     assert replaying.report.bindings + replaying.report.hits > 0
 
 
-def close(expected: object, actual: object, coarse: bool = False) -> bool:
-    """``coarse``: something was computed in bfloat16."""
+def close(expected: object, actual: object, reduced_precision: bool = False) -> bool:
+    """``reduced_precision``: something was computed in bfloat16."""
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
         if (expected.shape, expected.dtype, expected.layout) != (actual.shape, actual.dtype, actual.layout):
             return False
         e, a = (t.to_dense() if t.layout is not torch.strided else t for t in (expected, actual))
-        tolerance = 2e-2 if coarse or expected.dtype in (torch.bfloat16, torch.float16) else 2e-5
+        tolerance = 2e-2 if reduced_precision or expected.dtype in (torch.bfloat16, torch.float16) else 2e-5
         return torch.allclose(a, e, rtol=tolerance, atol=tolerance, equal_nan=True)
     if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
-        return len(expected) == len(actual) and all(close(e, a, coarse) for e, a in zip(expected, actual, strict=True))
+        return len(expected) == len(actual) and all(close(e, a, reduced_precision) for e, a in zip(expected, actual, strict=True))
     if isinstance(expected, float) and isinstance(actual, float):
         return abs(expected - actual) <= 1e-4 * (1 + abs(expected))
     e_text, a_text = str(expected), str(actual)  # logs: the same words, and numbers that are close

@@ -45,7 +45,7 @@ class Update:
     allowed: tuple[NumberSpec, ...]
     norm: bool
     finite: bool
-    coarse: bool  # whether it computes in 16 bits what has more (Muon)
+    reduced_precision: bool  # whether it computes in 16 bits what has more (Muon)
     in_place: bool  # whether it works element by element, and so allocates nothing once it has begun to change the state
 
 
@@ -88,9 +88,9 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
         )
         for i in range(len(values))
     )
-    coarse = any(v.dtype in LOW for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
-    coarse = coarse and not any(p.dtype in LOW for p in parameters)
-    return Update(graph, allowed, settings.clip_norm is not None, settings.skip_nonfinite, coarse, _in_place(graph, len(gradients)))
+    reduced_precision = any(v.dtype in LOW for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
+    reduced_precision = reduced_precision and not any(p.dtype in LOW for p in parameters)
+    return Update(graph, allowed, settings.clip_norm is not None, settings.skip_nonfinite, reduced_precision, _in_place(graph, len(gradients)))
 
 
 def _in_place(graph: torch.fx.GraphModule, gradients: int) -> bool:

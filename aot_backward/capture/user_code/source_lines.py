@@ -25,7 +25,8 @@ _ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 
 @contextlib.contextmanager
 def recorded_lines(program: nn.Module, outermost: CodeType) -> Iterator[None]:
-    """Within, nodes that a trace makes get their line. ``outermost``: the code that runs ``program``; frames that called it are not looked at."""
+    """A context in which nodes that a trace makes get their line. ``outermost``: the code that runs ``program``; frames that called it are not looked
+    at."""
     tracer = torch_api.PythonKeyTracer
     names = {id(module): name for name, module in program.named_modules()}
     original = tracer.create_node

@@ -71,7 +71,7 @@ def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
 
 @contextlib.contextmanager
 def errors_located(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """Within, an :class:`ExportError` that names an operator is given the caller's line that calls it."""
+    """A context in which an :class:`ExportError` that names an operator is given the caller's line that calls it."""
     try:
         yield
     except ExportError as error:

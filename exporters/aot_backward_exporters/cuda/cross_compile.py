@@ -53,7 +53,7 @@ def check(target: str) -> Device:
 
 @contextlib.contextmanager
 def crossing(device: Device) -> Iterator[None]:
-    """Within, there seems to be one GPU, ``device``; code for it can be generated, and nothing launched."""
+    """A context in which there seems to be one GPU, ``device``; code for it can be generated, and nothing launched."""
     with toolkit(), contextlib.ExitStack() as stack:
         # without the second, kernels hold the path of a temporary file and its time
         stack.enter_context(patched_items(os.environ, TENSORIFY_PYTHON_SCALARS="0", TRITON_DISABLE_LINE_INFO="1"))

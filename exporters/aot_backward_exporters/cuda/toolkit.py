@@ -37,8 +37,8 @@ def cuda_home() -> Path:
 
 @contextlib.contextmanager
 def toolkit() -> Iterator[None]:
-    """Within, what compiles the host's code finds the CUDA toolkit and, in the driver's place, a library to link with: a machine with a GPU may have
-    the driver where no linker looks."""
+    """A context in which what compiles the host's code finds the CUDA toolkit and, in the driver's place, a library to link with: a machine with a
+    GPU may have the driver where no linker looks."""
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, contextlib.ExitStack() as stack:
         _driver_stub(Path(folder))
         paths = [folder, *filter(None, [os.environ.get("LIBRARY_PATH")])]

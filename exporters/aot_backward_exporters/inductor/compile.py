@@ -38,7 +38,7 @@ from ..toolchain import gcc
 from ..toolchain.compile_cache import CachedLibrary, digest, digest_of_sources, fetch, store
 from ..toolchain.strip_paths import erase_paths
 from .cache_key import Canonical, canonical_graph
-from .lowering import Lowered, lower
+from .lowering import GeneratedCode, lower
 from .settings import settings_for
 from .targets import Processor, processor, target_spec
 
@@ -143,7 +143,7 @@ def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
             raise ExportError(f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug")
 
 
-def _finish(key: str, lowered: Lowered, library: Path, work: Path) -> CachedLibrary:
+def _finish(key: str, lowered: GeneratedCode, library: Path, work: Path) -> CachedLibrary:
     clear_executable_stack(library)
     metadata, extern = lowered.file(".wrapper_metadata.json"), lowered.file(".wrapper.json")
     assert metadata is not None

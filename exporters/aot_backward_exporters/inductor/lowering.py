@@ -24,7 +24,7 @@ _CONSTANT = re.compile(r'constants_info_\[\d+\]\.(name|original_fqn) = "(.*)";')
 
 
 @dataclass(frozen=True)
-class Lowered:
+class GeneratedCode:
     """What Inductor made of a graph."""
 
     wrapper: str  # the generated C++ around the kernels
@@ -42,7 +42,7 @@ class Lowered:
         return next((f for f in self.files if f.name.endswith(suffix)), None)
 
 
-def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor) -> Lowered:
+def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor) -> GeneratedCode:
     """``known``: how many guards the capture left. All later ones count as this graph's: an earlier graph's may have shaped its code."""
     config, V = torch_api.inductor_config, torch_api.V
     module = graph_fixes.copied(graph.module)
@@ -79,7 +79,7 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
     files = tuple(Path(f) for f in compiled.filename)
     wrapper = next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text()
     new = [g.expr for g in fake_mode.shape_env.guards[known:] if not g.expr.free_symbols.isdisjoint(form.symbols)]
-    lowered = Lowered(
+    lowered = GeneratedCode(
         wrapper=wrapper,
         files=files,
         guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new],  # as text, torch's // would come back as a fraction

@@ -29,7 +29,7 @@ def torch_warnings_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sizes_left_open() -> Iterator[None]:
-    """Within, Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
+    """A context in which Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
 
     How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
     convolution would run on. Whether a product of at most 16 rows is better written out.
@@ -52,7 +52,7 @@ def sizes_left_open() -> Iterator[None]:
 
 @contextlib.contextmanager
 def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
-    """Within, Inductor may put its own values into the memory of the inputs that are donated. Whether there are any.
+    """A context in which Inductor may put its own values into the memory of the inputs that are donated. Whether there are any.
 
     None where the graph has graphs within it (cond, scan): Inductor takes the numbers for those of their inputs, too, and code overwrote incoming
     gradients there."""
@@ -67,7 +67,8 @@ def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def generating_for(built_for: Processor) -> Iterator[None]:
-    """Within, Inductor generates code for that processor whichever builds it, and compiles no probes to find out (10 s in a fresh cache)."""
+    """A context in which Inductor generates code for that processor whichever builds it, and compiles no probes to find out (10 s in a fresh
+    cache)."""
     isa = torch_api.cpu_vec_isa
     vectors = [getattr(isa, built_for.isa)()] if built_for.isa else []
     with patched(isa, valid_vec_isa_list=lambda: vectors):

@@ -37,7 +37,7 @@ IR_VERSION = 8
 
 
 @dataclass(frozen=True)
-class Number:
+class NumberInput:
     """An element of an optimizer's vector of numbers as an input of its own."""
 
     name: str
@@ -57,7 +57,7 @@ class Names:
     constants: Mapping[str, str]
     outputs: tuple[tuple[str, str], ...]
     vector: str = ""
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[NumberInput, ...] = ()
     symbols: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.torch_api import CONSTANT_LOOKS
+from aot_backward_runtime.torch_api import CONSTANT_LAYOUTS
 
 WRAPPER_HEADER = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
 KERNEL_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
@@ -54,7 +54,7 @@ def _looks(wrapper: str) -> str:
     for number, field, value in _CONSTANT_INFO.findall(wrapper):
         known.setdefault(number, {})[field] = value.strip('"{}').replace(" ", "").removeprefix("cached_torch_dtype_")
     lines = "".join(f"{c['name']} {c['dtype']} [{c['shape']}] [{c['stride']}]\\n" for c in known.values())
-    return f'extern "C" __attribute__((used, visibility("default"))) const char {CONSTANT_LOOKS}[] = "{lines}";\n'
+    return f'extern "C" __attribute__((used, visibility("default"))) const char {CONSTANT_LAYOUTS}[] = "{lines}";\n'
 
 
 def kernel_source(kernels: str) -> str:

@@ -41,7 +41,7 @@ class Command:
 
 @contextlib.contextmanager
 def record_commands(folder: Path, march: str) -> Iterator[list[Command]]:
-    """Within, what Inductor would build below ``folder`` is recorded instead; targets are empty files, which Inductor then removes."""
+    """A context in which what Inductor would build below ``folder`` is recorded instead; targets are empty files, which Inductor then removes."""
     builder = torch_api.CppBuilder
     original = builder.build
     commands: list[Command] = []
@@ -76,7 +76,7 @@ def _short(path: str) -> str:
 
 @contextlib.contextmanager
 def adjust_commands(march: str) -> Iterator[None]:
-    """Within, Inductor runs its own builds with the flags of :meth:`Builder.link`, and for ``march`` instead of this machine."""
+    """A context in which Inductor runs its own builds with the flags of :meth:`Builder.link`, and for ``march`` instead of this machine."""
     builder = torch_api.CppBuilder
     original = builder.get_command_line
 

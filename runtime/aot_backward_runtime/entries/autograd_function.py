@@ -171,7 +171,7 @@ def _generator_states(variant: Variant) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _generators_at(states: Sequence[torch.Tensor], variant: Variant) -> Iterator[None]:
-    """Within, random numbers are drawn from ``states``, if any; the generators' own states are restored afterwards."""
+    """A context in which random numbers are drawn from ``states``, if any; the generators' own states are restored afterwards."""
     if not states:
         yield
         return

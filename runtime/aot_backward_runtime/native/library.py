@@ -132,10 +132,10 @@ class Library:
         if self._stated is None:
             return
         for constant in self.spec.constants:
-            tensor, looks = tensors[constant.weight], self._stated.looks.get(constant.name)
-            if looks is not None and looks != _described(tensor, looks):
+            tensor, layout = tensors[constant.weight], self._stated.layout.get(constant.name)
+            if layout is not None and layout != _described(tensor, layout):
                 raise IncompatibleError(
-                    f"{self.spec.member} was compiled for {constant.weight} as {looks}; by the manifest it is {_described(tensor, '')}: the "
+                    f"{self.spec.member} was compiled for {constant.weight} as {layout}; by the manifest it is {_described(tensor, '')}: the "
                     "manifest is not that of this code; export it again"
                 )
             expanded = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -152,9 +152,9 @@ class Library:
         return f"; it calls {', '.join(self.spec.operators)}: import the modules that register these operators before load()"
 
 
-def _described(tensor: torch.Tensor, looks: str) -> str:
-    """``float32 [2,3] [3,1]``; where a dimension has one element, its stride does not matter and is that of ``looks``."""
-    theirs = looks.rpartition("[")[2].rstrip("]").split(",")
+def _described(tensor: torch.Tensor, layout: str) -> str:
+    """``float32 [2,3] [3,1]``; where a dimension has one element, its stride does not matter and is that of ``layout``."""
+    theirs = layout.rpartition("[")[2].rstrip("]").split(",")
     theirs = theirs if len(theirs) == tensor.dim() else list(map(str, tensor.stride()))
     strides = [their if n <= 1 else str(s) for n, s, their in zip(tensor.shape, tensor.stride(), theirs, strict=True)]
     return f"{str(tensor.dtype).removeprefix('torch.')} [{','.join(map(str, tensor.shape))}] [{','.join(strides)}]"

@@ -277,8 +277,8 @@ class Recorder:
             """The pass as eager runs it in that order of nodes."""
             ops = in_order(self._ops, results, order, self._values)
             return Tape(
-                ops=tuple(replace(op, operands=_moved(op.operands, place)) for op in ops),
-                outputs=_moved(results, place),
+                ops=tuple(replace(op, operands=_renumbered(op.operands, place)) for op in ops),
+                outputs=_renumbered(results, place),
                 inputs=len(picked),
                 sizes=self._counts[1],
                 scalars=self._scalars,
@@ -306,13 +306,13 @@ def _before_hooks(output: Any, ops: Sequence[Op]) -> Any:
     return output
 
 
-def _moved(operand: Any, place: dict[int, int]) -> Any:
+def _renumbered(operand: Any, place: dict[int, int]) -> Any:
     if isinstance(operand, Slot):
         return Slot("input", place[operand.index]) if operand.kind == "input" else operand
     if isinstance(operand, (list, tuple)):
-        return type(operand)(_moved(o, place) for o in operand)
+        return type(operand)(_renumbered(o, place) for o in operand)
     if isinstance(operand, Derived):
-        return Derived(operand.operator, _moved(operand.operands, place))
+        return Derived(operand.operator, _renumbered(operand.operands, place))
     return operand
 
 

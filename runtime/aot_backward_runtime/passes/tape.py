@@ -61,7 +61,7 @@ KINDS = {
     "validate": "(gradients, what each must look like) -> gradients: cast, summed to size, or an error",
     "add": "fan-in: (sum so far, one more) -> sum",
     "accumulate": "AccumulateGrad: (leaf, gradient) into the leaf's .grad",
-    "custom": "a Python autograd.Function: (context, saved tensors, gradients, their looks, digest of its code or '') -> gradients",
+    "custom": "a Python autograd.Function: (context, saved tensors, gradients, their metadata, digest of its code or '') -> gradients",
     "copy_slices_prologue": "of an in-place update of a view",
     "copy_slices_epilogue": "of an in-place update of a view",
     "zeros": "(sizes, dtype, device) -> zeros that a custom function gets for an undefined gradient",

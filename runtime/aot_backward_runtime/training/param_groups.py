@@ -16,9 +16,9 @@ from ..format.param_groups import inside, options_in, options_of
 class Numbers:
     """The vector of numbers that the graphs read (:class:`NumberSpec`)."""
 
-    def __init__(self, spec: StepSpec, vector: torch.Tensor, unsettled: list[bool]):
-        """``unsettled[0]`` is True while numbers are being written; where an interrupt leaves it True, the next call writes them again."""
-        self.unsettled = unsettled
+    def __init__(self, spec: StepSpec, vector: torch.Tensor, touched: list[bool]):
+        """``touched[0]`` is True while numbers are being written; where an interrupt leaves it True, the next call writes them again."""
+        self.touched = touched
         self.optimizer = spec.optimizer.rpartition(".")[2]
         self._places: dict[tuple[int, str, int], tuple[NumberSpec, torch.Tensor]] = {}
         for i, number in enumerate(spec.numbers, start=2):
@@ -121,10 +121,10 @@ class Group(dict[str, Any]):
         """Like setting, of what was checked."""
         if key not in self._fixed:
             value = plain(value)
-            before, self._numbers.unsettled[0] = self._numbers.unsettled[0], True
+            before, self._numbers.touched[0] = self._numbers.touched[0], True
             super().__setitem__(key, tuple(value) if key in self._tuples else value)
             self._write(key)
-            self._numbers.unsettled[0] = before
+            self._numbers.touched[0] = before
 
     def write(self) -> None:
         """All numbers, to where native code reads them."""

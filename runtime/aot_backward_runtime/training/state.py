@@ -39,12 +39,12 @@ class TrainingState:
         persistent: Sequence[str],
         others: Mapping[str, torch.Tensor],
         on_params: Callable[[], None],
-        unsettled: list[bool],
+        touched: list[bool],
     ):
-        """``others``: the rest of the entry's state by name. ``persistent``: the names that the module's ``state_dict`` has. ``unsettled``: see
+        """``others``: the rest of the entry's state by name. ``persistent``: the names that the module's ``state_dict`` has. ``touched``: see
         :class:`Numbers`."""
         self.spec, self.parameters, self.buffers, self._persistent = spec, parameters, buffers, persistent
-        self.numbers = Numbers(spec, others["numbers"], unsettled)
+        self.numbers = Numbers(spec, others["numbers"], touched)
         self.groups = [Group(self.numbers, n, g, [parameters[p] for p in g.parameters], on_params) for n, g in enumerate(spec.groups)]
         self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state]
         self.loss = {n.removeprefix(_LOSS): t for n, t in others.items() if n.startswith(_LOSS)}
@@ -114,10 +114,10 @@ class TrainingState:
 
     def set_accumulated(self, calls: int) -> None:
         """Sets how many calls' gradients are accumulated."""
-        before, self.numbers.unsettled[0] = self.numbers.unsettled[0], True
+        before, self.numbers.touched[0] = self.numbers.touched[0], True
         self._adds = (calls, self._adds[1])
         self.numbers.set_accumulating(calls > 0)
-        self.numbers.unsettled[0] = before
+        self.numbers.touched[0] = before
 
     def write_numbers(self) -> None:
         """Writes everything that native code reads as a number; needed after an interrupt in the middle of writing."""

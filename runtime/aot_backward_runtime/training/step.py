@@ -54,7 +54,7 @@ class LoadedStep(torch.optim.Optimizer):
         self._entry, self._tensors, self._digest = entry, dict(tensors), digest
         self._watch = Watch()  # of the tensors that a caller has a reference to
         self._watched = False
-        self._moved = self._watch.touched  # also set while numbers are being written
+        self._touched = self._watch.touched  # also set while numbers are being written
         self._shared = shared
         self._exposed = shared  # whether user code may hold a parameter in a graph of autograd: then each write increments its version
         made: dict[str, torch.Tensor] = {}
@@ -69,7 +69,7 @@ class LoadedStep(torch.optim.Optimizer):
         buffers = {s.name.removeprefix(_MODULE): made[s.weight] for s in own if not s.parameter}
         persistent = [s.name.removeprefix(_MODULE) for s in own if s.persistent]
         others = {s.name: made[s.weight] for s in entry.spec.state}
-        self._state = TrainingState(spec, parameters, buffers, persistent, others, self._expose, self._moved)
+        self._state = TrainingState(spec, parameters, buffers, persistent, others, self._expose, self._touched)
         self._has_norm, self._may_skip = spec.norm, spec.finite
         refuse_hooks_that_never_run(parameters, self._state.gradients)
         self._update = Runnable(spec.update, entry.libraries) if spec.update is not None else None
@@ -93,7 +93,7 @@ class LoadedStep(torch.optim.Optimizer):
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
         """One step on these arguments. ``update=False``: gradients are only accumulated."""
         last = self._last
-        if last is None or kwargs or not update or self._moved[0] or (self._watched and self._watch.changed()) or not last.fits(args):
+        if last is None or kwargs or not update or self._touched[0] or (self._watched and self._watch.changed()) or not last.fits(args):
             return self._call_cached(args, kwargs, update)
         # Native code runs inside one call of C, list.extend: wherever an interrupt comes, ``ran`` tells whether the update was made.
         ran: list[list[torch.Tensor]] = []
@@ -146,7 +146,7 @@ class LoadedStep(torch.optim.Optimizer):
         with self._lock:
             adding = not update or self._replicas is not None or self._state.accumulated > 0
             ready = None
-            if not kwargs and not self._moved[0] and not (self._watched and self._watch.changed()):
+            if not kwargs and not self._touched[0] and not (self._watched and self._watch.changed()):
                 ready = next((r for r in self._cached if r.adding == adding and r.fits(args)), None)
             if ready is None:
                 return self._match_and_call(args, kwargs, update)
@@ -237,7 +237,7 @@ class LoadedStep(torch.optim.Optimizer):
     def _apply(self) -> None:
         state, runnable = self._state, self._update
         assert runnable is not None and runnable.library is not None
-        if self._run_update is None or self._moved[0] or (self._watched and self._watch.changed()):
+        if self._run_update is None or self._touched[0] or (self._watched and self._watch.changed()):
             self._run_update, _ = runnable.bound(self._bind(), (), {})
         if self._replicas is not None:
             self._collectively("averaging gradients", self._replicas.average)
@@ -279,7 +279,7 @@ class LoadedStep(torch.optim.Optimizer):
                             f"write into it in place (with torch.no_grad(): p.copy_(…))"
                         )
             self._binding = binding
-        if self._moved[0]:
+        if self._touched[0]:
             self._state.write_numbers()
         return binding
 
