@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import pty
 import subprocess
 import sys
 import warnings
@@ -23,6 +21,7 @@ from aot_backward_runtime.format.elf import read_elf
 from ..conftest import PROGRAM, aot_backward
 from ..support.cli_program import distance, net
 from ..support.packages import EXAMPLES, MANIFEST, WEIGHTS, put_together, taken_apart
+from ..support.terminal import on_terminal
 
 RAN = "AOT_BACKWARD_CANARY_RAN"
 
@@ -69,19 +68,8 @@ def test_export_says_what_it_wrote_and_is_quiet_where_nobody_watches(tmp_path: P
 
 
 def test_progress_is_shown_on_a_terminal(package: Path) -> None:
-    ours, theirs = pty.openpty()
-    argv = [sys.executable, "-m", "aot_backward.cli", "verify", str(package)]
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=theirs, env=env) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += os.read(ours, 4096)
-            except OSError:  # the terminal's other end is closed
-                break
-    os.close(ours)
-    assert process.returncode == 0
+    status, shown = on_terminal("stderr", "-m", "aot_backward.cli", "verify", package, columns=100)
+    assert status == 0
     assert b"digests" in shown and b"numbers" in shown
 
 
@@ -184,18 +172,8 @@ def test_inspect_as_json(package: Path) -> None:
 
 
 def test_inspect_draws_tables_on_a_terminal(package: Path) -> None:
-    ours, theirs = pty.openpty()
-    argv = [sys.executable, "-m", "aot_backward.cli", "inspect", str(package)]
-    with subprocess.Popen(argv, stdout=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "160"}) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += os.read(ours, 4096)
-            except OSError:
-                break
-    os.close(ours)
-    assert process.returncode == 0 and "┃".encode() in shown
+    status, shown = on_terminal("stdout", "-m", "aot_backward.cli", "inspect", package, columns=160)
+    assert status == 0 and "┃".encode() in shown
 
 
 def test_verify(package: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from aot_backward_runtime import InputError, PackageError, StateError, load
 from ..conftest import PROGRAM
 from ..support import cli_program, exports
 from ..support.packages import EXAMPLES, MANIFEST, WEIGHTS, put_together, taken_apart
+from ..support.terminal import on_terminal
 from .test_cli import called, fails, rewritten
 
 SAMPLES = 203  # of which batches of 16 leave 11
@@ -354,19 +354,9 @@ def test_a_fixed_batch_leaves_samples_out(static: Path, tmp_path: Path) -> None:
 
 
 def test_a_bar_is_shown_on_a_terminal(package: Path, data: Path, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    argv = ["-m", "aot_backward.cli", "train", package, "--data", data, "--epochs", 200, "--save", tmp_path / "s", "--json"]
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    with subprocess.Popen([sys.executable, *map(str, argv)], stdout=subprocess.DEVNULL, stderr=theirs, env=env) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += os.read(ours, 4096)
-            except OSError:  # the terminal's other end is closed
-                break
-    os.close(ours)
-    assert process.returncode == 0 and b"loss " in shown and b"steps/s" in shown and b"epoch 1/200" in shown
+    argv = ["train", package, "--data", data, "--epochs", 200, "--save", tmp_path / "s", "--json"]
+    status, shown = on_terminal("stderr", "-m", "aot_backward.cli", *argv, columns=120)
+    assert status == 0 and b"loss " in shown and b"steps/s" in shown and b"epoch 1/200" in shown
 
 
 def _thin(package: Path, data: Path, state: Path, first: str = "") -> subprocess.CompletedProcess[str]:

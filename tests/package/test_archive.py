@@ -39,19 +39,9 @@ from ..support.packages import (
     write_tiny,
 )
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 STATE = {"name": "w", "weight": "gone", "parameter": True, "requires_grad": True}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    write_tiny(tmp_path / "tiny.pt2")
-    return tmp_path / "tiny.pt2"
 
 
 def read_everything(path: Path) -> Archive:

@@ -36,6 +36,8 @@ from aot_backward_runtime.package.code_cache import CacheError
 from ..support import exports
 from ..support.packages import GRAPH, LIBRARY, METADATA, put_together, python, taken_apart, tiny_input, tiny_manifest, tiny_weights, write_tiny
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 _GNU_STACK = 0x6474E551
 
 # Reads a package as a loader does, runs its code, and prints what comes out, or the error.
@@ -51,18 +53,6 @@ def run(path):
     runner.update_constant_buffer(weights, False, True, True)
     return runner.run([load_examples(archive)["x"]])[0], weights, runner
 """
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    write_tiny(tmp_path / "tiny.pt2")
-    return tmp_path / "tiny.pt2"
 
 
 def expected() -> torch.Tensor:

@@ -25,11 +25,7 @@ from aot_backward_runtime.package.archive import Archive, open_package
 
 from ..support.packages import EXAMPLES, MANIFEST, WEIGHTS, put_together, taken_apart, tiny_manifest
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def store(path: Path, weights: dict[str, torch.Tensor], examples: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:

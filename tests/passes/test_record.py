@@ -315,23 +315,24 @@ class Counted(torch.autograd.Function):
         return grad * 2
 
 
-def test_a_plain_custom_backward_becomes_part_of_the_graph(tmp_path: Path) -> None:
-    def step(factor: float) -> Tensor | None:
-        x = torch.linspace(-1, 1, 6, requires_grad=True)
-        Scaled.apply(x.exp(), factor).sin().sum().backward()
-        return x.grad
+def scaled_step(factor: float) -> Tensor | None:
+    x = torch.linspace(-1, 1, 6, requires_grad=True)
+    Scaled.apply(x.exp(), factor).sin().sum().backward()
+    return x.grad
 
+
+def test_a_plain_custom_backward_becomes_part_of_the_graph(tmp_path: Path) -> None:
     path = tmp_path / "bw.pt2"
     with ab.record(path) as recording:
         for factor in (2.0, 2.0, 3.0):
-            step(factor)
+            scaled_step(factor)
     assert not recording.skipped
     structures = ab.load(path).manifest.entries["backward"].structures
     assert [sum(bool(s.library) for s in t.variants[0].segments) for t in structures] == [1, 1]  # one for each number, each in one piece
     assert all(len(s.ops) == 1 or s.library for t in structures for s in t.variants[0].segments)
-    expected = [step(f) for f in (3.0, 2.0, 2.0, 4.0, 3.0)]
+    expected = [scaled_step(f) for f in (3.0, 2.0, 2.0, 4.0, 3.0)]
     with ab.replay(path) as replaying:
-        actual = [step(f) for f in (3.0, 2.0, 2.0, 4.0, 3.0)]
+        actual = [scaled_step(f) for f in (3.0, 2.0, 2.0, 4.0, 3.0)]
     torch.testing.assert_close(actual, expected)
     report = replaying.report
     assert (report.bindings, report.hits, sum(report.misses.values())) == (1, 3, 1)  # the engine's cache does not see the number; we do
@@ -404,20 +405,15 @@ def close_to(grad: Tensor) -> Tensor:
 
 
 def test_numbers_that_keep_changing_end_in_one_structure(tmp_path: Path) -> None:
-    def step(factor: float) -> Tensor | None:
-        x = torch.linspace(-1, 1, 6, requires_grad=True)
-        Scaled.apply(x.exp(), factor).sin().sum().backward()
-        return x.grad
-
     path = tmp_path / "bw.pt2"
     with ab.record(path) as recording:
         for factor in range(30):
-            step(1.0 + factor)
+            scaled_step(1.0 + factor)
     assert not recording.skipped and len(ab.load(path).manifest.entries["backward"].structures) == 5
     factors = [40.0, 1.0, 2.0, -0.0, 0.0]
-    expected = [step(f) for f in factors]
+    expected = [scaled_step(f) for f in factors]
     with ab.replay(path, strict=True):
-        torch.testing.assert_close([step(f) for f in factors], expected)
+        torch.testing.assert_close([scaled_step(f) for f in factors], expected)
 
 
 def test_gradients_that_were_absent_and_come(tmp_path: Path, package: Path) -> None:

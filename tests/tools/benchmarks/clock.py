@@ -58,5 +58,12 @@ def interleaved(peers: Mapping[str, Callable[[], Iterable[float]]], rounds: int)
     return out
 
 
+def compare(calls: Mapping[str, Callable[[], Any]], seconds: float, rounds: int) -> dict[str, dict[str, float]]:
+    """The times of ``calls`` in this process, taken in turn, each for ``seconds`` at a time in batches of its own size."""
+    counts = {p: batch_size(c) for p, c in calls.items()}
+    peers = {p: lambda c=c, p=p: samples(c, counts[p], seconds) for p, c in calls.items()}
+    return {p: summary(s) for p, s in interleaved(peers, rounds).items()}
+
+
 def summary(seconds: list[float]) -> dict[str, float]:
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "samples": len(seconds)}

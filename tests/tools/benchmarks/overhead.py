@@ -94,9 +94,7 @@ def serve(spec: dict[str, Any]) -> Any:
         if len(results) != len(made) or not all(any(torch.equal(m, r) for r in results) for m in made):
             raise RuntimeError(f"{name}: the raw runner gives other numbers")
         calls = {"grad": lambda: entry(*args), "raw": lambda: runner.run(passed)}
-        counts = {p: clock.batch_size(c) for p, c in calls.items()}
-        peers = {p: lambda c=c, p=p: clock.samples(c, counts[p], request["seconds"]) for p, c in calls.items()}
-        return {p: clock.summary(s) for p, s in clock.interleaved(peers, request["rounds"]).items()}
+        return clock.compare(calls, request["seconds"], request["rounds"])
 
     return answer
 

@@ -80,9 +80,7 @@ def serve(spec: dict[str, Any]) -> Any:
         step, x = package.step(request["entry"]), torch.ones(1)
         runner, _constants = raw(package.manifest.entries[request["entry"]].variants[0].step.call.library)
         calls = {"step": lambda: step(x), "raw": lambda: runner.run([x])}
-        counts = {p: clock.batch_size(c) for p, c in calls.items()}
-        peers = {p: lambda c=c, p=p: clock.samples(c, counts[p], request["seconds"]) for p, c in calls.items()}
-        return {p: clock.summary(s) for p, s in clock.interleaved(peers, request["rounds"]).items()}
+        return clock.compare(calls, request["seconds"], request["rounds"])
 
     return answer
 

@@ -39,7 +39,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(parts.PARTS)}")
     work.mkdir(parents=True, exist_ok=True)
-    os.environ["AOT_BACKWARD_CACHE"] = str(work / "cache")  # one that others write into has folders that are not of these runs
+    os.environ.setdefault("AOT_BACKWARD_CACHE", str(work / "cache"))
     if not (work / "passes.pt2").exists():
         parts.made(work)
     found: dict[str, dict[str, Any]] = {}
@@ -61,7 +61,9 @@ def main() -> None:
 def _run(name: str, calls: int, work: Path) -> dict[str, Any]:
     argv = [sys.executable, "-m", f"{__package__}.worker", name, str(calls), str(work)]
     samples = []
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+    # a cache of its own: in one that other processes use, too, folders come and go
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "AOT_BACKWARD_CACHE": str(work / "cache")}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
         assert process.stdout is not None
         for line in process.stdout:
             samples.append(json.loads(line))
