@@ -227,5 +227,5 @@ def _device(named: Named) -> str:
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """‖a − b‖ over all elements, 0 where one of them is None."""
+    """‖a − b‖ over the elements that are finite in both, 0 where one of them is None."""
     return 0.0 if a is None or b is None else norm(a.double() - b.double())

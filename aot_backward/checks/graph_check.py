@@ -30,7 +30,7 @@ from aot_backward_runtime.native.library import Library
 
 from .example_sizes import cotangents_at, sizes_to_check
 from .named_results import results_of_entry
-from .tolerance import RELATIVE, Comparison, compare_graph_result, distance, is_inexact
+from .tolerance import RELATIVE, Comparison, compare_graph_result, distance, is_inexact, norm
 from .verify import stored_example, verify_variant
 
 
@@ -205,7 +205,7 @@ def _compare_call(
     pairs = [(described.name, a.cpu(), e) for described, a, e in zip(spec.outputs, actual, expected, strict=True)]
     if not findings.trains:
         pairs += [(f"what is written to {key}", constants[key].cpu(), weights[key]) for key in constants]
-    largest = max((float(torch.linalg.vector_norm(_finite(e).double())) for _, _, e in pairs[: len(actual)] if e.is_floating_point()), default=0.0)
+    largest = max((norm(e) for _, _, e in pairs[: len(actual)] if e.is_floating_point()), default=0.0)
     coarsest = 2 * max((RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)  # both are rounded, each in its own order
     for label, a, e in pairs:
         ratio = _compare(label, a, e, largest, coarsest).ratio
@@ -231,8 +231,8 @@ def _has_dropout(node: Node) -> bool:
 
 
 def run_graph(module: GraphModule, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of ``module`` (of :func:`portable.graph_of`), run operator by operator. ``constants``: of its attributes; what it writes to them is
-    written."""
+    """The outputs of ``module`` (of :func:`portable.graph_json.graph_of`), run operator by operator. ``constants``: of its attributes; what it writes
+    to them is written."""
     values: dict[Node, Any] = {}
     rest = iter(inputs)
     with torch.no_grad():
@@ -258,10 +258,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _dtypes(module: GraphModule) -> set[torch.dtype]:
     values = [n.meta.get("val") for n in module.graph.nodes]
     return {t.dtype for t in values if isinstance(t, torch.Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.complex32)}
-
-
-def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
 
 
 def _compare(label: str, a: torch.Tensor, e: torch.Tensor, largest: float, coarsest: float) -> Comparison:

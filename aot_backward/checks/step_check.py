@@ -245,14 +245,14 @@ def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, 
             except Exception:  # whatever stands against float64, eager is the next best
                 exact = eager
         if exact is not eager and _is_same_computation(eager, exact):
-            moved = {n: float((beside.change(n) - exact.change(n)).norm()) for n in exact.after}
+            moved = {n: norm(beside.change(n) - exact.change(n)) for n in exact.after}
             example = wide
             stack.enter_context(torch.autocast(_device(case), enabled=False))
             stack.enter_context(in_float64(case.program))
         else:
             exact = eager
         noisy = _steps_of_eager(case, example, waiting, _noise(eager, exact))
-    moved = {n: m + float((noisy.change(n) - exact.change(n)).norm()) for n, m in moved.items()}
+    moved = {n: m + norm(noisy.change(n) - exact.change(n)) for n, m in moved.items()}
     return Reference(exact, moved, float64=exact is not eager)
 
 
@@ -271,14 +271,14 @@ def _noise(eager: StepResults, exact: StepResults) -> Noise:
     """What ``eager_check.py`` allows each gradient to be off by; where eager itself is the reference, a quarter."""
     out = []
     for gradients, right in zip(eager.gradients, exact.gradients, strict=True):
-        norms = {n: float(torch.nan_to_num(g.double(), 0.0, 0.0, 0.0).norm()) for n, g in right.items()}
+        norms = {n: norm(g) for n, g in right.items()}
         largest = max(norms.values())
         allowed = {}
         for n, g in gradients.items():
             if exact is eager:
                 allowed[n] = Tolerance.of_result(g.dtype, largest, None).allowed(norms[n]) / 4
             else:
-                allowed[n] = Tolerance.of_result(g.dtype, largest, float((g.double() - right[n].double()).norm())).allowed(norms[n])
+                allowed[n] = Tolerance.of_result(g.dtype, largest, norm(g.double() - right[n].double())).allowed(norms[n])
         out.append(allowed)
     return out
 

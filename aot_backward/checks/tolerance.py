@@ -123,9 +123,9 @@ def is_inexact(tensor: torch.Tensor) -> bool:
 
 
 def norm(tensor: torch.Tensor, like: torch.Tensor | None = None) -> float:
-    """‖tensor‖ in double precision; with ``like`` over the elements that are finite there."""
+    """‖tensor‖ in double precision over the elements that are finite in ``like`` (by default ``tensor``): one Inf would allow all errors."""
     wide = _widened(tensor)
-    return float(torch.linalg.vector_norm(wide if like is None else torch.where(torch.isfinite(like), wide, 0)))
+    return float(torch.linalg.vector_norm(torch.where(torch.isfinite(wide if like is None else like), wide, 0)))
 
 
 def distance(a: torch.Tensor, b: torch.Tensor, like: torch.Tensor | None = None) -> float:

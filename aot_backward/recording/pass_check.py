@@ -17,7 +17,7 @@ from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.passes.pass_contract import PassContract
 from aot_backward_runtime.passes.tape import Slot
 
-from ..checks.tolerance import RELATIVE, compare_graph_result
+from ..checks.tolerance import RELATIVE, compare_graph_result, norm
 from ..packaging.package_writer import library_spec
 from .pass_graphs import gradient_strides
 from .recorded_structure import ExamplePass
@@ -104,7 +104,7 @@ def _has_gradient_strides(result: torch.Tensor, spec: PassSpec, leaf: int, value
 
 def _largest_norm(example: ExamplePass) -> float:
     dense = (v for v in example.values.values() if v is not None and v.layout is torch.strided and v.is_floating_point())
-    return max((float(torch.linalg.vector_norm(v.double())) for v in dense), default=0.0)
+    return max(map(norm, dense), default=0.0)
 
 
 def _dtypes(example: ExamplePass) -> set[torch.dtype]:

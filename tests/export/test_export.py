@@ -16,8 +16,9 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward.capture import partition
+from aot_backward.checks import step_check
 from aot_backward.checks.eager_check import compare_results
-from aot_backward.checks.tolerance import Reference
+from aot_backward.checks.tolerance import Reference, norm
 from aot_backward.checks.verify import verify_package
 from aot_backward_runtime import ExportError, InputError, load
 from aot_backward_runtime.package.archive import open_package
@@ -116,9 +117,24 @@ def test_the_program_is_left_as_it_was(tmp_path: Path) -> None:
     assert not torch.is_autocast_enabled("cpu") and torch.backends.mkldnn.enabled and torch.backends.nnpack.is_available() is not None
 
 
+class Root(nn.Module):
+    """The gradient of its parameter is Inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.zero.sqrt()
+
+
+@pytest.mark.parametrize("last", [nn.Identity, Root])
 @pytest.mark.parametrize("spoil", ["a dropped gradient", "a scaled gradient", "a swapped pair"])
-def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is spoilt between capture and compiler, as a wrong pass would; the old package stays."""
+def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
+    spoil: str, last: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is spoilt between capture and compiler, as a wrong pass would; the old package stays. An infinite gradient beside it excuses
+    nothing."""
     target = tmp_path / "net.pt2"
     target.write_bytes(b"the old package")
     finish = partition._finish_backward
@@ -140,7 +156,7 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(spoil: str, tmp_
         return finish(pieces, cut, *rest)
 
     monkeypatch.setattr(partition, "_finish_backward", spoilt)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), last())
     with pytest.raises(ExportError, match=r"gradient of (0|2)\.weight is wrong: off by .* is allowed; nothing was written"):
         ab.export_module(net, (torch.randn(3, 4),), path=target)
     assert target.read_bytes() == b"the old package" and list(tmp_path.iterdir()) == [target]
@@ -163,6 +179,16 @@ def test_the_measure() -> None:
         worst({**e, "gradient of w": None})  # type: ignore[dict-item]
     with pytest.raises(ExportError, match="has NaN or Inf where eager has none"):
         worst({**e, "gradient of w": e["gradient of w"] / 0})
+
+
+def test_what_is_not_finite_is_in_no_norm() -> None:
+    assert norm(torch.tensor([3.0, float("inf"), 4.0, float("nan")])) == 5
+    before, after = {"parameter w": torch.zeros(3)}, {"parameter w": torch.tensor([1.0, 2.0, float("inf")])}
+    eager = step_check.StepResults(losses={}, before=before, after=after, gradients=[])
+    wrong = step_check.StepResults(losses={}, before=before, after={"parameter w": torch.tensor([1.0, 2.1, float("inf")])}, gradients=[])
+    reference = Reference(eager, {"parameter w": 0.0}, float64=False)
+    for actual, expected in ((eager, False), (wrong, True)):
+        assert [c.wrong for c in step_check._compare_steps(actual, eager, reference, reduced_precision=False)] == [expected]
 
 
 def test_an_output_with_inf_is_verified(tmp_path: Path) -> None:
