@@ -1,13 +1,17 @@
 # Every target sets up what it needs, once, in $(VENV): `make demo` and `make test` work on a fresh clone.
-VENV ?= .venv
+# `make test TORCH=2.15.0`, and any other target: in an environment of its own, .venv-2.15.0, with that torch in the place of the one that constraints.txt
+# pins, whose CPU build is small. Others come as the build for CUDA, of several gigabytes, which runs on a CPU, too.
+TORCH ?=
+VENV ?= .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # The first of these that is there and new enough; the packages ask for 3.11 or newer and pip refuses an older one.
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow bench coverage models fuzz endurance rebuild-matrix cross gpu docs lint venv clean
+.PHONY: demo test test-slow bench coverage models fuzz endurance rebuild-matrix cross gpu docs lint venv clean _cross
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -22,9 +26,9 @@ demo: $(STAMP)
 	@$(BIN)/aot-backward inspect build/digits.pt2 --html build/digits.html
 	@echo "open file://$(CURDIR)/build/digits.html"
 
-# Whole files go to one worker, so that what a file compiles is compiled once.
+# Whole files go to one worker, so that what a file compiles is compiled once. TESTS=tests/project/test_torch_api.py: only these.
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(TESTS)
 
 # Clients that train in three processes each: minutes, so not part of `make test`.
 test-slow: $(STAMP)
@@ -51,23 +55,17 @@ endurance: $(STAMP)
 
 # Packages made under one torch and rebuilt under another, both ways: a second environment, which is a build for CUDA of several gigabytes, and 20 minutes.
 OTHER_TORCH ?= 2.12.0
-OTHER_VENV ?= .venv-$(OTHER_TORCH)
 rebuild-matrix: $(STAMP)
-	@test -x $(OTHER_VENV)/bin/python || $(PYTHON) -m venv $(OTHER_VENV)
-	@grep -vE '^(torch|sympy)==' constraints.txt > build-constraints.txt; trap 'rm -f build-constraints.txt' EXIT; \
-	  $(OTHER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c build-constraints.txt torch==$(OTHER_TORCH) -e ./runtime -e . numpy
-	@$(BIN)/python -m tests.tools.rebuild_matrix --other $(OTHER_VENV)/bin/python --docs docs/benchmarks/$$(date +%F)-rebuild
+	@$(MAKE) --no-print-directory venv TORCH=$(OTHER_TORCH)
+	@$(BIN)/python -m tests.tools.rebuild_matrix --other .venv-$(OTHER_TORCH)/bin/python --docs docs/benchmarks/$$(date +%F)-rebuild
 
-# Code for GPUs where there is none: torch's build for CUDA, several gigabytes, in an environment of its own, and 15 minutes.
-CUDA_TORCH ?= 2.11.0
-CUDA_VENV ?= .venv-$(CUDA_TORCH)
-cross: $(STAMP)
-	@test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
-	@grep -vE '^(torch|sympy)==' constraints.txt > build-constraints.txt; trap 'rm -f build-constraints.txt' EXIT; \
-	  $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c build-constraints.txt torch==$(CUDA_TORCH) -e ./runtime -e . numpy
-	@$(CUDA_VENV)/bin/python -m tests.tools.cross --docs docs/benchmarks/$$(date +%F)-cross
+# Code for GPUs where there is none: torch's build for CUDA, several gigabytes, and 15 minutes. Without TORCH, which constraints.txt pins for a CPU: 2.11.0.
+cross:
+	@$(MAKE) --no-print-directory _cross TORCH=$(or $(TORCH),2.11.0)
+_cross: $(STAMP)
+	@$(BIN)/python -m tests.tools.cross --docs docs/benchmarks/$$(date +%F)-cross
 
-# On a machine with a GPU, with its own Python: torch 2.11 for CUDA, click and rich must be there; nothing is installed. Each part takes minutes.
+# On a machine with a GPU, with its own Python: a supported torch for CUDA, click and rich must be there; nothing is installed. Each part takes minutes.
 GPU_PYTHON ?= python3
 gpu:
 	@PYTHONPATH=.:runtime:exporters $(GPU_PYTHON) -m tests.tools.gpu --docs $(or $(DOCS),docs/benchmarks/$$(date +%F)-gpu)
@@ -89,11 +87,12 @@ $(STAMP): pyproject.toml runtime/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer with venv: apt-get install python3 python3-venv, or make PYTHON=…" >&2; exit 1; }
 	@command -v g++ >/dev/null || { echo "error: no C++ compiler: apt-get install g++" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ./runtime -e '.[test]'
+	$(if $(TORCH),@{ grep -vE '^(torch|sympy)==' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e ./runtime -e '.[test]'
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 
 clean:

@@ -53,9 +53,9 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    if torch_api.minor() not in torch_api.VERSIONS:
-        known = ", ".join(torch_api.VERSIONS)
-        return Finding("torch", "failed", torch.__version__, f"aot-backward supports torch {known}: pip install 'torch=={torch_api.VERSIONS[-1]}.*'")
+    if torch_api.minor() not in torch_api.SUPPORTED:
+        known = ", ".join(torch_api.SUPPORTED)
+        return Finding("torch", "failed", torch.__version__, f"aot-backward supports torch {known}: pip install 'torch=={torch_api.SUPPORTED[-1]}.*'")
     return Finding("torch", "ok", torch.__version__)
 
 

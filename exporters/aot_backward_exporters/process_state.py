@@ -46,9 +46,11 @@ def exclusive() -> Iterator[None]:
 @contextlib.contextmanager
 def patched(owner: Any, /, **values: Any) -> Iterator[None]:
     """A context in which ``owner`` (a module, a class, an object) has the attributes ``values``; what it only inherited it inherits again
-    afterwards."""
+    afterwards. :class:`AttributeError` where it has none of that name: a torch that renamed it would call the original in silence."""
     with _LOCK, contextlib.ExitStack() as stack:
         for name, value in values.items():
+            if not hasattr(owner, name):
+                raise AttributeError(f"{owner!r} has no attribute {name!r} that could be replaced (torch {torch.__version__})")
             before = vars(owner).get(name, _ABSENT)  # a staticmethod as it is; getattr would give what it wraps
             setattr(owner, name, value)
             if before is _ABSENT:

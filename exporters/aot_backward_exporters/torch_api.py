@@ -1,6 +1,7 @@
-"""Every private torch name that the library and the exporters use, and the versions in which each was seen.
+"""Every private torch name that the library and the exporters use, and since which torch it is there, if not in all.
 
 ``torch_api.NAME`` resolves lazily (PEP 562), so that ``import aot_backward`` stays light, and fails loudly where a name is gone.
+``tests/project/test_torch_api.py`` looks all of them up.
 """
 
 from __future__ import annotations
@@ -11,106 +12,102 @@ from typing import Any
 
 import torch
 
-VERSIONS = ("2.11", "2.12", "2.13")
-"""The torch minors that this distribution supports. 2.13 is proved by the tests; 2.12 by `make rebuild-matrix`, 2.11 by `make cross`,
-and by `make gpu` where there is a GPU."""
+from aot_backward_runtime.torch_api import SUPPORTED
 
-_ALL = VERSIONS
-
-_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
+_NAMES = {
     # capture
-    "aot_export_joint_with_descriptors": ("torch._functorch.aot_autograd", _ALL),
-    "make_fake_inputs": ("torch._export.non_strict_utils", _ALL),
-    "produce_guards_and_solve_constraints": ("torch._export.non_strict_utils", _ALL),
-    "ParamAOTInput": ("torch._functorch._aot_autograd.descriptors", _ALL),
-    "BufferAOTInput": ("torch._functorch._aot_autograd.descriptors", _ALL),
-    "PlainAOTInput": ("torch._functorch._aot_autograd.descriptors", _ALL),
-    "TangentAOTInput": ("torch._functorch._aot_autograd.descriptors", _ALL),
-    "PlainAOTOutput": ("torch._functorch._aot_autograd.descriptors", _ALL),
-    "InputMutationAOTOutput": ("torch._functorch._aot_autograd.descriptors", _ALL),
-    "GradAOTOutput": ("torch._functorch._aot_autograd.descriptors", _ALL),
-    "OutputType": ("torch._functorch._aot_autograd.schemas", _ALL),
-    "ConstraintViolationError": ("torch.fx.experimental.symbolic_shapes", _ALL),
-    "Unsupported": ("torch._dynamo.exc", _ALL),
-    "GuardOnDataDependentSymNode": ("torch.fx.experimental.symbolic_shapes", _ALL),
-    "compute_unbacked_bindings": ("torch.fx.experimental.symbolic_shapes", _ALL),
-    "free_unbacked_symbols": ("torch.fx.experimental.symbolic_shapes", _ALL),
-    "sympy_functions": ("torch.utils._sympy.functions", _ALL),  # the module itself
-    "symbolic_shapes_config": ("torch.fx.experimental._config", _ALL),  # the module itself
-    "_get_effect": ("torch._higher_order_ops.effects", ("2.13",)),
-    "_register_effectful_op": ("torch._higher_order_ops.effects", ("2.13",)),
-    "TorchDispatchMode": ("torch.utils._python_dispatch", _ALL),
-    "has_side_effect": ("torch.fx.node", _ALL),
-    "_compiling_state_context": ("torch._export.utils", _ALL),
-    "_combine_args": ("torch.export.dynamic_shapes", _ALL),
-    "_check_dynamic_shapes": ("torch.export.dynamic_shapes", _ALL),
-    "_tree_map_with_path": ("torch.export.dynamic_shapes", _ALL),
-    "_process_dynamic_shapes": ("torch.export.dynamic_shapes", _ALL),
-    "_swap_tensor_impl": ("torch._C", _ALL),
-    "_global_forward_pre_hooks": ("torch.nn.modules.module", _ALL),
-    "_global_forward_hooks": ("torch.nn.modules.module", _ALL),
-    "_global_backward_pre_hooks": ("torch.nn.modules.module", _ALL),
-    "_global_backward_hooks": ("torch.nn.modules.module", _ALL),
-    "decompositions": ("torch._decomp.decompositions", _ALL),  # the module itself
-    "transformer": ("torch.nn.modules.transformer", _ALL),  # the module itself
-    "_get_mkldnn_enabled": ("torch._C", _ALL),
-    "_set_mkldnn_enabled": ("torch._C", _ALL),
-    "_recursive_joint_graph_passes": ("torch._inductor.compile_fx", _ALL),
-    "partition_fn": ("torch._inductor.compile_fx", _ALL),
-    "select_decomp_table": ("torch._inductor.decomposition", _ALL),
-    "inductor_config": ("torch._inductor.config", _ALL),  # the module itself
-    "_global_optimizer_pre_hooks": ("torch.optim.optimizer", _ALL),
-    "_global_optimizer_post_hooks": ("torch.optim.optimizer", _ALL),
-    "fx_graph_cse": ("torch._functorch.compile_utils", _ALL),
+    "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd",
+    "make_fake_inputs": "torch._export.non_strict_utils",
+    "produce_guards_and_solve_constraints": "torch._export.non_strict_utils",
+    "ParamAOTInput": "torch._functorch._aot_autograd.descriptors",
+    "BufferAOTInput": "torch._functorch._aot_autograd.descriptors",
+    "PlainAOTInput": "torch._functorch._aot_autograd.descriptors",
+    "TangentAOTInput": "torch._functorch._aot_autograd.descriptors",
+    "PlainAOTOutput": "torch._functorch._aot_autograd.descriptors",
+    "InputMutationAOTOutput": "torch._functorch._aot_autograd.descriptors",
+    "GradAOTOutput": "torch._functorch._aot_autograd.descriptors",
+    "OutputType": "torch._functorch._aot_autograd.schemas",
+    "ConstraintViolationError": "torch.fx.experimental.symbolic_shapes",
+    "Unsupported": "torch._dynamo.exc",
+    "GuardOnDataDependentSymNode": "torch.fx.experimental.symbolic_shapes",
+    "compute_unbacked_bindings": "torch.fx.experimental.symbolic_shapes",
+    "free_unbacked_symbols": "torch.fx.experimental.symbolic_shapes",
+    "sympy_functions": "torch.utils._sympy.functions",  # the module itself
+    "symbolic_shapes_config": "torch.fx.experimental._config",  # the module itself
+    "_get_effect": "torch._higher_order_ops.effects",
+    "_register_effectful_op": "torch._higher_order_ops.effects",
+    "TorchDispatchMode": "torch.utils._python_dispatch",
+    "has_side_effect": "torch.fx.node",
+    "_compiling_state_context": "torch._export.utils",
+    "_combine_args": "torch.export.dynamic_shapes",
+    "_check_dynamic_shapes": "torch.export.dynamic_shapes",
+    "_tree_map_with_path": "torch.export.dynamic_shapes",
+    "_process_dynamic_shapes": "torch.export.dynamic_shapes",
+    "_swap_tensor_impl": "torch._C",
+    "_global_forward_pre_hooks": "torch.nn.modules.module",
+    "_global_forward_hooks": "torch.nn.modules.module",
+    "_global_backward_pre_hooks": "torch.nn.modules.module",
+    "_global_backward_hooks": "torch.nn.modules.module",
+    "decompositions": "torch._decomp.decompositions",  # the module itself
+    "transformer": "torch.nn.modules.transformer",  # the module itself
+    "_get_mkldnn_enabled": "torch._C",
+    "_set_mkldnn_enabled": "torch._C",
+    "_recursive_joint_graph_passes": "torch._inductor.compile_fx",
+    "partition_fn": "torch._inductor.compile_fx",
+    "select_decomp_table": "torch._inductor.decomposition",
+    "inductor_config": "torch._inductor.config",  # the module itself
+    "_global_optimizer_pre_hooks": "torch.optim.optimizer",
+    "_global_optimizer_post_hooks": "torch.optim.optimizer",
+    "fx_graph_cse": "torch._functorch.compile_utils",
     # recorded passes
-    "FakeTensorMode": ("torch._subclasses.fake_tensor", _ALL),
-    "ShapeEnv": ("torch.fx.experimental.symbolic_shapes", _ALL),
-    "bound_sympy": ("torch.utils._sympy.value_ranges", _ALL),
-    "ValueRanges": ("torch.utils._sympy.value_ranges", _ALL),
-    "int_oo": ("torch.utils._sympy.numbers", _ALL),
-    "DimDynamic": ("torch.fx.experimental.symbolic_shapes", _ALL),
-    "ConstantSource": ("torch._dynamo.source", _ALL),
-    "unset_fake_temporarily": ("torch._subclasses.fake_tensor", _ALL),
-    "enable_python_dispatcher": ("torch._dispatch.python", _ALL),
-    "OpOverload": ("torch._ops", _ALL),
-    "HigherOrderOperator": ("torch._ops", _ALL),
-    "_dispatch_has_kernel": ("torch._C", _ALL),
-    "_dispatch_get_registrations_for_dispatch_key": ("torch._C", _ALL),
-    "_dispatch_find_schema_or_throw": ("torch._C", _ALL),
-    "_dispatch_pystub": ("torch._C", _ALL),
-    "OPDEFS": ("torch._library.custom_ops", _ALL),
-    "fake_registry": ("torch._library.simple_registry", _ALL),
-    "_ExcludeDispatchKeyGuard": ("torch._C", _ALL),
-    "DispatchKeySet": ("torch._C", _ALL),
-    "DispatchKey": ("torch._C", _ALL),
-    "make_fx": ("torch.fx.experimental.proxy_tensor", _ALL),
-    "PythonKeyTracer": ("torch.fx.experimental.proxy_tensor", _ALL),
-    "aot_export_module": ("torch._functorch.aot_autograd", _ALL),
-    "is_non_overlapping_and_dense": ("torch._prims_common", _ALL),
-    "contiguous_strides": ("torch._prims_common", _ALL),
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "ShapeEnv": "torch.fx.experimental.symbolic_shapes",
+    "bound_sympy": "torch.utils._sympy.value_ranges",
+    "ValueRanges": "torch.utils._sympy.value_ranges",
+    "int_oo": "torch.utils._sympy.numbers",
+    "DimDynamic": "torch.fx.experimental.symbolic_shapes",
+    "ConstantSource": "torch._dynamo.source",
+    "unset_fake_temporarily": "torch._subclasses.fake_tensor",
+    "enable_python_dispatcher": "torch._dispatch.python",
+    "OpOverload": "torch._ops",
+    "HigherOrderOperator": "torch._ops",
+    "_dispatch_has_kernel": "torch._C",
+    "_dispatch_get_registrations_for_dispatch_key": "torch._C",
+    "_dispatch_find_schema_or_throw": "torch._C",
+    "_dispatch_pystub": "torch._C",
+    "OPDEFS": "torch._library.custom_ops",
+    "fake_registry": "torch._library.simple_registry",
+    "_ExcludeDispatchKeyGuard": "torch._C",
+    "DispatchKeySet": "torch._C",
+    "DispatchKey": "torch._C",
+    "make_fx": "torch.fx.experimental.proxy_tensor",
+    "PythonKeyTracer": "torch.fx.experimental.proxy_tensor",
+    "aot_export_module": "torch._functorch.aot_autograd",
+    "is_non_overlapping_and_dense": "torch._prims_common",
+    "contiguous_strides": "torch._prims_common",
     # compilation (aot_backward_exporters)
-    "OperatorBase": ("torch._ops", _ALL),
-    "functorch_config": ("torch._functorch.config", _ALL),  # the module itself
-    "compile_fx_inner": ("torch._inductor.compile_fx", _ALL),
-    "get_cpp_wrapper_config": ("torch._inductor.compile_fx", _ALL),
-    "V": ("torch._inductor.virtualized", _ALL),
-    "fresh_cache": ("torch._inductor.utils", _ALL),
-    "TracingContext": ("torch._guards", _ALL),
-    "in_tracing_context": ("torch._guards", _ALL),
-    "CppBuilder": ("torch._inductor.cpp_builder", _ALL),
-    "cpu_vec_isa": ("torch._inductor.cpu_vec_isa", _ALL),  # the module itself
-    "decomposition": ("torch._inductor.decomposition", _ALL),  # the module itself
-    "statically_known_true": ("torch.fx.experimental.symbolic_shapes", _ALL),
-    "CppKernel": ("torch._inductor.codegen.cpp", _ALL),
-    "get_cpp_compiler": ("torch._inductor.cpp_builder", _ALL),
-    "InvalidCxxCompiler": ("torch._inductor.exc", _ALL),
-    "InductorError": ("torch._inductor.exc", _ALL),
+    "OperatorBase": "torch._ops",
+    "functorch_config": "torch._functorch.config",  # the module itself
+    "compile_fx_inner": "torch._inductor.compile_fx",
+    "get_cpp_wrapper_config": "torch._inductor.compile_fx",
+    "V": "torch._inductor.virtualized",
+    "fresh_cache": "torch._inductor.utils",
+    "TracingContext": "torch._guards",
+    "in_tracing_context": "torch._guards",
+    "CppBuilder": "torch._inductor.cpp_builder",
+    "cpu_vec_isa": "torch._inductor.cpu_vec_isa",  # the module itself
+    "decomposition": "torch._inductor.decomposition",  # the module itself
+    "statically_known_true": "torch.fx.experimental.symbolic_shapes",
+    "CppKernel": "torch._inductor.codegen.cpp",
+    "get_cpp_compiler": "torch._inductor.cpp_builder",
+    "InvalidCxxCompiler": "torch._inductor.exc",
+    "InductorError": "torch._inductor.exc",
     # ONNX (aot_backward_exporters)
-    "decomposition_table": ("torch._decomp", _ALL),
-    "InsertTypePromotion": ("torch.onnx._internal.fx.passes", ("2.13",)),
-    "ONNXRegistry": ("torch.onnx._internal.exporter._registration", ("2.13",)),
-    "_translate_fx_graph": ("torch.onnx._internal.exporter._core", ("2.13",)),
-    "add_opset_imports": ("torch.onnx._internal.exporter._ir_passes", ("2.13",)),
+    "decomposition_table": "torch._decomp",
+    "InsertTypePromotion": "torch.onnx._internal.fx.passes",
+    "ONNXRegistry": "torch.onnx._internal.exporter._registration",
+    "_translate_fx_graph": "torch.onnx._internal.exporter._core",
+    "add_opset_imports": "torch.onnx._internal.exporter._ir_passes",
 }
 _MODULES = {
     "decompositions",
@@ -122,6 +119,16 @@ _MODULES = {
     "functorch_config",
     "cpu_vec_isa",
 }
+
+_SINCE = {
+    "_get_effect": "2.13",
+    "_register_effectful_op": "2.13",
+    "InsertTypePromotion": "2.13",
+    "ONNXRegistry": "2.13",
+    "_translate_fx_graph": "2.13",
+    "add_opset_imports": "2.13",
+}
+"""The torch minor that a name came with, of those that are not in all supported ones."""
 
 _RENAMED = {
     "is_non_overlapping_and_dense": "is_non_overlapping_and_dense_or_false",
@@ -137,10 +144,8 @@ NAMESPACES = frozenset({
 })  # fmt: skip
 """Of the operators that ``import torch`` registers (2.13)."""
 
-_MISSING_OPTIONS: dict[str, frozenset[str]] = {
-    "2.12": frozenset({"cpp.march", "aot_inductor.enable_line_tables"}),
-    "2.11": frozenset({"cpp.march", "aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer"}),
-}
+_OPTIONS_SINCE = {"aot_inductor.enable_frame_pointer": "2.12", "aot_inductor.enable_line_tables": "2.13", "cpp.march": "2.13"}
+"""The torch minor that an option of ``torch._inductor.config`` came with. One that is not named here must be in all supported ones."""
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -153,9 +158,18 @@ def minor() -> str:
     return ".".join(torch.__version__.split(".")[:2])
 
 
+def at_least(version: str) -> bool:
+    """Whether this is torch ``version`` ("2.13") or a newer one."""
+    return _numbers(minor()) >= _numbers(version)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(n) for n in version.split(".")]
+
+
 def known_options(options: dict[str, object]) -> dict[str, object]:
     """Those of ``options`` that this torch's ``torch._inductor.config`` has: it raises on any other."""
-    return {name: value for name, value in options.items() if name not in _MISSING_OPTIONS.get(minor(), ())}
+    return {name: value for name, value in options.items() if at_least(_OPTIONS_SINCE.get(name, SUPPORTED[0]))}
 
 
 def module_of_custom_op(operator: str) -> str:
@@ -176,9 +190,11 @@ def places_of_operator(operator: str, overload: str) -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, versions = _NAMES[name]
-    if minor() not in versions:
-        raise ImportError(f"aot-backward supports torch {', '.join(VERSIONS)}; this is {torch.__version__}: {module}.{name} was not looked up")
+    module, since = _NAMES[name], _SINCE.get(name, SUPPORTED[0])
+    if minor() not in SUPPORTED:
+        raise ImportError(f"aot-backward supports torch {', '.join(SUPPORTED)}; this is {torch.__version__}: {module}.{name} was not looked up")
+    if not at_least(since):
+        raise ImportError(f"{module}.{name} came with torch {since}; this is {torch.__version__}: pip install 'torch=={SUPPORTED[-1]}.*'")
     with warnings.catch_warnings():  # importing Inductor makes torch warn of its own use of torch.jit
         warnings.simplefilter("ignore", DeprecationWarning)
         loaded = importlib.import_module(module)

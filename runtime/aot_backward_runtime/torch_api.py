@@ -1,4 +1,4 @@
-"""Every private torch name that the runtime uses, and the versions in which each was seen. None of them imports Dynamo or Inductor."""
+"""Every private torch name that the runtime uses, and which torch is supported. None of them imports Dynamo or Inductor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from torch.autograd import forward_ad
 
 from .errors import GradientError
 
-SEEN_IN = ("2.11", "2.12", "2.13")  # 2.13 runs in CI, 2.12 in `make rebuild-matrix`, 2.11 in `make cross`
+SUPPORTED = ("2.11", "2.12", "2.13")
+"""The torch minors that all three distributions support, oldest first: CONTRIBUTING.md, "Add a torch version"."""
 
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
 is_batched = _functorch.is_legacy_batchedtensor
@@ -60,6 +61,7 @@ pop_dispatch_mode = _C._pop_torch_dispatch_stack
 
 __all__ = [
     "CONSTANT_LAYOUTS",
+    "SUPPORTED",
     "AOTIModelContainerRunnerCpu",
     "InterceptZeros",
     "Runner",

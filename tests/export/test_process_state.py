@@ -38,13 +38,20 @@ class Owner(Base):
 
 def test_attributes_are_put_back_in_reverse_order_whatever_happens() -> None:
     before = dict(vars(Owner))
-    with pytest.raises(ZeroDivisionError), patched(Owner, value=2, inherited=lambda self: "replaced", new=3):
+    with pytest.raises(ZeroDivisionError), patched(Owner, value=2, inherited=lambda self: "replaced"):
         assert (Owner.value, Owner().inherited()) == (2, "replaced")
         with patched(Owner, value=4, fixed=staticmethod(lambda: "other")):  # within itself, by one thread
             assert (Owner.value, Owner.fixed()) == (4, "other")
         assert (Owner.value, Owner().fixed()) == (2, "fixed")
         raise ZeroDivisionError
     assert dict(vars(Owner)) == before  # the staticmethod is one, and what is inherited is not its own
+
+
+def test_an_attribute_that_is_not_there_is_not_made() -> None:
+    before = dict(vars(Owner))
+    with pytest.raises(AttributeError, match=r"Owner.* has no attribute 'renamed' that could be replaced"), patched(Owner, value=2, renamed=3):
+        raise AssertionError("never reached")
+    assert dict(vars(Owner)) == before
 
 
 def test_an_attribute_that_cannot_be_set_leaves_the_others_as_they_were() -> None:

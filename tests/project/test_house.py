@@ -40,7 +40,7 @@ ALLOWED = {
     _RUNTIME: (),  # the façade: see _HOME, which is not an import
     f"{_EXPORTERS}.graph": (f"{_RUNTIME}.format",),
     f"{_EXPORTERS}.progress": (),
-    f"{_EXPORTERS}.torch_api": (),
+    f"{_EXPORTERS}.torch_api": (f"{_RUNTIME}.torch_api",),
     f"{_EXPORTERS}.process_state": (f"{_EXPORTERS}.torch_api",),
     f"{_EXPORTERS}.toolchain": _LIBRARY,
     f"{_EXPORTERS}.cuda": (*_LIBRARY, f"{_EXPORTERS}.toolchain"),
