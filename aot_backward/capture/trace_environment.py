@@ -85,7 +85,7 @@ _DECOMPOSITIONS: dict[Any, Any] = {}
 def decompositions() -> dict[Any, Any]:
     """Inductor's table as it is with ``fallback_random`` (without ``native_dropout``: its masks are then eager's to the bit), without the
     matrix products, which it decomposes by size: that would guard a dynamic batch into a corner (``batch <= 16``), and without the pooling
-    that eager's own kernels do faster (``inductor.compile.KERNELS``)."""
+    that eager's own kernels do faster (``inductor.graph_fixes.KERNELS``)."""
     if not _DECOMPOSITIONS:
         _ = torch_api.partition_fn  # brings in the lowerings, which some decompositions look up
         with torch_api.inductor_config.patch(fallback_random=True):

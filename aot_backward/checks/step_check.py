@@ -37,7 +37,7 @@ _PROBES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """What is exported: the program, its optimizer, and whether gradients can wait. ``names``: of the optimizer's parameters by identity."""
+    """What is exported: the program, its optimizer, and whether gradients can be accumulated. ``names``: of its parameters by identity."""
 
     program: steps.ProgramWithLoss
     optimizer: torch.optim.Optimizer
@@ -210,7 +210,7 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The optimizer works on a copy of its state inside, which has the dtype of its parameters."""
     kept, groups = optimizer.state, [dict(g) for g in optimizer.param_groups]
 
-    def own(parameter: torch.Tensor, key: str, value: Any) -> Any:
+    def own(parameter: torch.Tensor, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         wide = parameter.dtype is torch.float64 and value.is_floating_point() and value.dim() > 0
@@ -218,7 +218,7 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     optimizer.state = type(kept)(dict)
     for p, slots in kept.items():
-        optimizer.state[p] = {k: own(p, k, v) for k, v in slots.items()}
+        optimizer.state[p] = {k: own(p, v) for k, v in slots.items()}
     try:
         yield
     finally:

@@ -82,11 +82,11 @@ def export(
     """
     path, name = program
     _check_options(context, form)
-    from .. import export as export_package
+    from ..api import export as export_package
 
     entries = _chosen(_entries(path, name), wanted, f"{path}:{name}")
     if form == "onnx":
-        from .. import export_onnx
+        from ..onnx.export import export_onnx
 
         with shown() as progress:
             files = export_onnx(output, entries, external_data=external_data, progress=progress)

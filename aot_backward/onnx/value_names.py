@@ -33,7 +33,7 @@ class Part:
 
 
 def parts(name: str, entry: EntrySpec, number: int) -> list[Part]:
-    """The graphs of variant ``number`` of the entry; of a step whose gradients can wait also the optimizer alone."""
+    """The graphs of variant ``number`` of the entry; of a step whose gradients can be accumulated also the optimizer alone."""
     variant = entry.variants[number]
     plans = [(role, plan) for role in ROLES if (plan := getattr(variant, role)) is not None]
     if entry.step is not None and entry.step.update is not None:

@@ -44,7 +44,11 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
     for i, variant in enumerate(entry.variants):
         mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
         with captured_variant(
-            *(contents, name, (i, len(entry.variants)), variant, program),
+            contents,
+            name,
+            (i, len(entry.variants)),
+            variant,
+            program,
             module=program,
             mode=mode,
             kind="module" if isinstance(entry, Module) else "grad",
@@ -56,7 +60,7 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
                 spec, graphs = _module_variant(contents, prefix, entry, program, state, example, joint, weights)
             else:
                 wrt = tuple(_by_number(wanted or [], joint, weights))
-                spec, graphs = _grad_variant(contents, prefix, entry, example, joint, weights, wrt)
+                spec, graphs = _grad_variant(contents, name, prefix, entry, example, joint, weights, wrt)
             apart = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
             variants.append(exclude_refused_empty_sizes(dataclasses.replace(spec, set_apart=apart), program, example))
             examples.append(example)
@@ -100,11 +104,10 @@ def _grad_entry(spec: EntrySpec, entry: Grad, wrt: Wrt) -> EntrySpec:
 
 
 def _grad_variant(
-    contents: Contents, prefix: str, entry: Grad, example: Example, joint: Joint, weights: Weights, wrt: Wrt
+    contents: Contents, entry_name: str, prefix: str, entry: Grad, example: Example, joint: Joint, weights: Weights, wrt: Wrt
 ) -> tuple[VariantSpec, list[Graph]]:
     if not entry.has_aux and joint.out_tree.kind != "tensor":
-        name = prefix.rpartition(".")[0]
-        raise ExportError(f"{name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
+        raise ExportError(f"{entry_name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
     partitions = partition.split_grad(joint, prefix, weights, wrt)
     _compile(contents, prefix, partitions.graphs, joint)
     return variant_spec(example.mode, joint, partitions), partitions.graphs

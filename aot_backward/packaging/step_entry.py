@@ -40,7 +40,11 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         mode = variant.mode or ("train" if entry.module.training else "eval")
         prefix = f"{name}.{i}"
         with captured_variant(
-            *(contents, name, (i, len(entry.variants)), variant, program),
+            contents,
+            name,
+            (i, len(entry.variants)),
+            variant,
+            program,
             module=entry.module,
             mode=mode,
             kind="step",

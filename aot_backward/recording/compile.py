@@ -83,9 +83,7 @@ def _with_graphs(programs: list[TracedProgram], mode: Any, skipped: Counter[str]
             sizes = program.shapes.package_sizes(mode.shape_env)
             traced = iter(program.traced)
             for number, p in enumerate(program.partitions):
-                graph, segments = graph_and_segments(
-                    f"{program.name}.{number}", p, next(traced) if p.compiled else None, sizes, program.structure.tape
-                )
+                graph, segments = graph_and_segments(f"{program.name}.{number}", p, next(traced) if p.compiled else None, sizes)
                 program.segments += segments
                 program.graphs += [graph] if graph is not None else []
             out.append(program)

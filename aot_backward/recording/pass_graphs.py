@@ -174,9 +174,7 @@ def _infer_size(seen: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: 
     raise ExportError(f"a result of a hook or custom function has a size that changes ({list(seen)}) and is no size of the pass")
 
 
-def graph_and_segments(
-    name: str, partition: Partition, traced: TracedPartition | None, sizes: Sizes, tape: Tape
-) -> tuple[Graph | None, list[Segment]]:
+def graph_and_segments(name: str, partition: Partition, traced: TracedPartition | None, sizes: Sizes) -> tuple[Graph | None, list[Segment]]:
     """The graph for the compiler, and the segments that run the partition. A graph that computes nothing is left out: its operations are
     interpreted."""
     if traced is None or not any(r.op == "call_function" for r in traced.results):

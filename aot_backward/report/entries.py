@@ -57,7 +57,7 @@ def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
     own = {n.key: n.value for n in step.numbers if n.group == -1}
     yield "Clipping", ", ".join(f"{key} = {value:g}" for key, value in own.items() if key != "loss_scale")
     yield "Loss scale", f"{own['loss_scale']:g} at first, then by torch.amp.GradScaler's rule" if "loss_scale" in own else None
-    yield "Gradients", "can wait: accumulated over calls" if step.update else "every call is an update"
+    yield "Gradients", "can be accumulated over calls" if step.update else "every call is an update"
     yield "Not finite", "an update whose gradients have Inf or NaN is skipped" if step.finite else None
 
 

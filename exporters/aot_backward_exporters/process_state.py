@@ -1,7 +1,8 @@
 """State of the process that a capture, a check or a compilation changes for a while: attributes of torch, entries of mappings, switches in C++.
 
-Every change goes through this module. It is made under one lock, and undone in reverse order whatever happens; one thread may nest as many as it
-needs. Who holds the lock, and how long:
+Every attribute and entry of a mapping is replaced through this module, under one lock, and put back in reverse order whatever happens; one thread may
+nest as many as it needs. Settings that torch has a function or a context of its own for (default dtype, autocast, warnings, Inductor's options) are
+changed where they are needed, while the lock is held. Who holds the lock, and how long:
 
 - An export, from its first trace until the package is written (:func:`exclusive`): it also relies on the random state, and on the modes, buffers and
   parameters of the modules that it traces. Exports in several threads run one after the other.

@@ -25,8 +25,8 @@ _REBUILD = "Rebuild it here, without the model's source: aot-backward rebuild {p
 
 
 def choose(manifest: Manifest, target: str | None = None, device: torch.device | None = None, path: object = "PACKAGE") -> int:
-    """The number of the target (:func:`.targets.targets_of`) whose code is run here: of those whose CPU flags this processor has, the one with the
-    most flags. No code is run to find out.
+    """The number of the target (:func:`.package.targets.targets_of`) whose code runs here: of those whose CPU flags it has, the one with
+    the most flags. No code is run to find out.
 
     ``target``: the one that the caller wants. ``device`` is where the caller wants it to run; without one, the current device of the kind that the
     package is for. Where PyTorch itself is kept to less than the processor can (``ATEN_CPU_CAPABILITY``), so is the choice, if it leaves any. Raises

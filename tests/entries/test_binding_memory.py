@@ -143,11 +143,11 @@ def test_what_is_bound_again_gives_eagers_numbers(monkeypatch: pytest.MonkeyPatc
                     torch.testing.assert_close(model(x), eager(x))
 
 
-@pytest.mark.parametrize("of_0_1_0", [False, True])
-def test_row_51_a_weight_that_is_not_what_the_code_was_compiled_for(tmp_path: Path, of_0_1_0: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("without_layouts", [False, True])
+def test_row_51_a_weight_that_is_not_what_the_code_was_compiled_for(tmp_path: Path, without_layouts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library states what it was compiled for; of one of 0.1.0 the handles that its constants get tell."""
     expected = r"was compiled for \S+ as float32 .*; by the manifest it is float32 \[3,5,7\]"
-    if of_0_1_0:
+    if without_layouts:
         stated = torch_api.stated
         monkeypatch.setattr(torch_api, "stated", lambda path: replace(stated(path), layout={}))
         expected = r"not compiled for these weights: the constant \w+ is torch.float32 of shape .* \[3, 5, 7\]"

@@ -28,8 +28,8 @@ RUNTIME = Path(aot_backward_runtime.__file__).parent
 KEEPS_STATE = {
     f"{RUNTIME}/{room}/{name}.py"
     for room, names in {
-        "entries": ("autograd_function", "call_cache", "grad", "module"),
-        "native": ("bound_state", "library", "plan", "tensor_values", "variant"),
+        "entries": ("autograd_function", "bound_parameter", "call_cache", "dispatch", "grad", "module"),
+        "native": ("bound_state", "library", "memory", "plan", "tensor_values", "variant"),
         "training": ("checkpoint_contents", "eager_state", "gradient_hooks", "loss_scale", "param_groups", "rng_state", "state", "step"),
     }.items()
     for name in names
@@ -79,10 +79,11 @@ def _alike(step: Any, twin: Any) -> None:
         torch.testing.assert_close(step.grad_norm, twin.grad_norm, rtol=0, atol=0, equal_nan=True)
 
 
-def _at_every_bytecode(
+def _at_bytecodes(
     step: Any, data: Callable[[int], Any], *, update: bool = True, waiting: bool = False, before: Callable[[Any], Any] | None = None, stride: int = 1
 ) -> int:
-    """Calls of ``step``, each interrupted one ``stride`` later, until one is not. A twin makes what the counters say was made, uninterrupted."""
+    """Calls of ``step``, each interrupted ``stride`` bytecodes later than the one before, until one is not. A twin makes what the counters say was
+    made, uninterrupted. ``stride`` above 1: where a call is long; an interrupt before native code, one behind it and none must be among them."""
     twin = copy.deepcopy(step)
     for own in (step, twin):
         everything(own)  # whoever has got hold of the tensors has calls look closely until one has come through
@@ -140,26 +141,26 @@ def test_the_modules_that_keep_state_are_there() -> None:
 
 
 def test_a_step_of_each_kind() -> None:
-    assert _at_every_bytecode(load(_static()).step(), _rows) > 50
-    _at_every_bytecode(load(package("Adam")).step(), batch, stride=11)
+    assert _at_bytecodes(load(_static()).step(), _rows) > 50
+    _at_bytecodes(load(package("Adam")).step(), batch, stride=11)
     step = load(weighted_package()).step()
-    _at_every_bytecode(step, _broken, stride=11)
+    _at_bytecodes(step, _broken, stride=11)
     assert step.count > 3 and step.skipped > 3
     step = load(exports.shared("loss-scale", test_loss_scale._make)).step()
     step.scaler.growth_interval = 2
-    _at_every_bytecode(step, test_loss_scale._batch, stride=11)
+    _at_bytecodes(step, test_loss_scale._batch, stride=11)
     assert step.scaler.get_scale() != test_loss_scale.SCALE
 
 
 def test_gradients_that_wait() -> None:
     for path, data in ((package("Adam"), batch), (weighted_package(), _broken)):
-        _at_every_bytecode(load(path).step(), data, update=False, stride=19)
-        _at_every_bytecode(load(path).step(), data, waiting=True, stride=23)
+        _at_bytecodes(load(path).step(), data, update=False, stride=19)
+        _at_bytecodes(load(path).step(), data, waiting=True, stride=23)
 
 
 def test_a_call_that_is_looked_at_closely() -> None:
     for options in ({}, {"update": False}, {"waiting": True}):
-        _at_every_bytecode(load(package("Adam")).step(), batch, before=lambda own: own.train(), stride=37, **options)
+        _at_bytecodes(load(package("Adam")).step(), batch, before=lambda own: own.train(), stride=37, **options)
     step = load(package("Adam")).step()
     with torch.no_grad():
         values = [step.parameters["last.weight"].clone() * f for f in (1, 2)]
@@ -167,7 +168,7 @@ def test_a_call_that_is_looked_at_closely() -> None:
     def move(own: Any) -> None:
         own.parameters["last.weight"].data = values[own.count % 2].clone()
 
-    _at_every_bytecode(step, batch, before=move, stride=53)
+    _at_bytecodes(step, batch, before=move, stride=53)
 
 
 @pytest.mark.parametrize("what", ["lr", "betas", "update", "zero_grad", "step", "train"])

@@ -82,7 +82,7 @@ def test_switches_are_put_back() -> None:
     nnpack = torch.backends.nnpack.flags
     before = torch_api._get_mkldnn_enabled()
     with pytest.raises(ZeroDivisionError), without_convolution_libraries():
-        assert not torch_api._get_mkldnn_enabled()
+        assert not torch_api._get_mkldnn_enabled() and not torch.backends.nnpack.set_flags(False)[0]
         raise ZeroDivisionError
     assert torch_api._get_mkldnn_enabled() == before
     with nnpack(enabled=False), without_convolution_libraries():

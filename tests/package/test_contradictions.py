@@ -164,7 +164,7 @@ LIES: Mapping[str, tuple[str, Edit, str]] = {
     "state of another parameter": ("step", put(f"{FIT}/step/state/1/parameters", ["3.bias"]), "is listed as"),
     "waiting gradients exchanged": ("step", swap(f"{FIT}/step/gradients/0/state", f"{FIT}/step/gradients/1/state"), "is listed as the gradient"),
     "no norm": ("step", put(f"{FIT}/step/norm", False), "2 results more"),
-    "no update": ("step", drop(f"{FIT}/step/update"), "plans|gradients can wait"),
+    "no update": ("step", drop(f"{FIT}/step/update"), "plans|accumulates gradients"),
     "a pass's operands exchanged": ("passes", swap(f"{PASS}/segments/0/operands/2", f"{PASS}/segments/0/operands/4"), "takes tensor 2"),
     "a pass's results exchanged": ("passes", put(f"{PASS}/segments/0/results", [8, 12, 23, 19]), "gives %v19 as %v23"),
     "a second derivative of something else": (

@@ -1,4 +1,4 @@
-"""The scenarios of ``backward_passes.py`` from compiled code: recorded once, all into one package, then replayed and compared with eager.
+"""The scenarios of ``tests/support/backward_passes/`` from compiled code: recorded once, all into one package, then replayed and compared with eager.
 
 ``test_tape.py`` holds all of them to eager's bits, interpreted; here are those that compilation could spoil, to the tolerance of their dtype.
 """

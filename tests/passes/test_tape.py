@@ -256,11 +256,11 @@ def test_a_tape_read_elsewhere_compares_and_does_not_run() -> None:
     script = """
 import sys, torch
 from aot_backward_runtime import PackageError
-from aot_backward_runtime.passes.interpreter import interpret
+from aot_backward_runtime.passes.interpreter import Run
 from aot_backward_runtime.passes.tape import tape_from_json
 tape = tape_from_json(sys.stdin.read())
 try:
-    interpret(tape, [torch.ones(()) for _ in range(tape.inputs)], [1] * tape.sizes)
+    Run([torch.ones(()) for _ in range(tape.inputs)], [1] * tape.sizes, [], [], []).execute(tape.ops, tape.outputs)
 except PackageError as error:
     print(tape.fingerprint(), "can be compared, not run" in str(error))
 """

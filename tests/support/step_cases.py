@@ -18,7 +18,7 @@ from . import exports
 CLIP = 3.2
 """Between the norms of the ten steps, so that some are clipped and some are not."""
 WAITING = ("SGD", "Adam", "AdamW")
-"""The families whose gradients can wait, for which three graphs are compiled, not one."""
+"""The families whose gradients can be accumulated, for which three graphs are compiled, not one."""
 
 
 class Net(nn.Module):

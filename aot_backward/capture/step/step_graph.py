@@ -1,6 +1,6 @@
 """A module, its loss and its optimizer as the graphs of a whole training step.
 
-``step``: loss, gradients and update in one graph. Where gradients can wait (they are accumulated over calls, or averaged over processes), also
+``step``: loss, gradients and update in one graph. Where gradients can be accumulated (over calls, or to be averaged over processes), also
 ``accumulate``, which adds them to tensors of their own, and ``update``, which hands those to the optimizer. Parameters, buffers, the optimizer's
 state and the numbers of its groups are constants that the runtime binds, and are changed in place.
 """
@@ -158,7 +158,7 @@ def gets_gradient(joint: Joint) -> Callable[[str], bool]:
 
 
 def split_step(joint: Joint, name: str, weights: Weights, state: StepState) -> tuple[Partitions, Update]:
-    """The graphs of one variant, and the traced optimizer. ``joint``: of :func:`.partition.with_scalar_loss`."""
+    """The graphs of one variant, and the traced optimizer. ``joint``: of :func:`..partition.with_scalar_loss`."""
     joint = _with_step_state(joint, state)
     trained = state.optimized.trained
     gradients = {p: joint.gradients[("parameter", MODULE + p)] for p in trained}

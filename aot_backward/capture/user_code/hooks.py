@@ -45,8 +45,7 @@ def refused_or_traced(program: nn.Module) -> Iterator[None]:
         if name := next((n for n, p in program.named_parameters() if p is self), None):
             raise ExportError(
                 f"a hook is registered on the parameter {name!r} {source_location.here()}: each call adds another, and a trace sees none; "
-                "register it once, "
-                "outside the forward"
+                "register it once, outside the forward"
             )
         return register(self, must_return(hook, f"registered {source_location.here()}"))
 
@@ -54,8 +53,7 @@ def refused_or_traced(program: nn.Module) -> Iterator[None]:
         if self.requires_grad and not self.is_leaf:
             raise ExportError(
                 f"retain_grad() is called {source_location.here()}, and that .grad could not be read: a loaded module has no inner "
-                "tensors. Add an input of "
-                "zeros there (h = h + probe): its gradient is the tensor's"
+                "tensors. Add an input of zeros there (h = h + probe): its gradient is the tensor's"
             )
         retain(self)
 

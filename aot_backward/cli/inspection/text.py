@@ -92,7 +92,7 @@ def _show_step(s: dict[str, Any]) -> None:
         say("  skips an update whose gradients have Inf or NaN")
     if s["gradients_can_wait"]:
         kept = f"{count(gradients['tensors'], 'tensor')}, {size(gradients['bytes'])}"
-        say(f"  gradients can wait (update=False, several processes): {kept}")
+        say(f"  gradients can be accumulated (update=False, several processes): {kept}")
     else:
         say("  gradients cannot wait: every call is an update, in one process")
 

@@ -26,7 +26,18 @@ class DifferentiableCall:
     """One forward call, kept for its backward."""
 
     __slots__ = (
-        *("__weakref__", "backward", "binding", "consumed", "current", "matched", "pooled", "random", "runnable", "shared", "sources", "wrt"),
+        "__weakref__",
+        "backward",
+        "binding",
+        "consumed",
+        "current",
+        "matched",
+        "pooled",
+        "random",
+        "runnable",
+        "shared",
+        "sources",
+        "wrt",
     )
 
     def __init__(self, matched: MatchedCall, runnable: Runnable, binding: Binding, current: Sequence[torch.Tensor], wrt: Sequence[str]):

@@ -160,7 +160,7 @@ class VariantSpec:
     """One program compiled under guards.
 
     ``forward``/``backward`` serve calls that need gradients, ``inference`` calls that need none; a ``grad`` entry has only ``gradient``; a
-    ``step`` entry has ``step``, the whole, and, where gradients can wait, ``accumulate``, which only adds them up.
+    ``step`` entry has ``step``, the whole, and, where gradients can be accumulated, ``accumulate``, which only adds them up.
     ``double``, of a module's: the gradients as a program of the inputs and, behind them, the incoming gradients, so that they can be differentiated
     again. There ``gives`` says what each output is the gradient of ("parameter:NAME", "input:I"), and ``random`` whether random numbers are
     drawn, which must be the forward's own.
@@ -321,7 +321,7 @@ class StepSpec:
     groups: tuple[GroupSpec, ...]
     numbers: tuple[NumberSpec, ...]
     state: tuple[OptimizerStateSpec, ...]
-    gradients: tuple[GradientSlot, ...] = ()  # of entries whose gradients can wait
+    gradients: tuple[GradientSlot, ...] = ()  # of entries whose gradients can be accumulated
     update: Plan | None = None  # the optimizer alone, on accumulated gradients
     fresh: bool = True  # the optimizer had made no step when it was exported, so that its ``state_dict`` had no state
     norm: bool = False  # the last result of ``step`` and ``update``, but for ``finite``, is the norm of all gradients before clipping

@@ -185,7 +185,7 @@ class GraphedLibrary(Library):
         return self.run
 
     def run_forward(
-        self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], holder: Any, hooked: bool
+        self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], reader: Any, hooked: bool
     ) -> tuple[list[torch.Tensor], PooledOutputs | None]:
         with self._graphs.lock:
             if hooked:
@@ -194,7 +194,7 @@ class GraphedLibrary(Library):
             if graph is None:
                 return self.inner.run(inputs), None
             self._replay(graph, inputs)
-            graph.keep_for(holder)
+            graph.keep_for(reader)
             return list(graph.outputs), PooledOutputs(graph, operands, self._graphs.lock, self._graphs.recorder.in_order)
 
     def run_backward(self, inputs: list[torch.Tensor], pooled: PooledOutputs | None) -> list[torch.Tensor]:

@@ -21,7 +21,8 @@ from .captured_graph import PooledOutputs
 from .memory import extent
 
 Binding = tuple[Mapping[str, torch.Tensor], tuple[int, ...]]
-"""The tensors that constants point at, by weight key, and the addresses of the entry's own: the same tuple as long as all lie where they lay."""
+"""The tensors that constants point at, by weight key, and the addresses of the entry's own. A library compares that tuple by identity: a new one has
+it bound again."""
 
 
 class Library:
@@ -42,8 +43,8 @@ class Library:
         return type(self)(self.path, self.spec, self.device)
 
     def bind(self, binding: Binding) -> bool:
-        """Points the constants at the tensors of ``binding``, unless they already are: the addresses must be the same tuple. Equal ones may be
-        of other memory, where what lay there has been resized. Returns whether anything was bound anew."""
+        """Points the constants at the tensors of ``binding``, unless it was bound to that tuple of addresses before (see :data:`Binding`). Returns
+        whether they were bound again."""
         tensors, addresses = binding
         if self._bound is addresses:
             return False
@@ -78,10 +79,11 @@ class Library:
         return ExecutionError(f"{self.spec.member}: native code failed ({reason_of(error)}); the next call may go well")
 
     def run_forward(
-        self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], holder: Any, hooked: bool
+        self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], reader: Any, hooked: bool
     ) -> tuple[list[torch.Tensor], PooledOutputs | None]:
         """:meth:`run` for a forward whose backward is to come. Where the results stay in a memory pool, nothing is written there until they are
-        released, or ``holder`` is gone. ``operands``: what the inputs are. ``hooked``: saved-tensor hooks get hold of the results."""
+        released, or ``reader``, the call whose backward reads them, is gone. ``operands``: what the inputs are. ``hooked``: saved-tensor hooks get
+        hold of the results."""
         return self.run(inputs), None
 
     def run_backward(self, inputs: list[torch.Tensor], pooled: PooledOutputs | None) -> list[torch.Tensor]:

@@ -110,14 +110,14 @@ class Runnable:
         return self.library.raw_run, self._operands(inputs, sizes, (), ())
 
     def call_forward(
-        self, binding: Binding, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int], holder: Any, hooked: bool
+        self, binding: Binding, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int], reader: Any, hooked: bool
     ) -> tuple[list[torch.Tensor], PooledOutputs | None]:
         """:meth:`call` of a forward whose outputs may stay in a memory pool until its backward (:meth:`Library.run_forward`)."""
         assert self.library is not None  # only of a plan that :attr:`pools_outputs`
         operands = self._operands(inputs, sizes, (), ())
         with self.library.lock:
             self.library.bind(binding)
-            return self.library.run_forward(self.operands, operands, holder, hooked)
+            return self.library.run_forward(self.operands, operands, reader, hooked)
 
     def call_backward(
         self,

@@ -98,7 +98,10 @@ def _check_step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> None:
         if gradient.state != f"gradient.{gradient.parameter}" or like is None or (own.dtype, own.shape) != (like.dtype, like.shape):
             raise PackageError(f"{gradient.state!r} is listed as the gradient of {gradient.parameter!r}")
     if (step.update is not None) != bool(step.gradients):
-        raise PackageError("gradients can wait where there is a plan 'update' and tensors for them; it has one of the two")
+        found = "the tensors" if step.gradients else "the plan 'update'"
+        raise PackageError(
+            f"a step that accumulates gradients has tensors for them and the plan 'update'; this one has only {found}: export it again"
+        )
     if step.update is not None:
         _check_update(entry, step, step.update, manifest)
     for number, variant in enumerate(entry.variants):
@@ -118,7 +121,7 @@ def _check_update(entry: EntrySpec, step: StepSpec, plan: Plan, manifest: Manife
         raise PackageError(f"update: the library {plan.call.library} takes {len(library.inputs)} tensors; no operands are listed")
     for spec in library.outputs:
         check_tensor(spec, set())
-    check_constants(entry, plan, library, manifest)
+    check_constants(entry, plan, library)
     if flags_of(step) or len(library.outputs) != 1:
         check_flags(flags_of(step), library.outputs)
 

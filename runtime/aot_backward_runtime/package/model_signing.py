@@ -1,4 +1,4 @@
-"""The OpenSSF model-signing library, and the cryptography under it: imported by nothing but :func:`.signatures.signing_library`.
+"""The OpenSSF model-signing library, and the cryptography under it: imported by nothing but :func:`.signature_policy.signing_library`.
 
 A signature is the library's own: a Sigstore bundle (JSON) around an in-toto statement that names one resource, ``.``, with the SHA-256 of
 the package's bytes; its command line can check and make them too. Neither folder nor name of the package is part of what is compared.

@@ -44,7 +44,7 @@ def check_plan(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan, ma
         for spec in (*library.inputs, *library.outputs):
             check_tensor(spec, names)
         _check_operands(variant, role, plan, library, manifest)
-        check_constants(entry, plan, library, manifest)
+        check_constants(entry, plan, library)
     made = library.outputs if library is not None else ()
     used = _check_results(entry, variant, role, plan, made, manifest)
     left = [i for i in range(len(made)) if i not in used]
@@ -102,7 +102,7 @@ def _saved(variant: VariantSpec) -> tuple[str, ...]:
     return variant.forward.saved if variant.forward is not None else ()
 
 
-def check_constants(entry: EntrySpec, plan: Plan, library: LibrarySpec, manifest: Manifest) -> None:
+def check_constants(entry: EntrySpec, plan: Plan, library: LibrarySpec) -> None:
     """That the plan reads what the library is bound to, and that no constant has another's name."""
     own = {s.name: s.weight for s in entry.state}
     for what, listed in (("reads", plan.reads), ("writes", plan.writes)):

@@ -15,7 +15,7 @@ import torch
 
 from .. import torch_api
 from ..errors import PackageError
-from .tape import CALLS_OUT, Derived, Op, Slot, Tape
+from .tape import CALLS_OUT, Derived, Op, Slot
 
 Tensors = list[torch.Tensor | None]
 MATERIALIZE = "_aot_backward_materialize_grads"
@@ -191,21 +191,6 @@ class Run:
         if hook(leaf) is not None:
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
         return ()
-
-
-def interpret(
-    tape: Tape,
-    inputs: Sequence[torch.Tensor],
-    sizes: Sequence[int] = (),
-    scalars: Sequence[int | float] = (),
-    hooks: Sequence[Any] = (),
-    packed: Sequence[Any] = (),
-) -> Tensors:
-    """Runs ``tape`` by the engine's own functional backwards: eager's gradients, to the bit. Leaves accumulate into their ``.grad``.
-
-    Only in a process that recorded these node types (:class:`PackageError` otherwise).
-    """
-    return Run(inputs, sizes, scalars, hooks, packed).execute(tape.ops, tape.outputs)
 
 
 class _Context:

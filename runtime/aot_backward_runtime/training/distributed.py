@@ -21,7 +21,7 @@ class Replicas:
     """The copies of one training state, one per process of ``group``: they start alike and make the same updates.
 
     ``bucket_mb``, ``order``: see :class:`Buckets`. ``broadcast_buffers``: whether all ranks get the module's buffers of rank 0 before a forward.
-    Every method is a collective, as those of :class:`Collectives` are.
+    Collectives, which every process must call in the same order: all methods but ``move_gradients``.
     """
 
     def __init__(
