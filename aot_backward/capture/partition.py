@@ -9,8 +9,9 @@ What the backward needs again of a parameter it reads itself; only activations a
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.graph import Graph
+from aot_backward_exporters.process_state import matrix_products_for_any_size
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Gradient, Plan
 
@@ -318,9 +320,11 @@ def joint_passes(graph: GraphModule, device: torch.device) -> GraphModule:
     return out if out is not None else graph
 
 
-def _partition_settings() -> Any:
+@contextlib.contextmanager
+def _partition_settings() -> Iterator[None]:
     """``shape_padding``: on a GPU it makes matrices larger where that is faster, asks the sizes for it, which would be guards, and the clock."""
-    return torch_api.inductor_config.patch(fallback_random=True, layout_optimization=False, shape_padding=False)
+    with matrix_products_for_any_size(), torch_api.inductor_config.patch(fallback_random=True, layout_optimization=False, shape_padding=False):
+        yield
 
 
 def _written(target: tuple[str, Any]) -> str:

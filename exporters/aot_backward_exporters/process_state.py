@@ -89,3 +89,11 @@ def without_convolution_libraries() -> Iterator[None]:
             yield
         finally:
             torch_api._set_mkldnn_enabled(mkldnn)
+
+
+def matrix_products_for_any_size() -> contextlib.AbstractContextManager[None]:
+    """A context in which Inductor's decomposition of matrix products does not ask whether a dynamic size is small, which would narrow the size.
+
+    Lowering decomposes them, and from torch 2.15 on also the passes over joint graphs, which trace their patterns on the graph's own sizes.
+    """
+    return patched(torch_api.decomposition, guard_or_false=torch_api.statically_known_true)

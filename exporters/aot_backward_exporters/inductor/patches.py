@@ -13,7 +13,7 @@ import torch
 
 from .. import torch_api
 from ..graph import Graph
-from ..process_state import patched, without_convolution_libraries
+from ..process_state import matrix_products_for_any_size, patched, without_convolution_libraries
 from .targets import Processor
 
 
@@ -44,7 +44,7 @@ def sizes_left_open() -> Iterator[None]:
 
     with (
         patched(kernel, need_use_acc_helper=need_use_acc_helper),
-        patched(torch_api.decomposition, guard_or_false=torch_api.statically_known_true),
+        matrix_products_for_any_size(),
         without_convolution_libraries(),
     ):
         yield
