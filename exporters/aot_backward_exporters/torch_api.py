@@ -138,11 +138,11 @@ _RENAMED = {
 }
 
 NAMESPACES = frozenset({
-    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "aten", "c10d", "debug_mode_ops", "debugprims",
-    "export", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "prims", "profiler", "quantization", "quantized",
-    "rngprims", "sparse", "static_runtime", "symm_mem",
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_native_aot", "_quantized", "_test", "aten", "c10d", "coor",
+    "debug_mode_ops", "debugprims", "export", "flex_gemm", "fsdp", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn",
+    "prims", "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime", "symm_mem",
 })  # fmt: skip
-"""Of the operators that ``import torch`` registers (2.13)."""
+"""Of the operators that ``import torch`` registers, in any supported version."""
 
 _OPTIONS_SINCE = {"aot_inductor.enable_frame_pointer": "2.12", "aot_inductor.enable_line_tables": "2.13", "cpp.march": "2.13"}
 """The torch minor that an option of ``torch._inductor.config`` came with. One that is not named here must be in all supported ones."""
