@@ -44,6 +44,12 @@ pytestmark = pytest.mark.usefixtures("cache")
 STATE = {"name": "w", "weight": "gone", "parameter": True, "requires_grad": True}
 
 
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    write_tiny(tmp_path / "tiny.pt2")
+    return tmp_path / "tiny.pt2"
+
+
 def read_everything(path: Path) -> Archive:
     archive = open_package(path)
     archive.verify_digests()

@@ -55,6 +55,12 @@ def run(path):
 """
 
 
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    write_tiny(tmp_path / "tiny.pt2")
+    return tmp_path / "tiny.pt2"
+
+
 def expected() -> torch.Tensor:
     weights = tiny_weights()
     return torch.tanh(torch.nn.functional.linear(tiny_input(), weights["weight"], weights["bias"]))
