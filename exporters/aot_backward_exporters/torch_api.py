@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -140,7 +143,7 @@ _RENAMED = {
 NAMESPACES = frozenset({
     "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_native_aot", "_quantized", "_test", "aten", "c10d", "coor",
     "debug_mode_ops", "debugprims", "export", "flex_gemm", "fsdp", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn",
-    "prims", "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime", "symm_mem",
+    "prepacked", "prims", "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime", "symm_mem",
 })  # fmt: skip
 """Of the operators that ``import torch`` registers, in any supported version."""
 
@@ -187,6 +190,18 @@ def places_of_operator(operator: str, overload: str) -> list[str]:
     return [source.rpartition(":")[0] for source in sources if source]
 
 
+@contextlib.contextmanager
+def _quiet_search_for_cuda() -> Iterator[None]:
+    """A context in which ``torch.utils.cpp_extension`` may be imported, which looks for CUDA's compiler: where there is one and no GPU, it logs a
+    warning to stderr, and there may be a report of ours (``record --json``)."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -195,8 +210,11 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"aot-backward supports torch {', '.join(SUPPORTED)}; this is {torch.__version__}: {module}.{name} was not looked up")
     if not at_least(since):
         raise ImportError(f"{module}.{name} came with torch {since}; this is {torch.__version__}: pip install 'torch=={SUPPORTED[-1]}.*'")
-    with warnings.catch_warnings():  # importing Inductor makes torch warn of its own use of torch.jit
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings(), _quiet_search_for_cuda():
+        warnings.simplefilter("ignore")  # of what torch's own modules use (torch.jit): with warnings as errors, none could be had
+        if module.startswith("torch._inductor"):
+            with contextlib.suppress(ImportError):  # it needs setuptools
+                importlib.import_module("torch.utils.cpp_extension")  # which lowering imports
         loaded = importlib.import_module(module)
     value = loaded if name in _MODULES else getattr(loaded, _RENAMED.get(name, name))
     globals()[name] = value

@@ -16,6 +16,7 @@ from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.package.archive import open_package
 
 from ..conftest import aot_backward
+from ..support import golden_files
 from ..support.packages import python
 from ..tools.fuzz.spoiling import parts, put_together, to_bytes
 
@@ -248,6 +249,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return out
 
 
+@golden_files.needed
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_is_refused_by_name(outcomes: dict[str, str], name: str) -> None:
     import re
@@ -260,6 +262,7 @@ def test_a_lie_is_refused_by_name(outcomes: dict[str, str], name: str) -> None:
         assert re.search(r"entry |weight |device|library ", outcomes[name]), outcomes[name]  # it says where
 
 
+@golden_files.needed
 def test_what_a_package_says_for_people_is_its_own(tmp_path: Path) -> None:
     """What nothing contradicts is no lie: golden packages go on being read, and so do these."""
     edits = (put("notes", {"by": "somebody"}), put(f"{V}/seed", 7), put(f"{V}/symbols/0/label", "n"), put("producer", "x"), put("created", ""))
@@ -291,6 +294,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return ended.value.code, said.out, said.err
 
 
+@golden_files.needed
 def test_control_characters_of_a_package_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, path = spoil(tmp_path, 0, "pair", _odd)
     page = tmp_path / "page.html"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..support import golden_files
 from ..tools.fuzz import report, spoiling
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,7 @@ def fuzz(folder: Path, *arguments: object, before: str = "") -> subprocess.Compl
     return subprocess.run(list(map(str, argv)), capture_output=True, text=True, cwd=ROOT, timeout=900)
 
 
+@golden_files.needed
 def test_spoilt_packages_are_refused_or_right_and_a_run_goes_on(tmp_path: Path) -> None:
     first = fuzz(tmp_path, "--count", 100)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -36,6 +38,7 @@ def test_spoilt_packages_are_refused_or_right_and_a_run_goes_on(tmp_path: Path) 
     assert sorted(r["number"] for r in records) == list(range(200))
 
 
+@golden_files.needed
 def test_it_fails_where_a_check_is_missing(tmp_path: Path) -> None:
     """Without what looks for contradictions, lies reach native code, which crashes or computes something else."""
     without = (
@@ -49,6 +52,7 @@ def test_it_fails_where_a_check_is_missing(tmp_path: Path) -> None:
     assert verdicts & {"wrong", "signal"}
 
 
+@golden_files.needed
 def test_what_ends_or_stops_a_process_is_noticed(tmp_path: Path) -> None:
     """The one that did is named, and the others of its batch are run."""
     evil = (
