@@ -35,7 +35,7 @@ from torch.autograd import forward_ad
 from .errors import GradientError
 
 SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The torch minors that all three distributions support, oldest first: CONTRIBUTING.md, "Add a torch version"."""
+"""The torch minors ("2.15") that both distributions support, oldest first: CONTRIBUTING.md, "Add a torch version"."""
 
 is_functorch_wrapped = _functorch.is_functorch_wrapped_tensor
 is_batched = _functorch.is_legacy_batchedtensor
