@@ -288,12 +288,12 @@ def _emptied(places: Iterable[Tensor]) -> None:
 @dataclass(frozen=True)
 class Stated:
     """What a compiled library says of itself: how many tensors it takes and gives, and the bytes that the memory of each constant had at the export,
-    a multiple of 64. ``layout``: dtype, shape and strides of each, as :data:`CONSTANT_LAYOUTS` has them; empty in libraries of 0.1.0."""
+    a multiple of 64. ``layouts``: dtype, shape and strides of each, as :data:`CONSTANT_LAYOUTS` has them; empty in libraries of 0.1.0."""
 
     inputs: int
     outputs: int
     constants: dict[str, int]
-    layout: dict[str, str]
+    layouts: dict[str, str]
 
 
 CONSTANT_LAYOUTS = "AOTInductorConstantLooks"
@@ -321,14 +321,14 @@ def stated(library: str) -> Stated:
                 ask("GetConstantName", container, i, ctypes.byref(text))
                 ask("GetConstantDataSize", container, i, ctypes.byref(number))
                 constants[(text.value or b"").decode(errors="replace")] = number.value
-            return Stated(counts[0], counts[1], constants, _looks_in(opened))
+            return Stated(counts[0], counts[1], constants, _layouts_in(opened))
         finally:
             ask("Delete", container)
     finally:
         _ctypes.dlclose(opened._handle)
 
 
-def _looks_in(opened: ctypes.CDLL) -> dict[str, str]:
+def _layouts_in(opened: ctypes.CDLL) -> dict[str, str]:
     try:
         text = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(opened, CONSTANT_LAYOUTS)))
     except ValueError:  # it has no such symbol

@@ -149,7 +149,7 @@ def test_row_51_a_weight_that_is_not_what_the_code_was_compiled_for(tmp_path: Pa
     expected = r"was compiled for \S+ as float32 .*; by the manifest it is float32 \[3,5,7\]"
     if without_layouts:
         stated = torch_api.stated
-        monkeypatch.setattr(torch_api, "stated", lambda path: replace(stated(path), layout={}))
+        monkeypatch.setattr(torch_api, "stated", lambda path: replace(stated(path), layouts={}))
         expected = r"not compiled for these weights: the constant \w+ is torch.float32 of shape .* \[3, 5, 7\]"
     path = tmp_path / "lies.pt2"
     put_together(path, taken_apart(package()))

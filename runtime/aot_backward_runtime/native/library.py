@@ -134,7 +134,7 @@ class Library:
         if self._stated is None:
             return
         for constant in self.spec.constants:
-            tensor, layout = tensors[constant.weight], self._stated.layout.get(constant.name)
+            tensor, layout = tensors[constant.weight], self._stated.layouts.get(constant.name)
             if layout is not None and layout != _described(tensor, layout):
                 raise IncompatibleError(
                     f"{self.spec.member} was compiled for {constant.weight} as {layout}; by the manifest it is {_described(tensor, '')}: the "
