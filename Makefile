@@ -41,9 +41,10 @@ bench: $(STAMP)
 coverage: $(STAMP)
 	@$(BIN)/python -m tests.tools.coverage --minutes $(or $(MINUTES),100) --way $(or $(WAY),export) --docs docs/coverage$(WAY:%=-%)
 
-# Half an hour; a run that was broken off goes on where it was.
+# An hour and a quarter with torch 2.15, which has one way more; a table of models that was broken off goes on where it was.
 models: $(STAMP)
 	@$(BIN)/python -m tests.tools.model_table --docs docs/models
+	@$(BIN)/python -m tests.tools.ahead_of_time --docs docs/ahead-of-time
 
 # Twenty minutes on one core: spoilt packages, training states and signatures. What an earlier run has tried is not tried again.
 fuzz: $(STAMP)

@@ -30,17 +30,18 @@ def test_the_models_run_at_each_size(name: str) -> None:
         case.module(*case.args(size))
 
 
-def test_one_model_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_model_in_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And what is done is not done again."""
+    monkeypatch.setattr(table, "SHAPES", ("dynamic",))
     rows, ways = tmp_path / "rows.jsonl", ["ours", one.PEERS[0]]
     argv = ["model_table", "--names", "mlp", "--ways", ",".join(ways), "--resume", str(rows), "--docs", str(tmp_path / "models")]
-    for lines in (4, 0):
+    for lines in (2, 0):
         monkeypatch.setattr("sys.argv", argv)
         table.main()
         assert len(capsys.readouterr().out.splitlines()) == lines
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert [(r["way"], r["shapes"], r["verdict"]) for r in found] == [(w, s, "pass") for s in table.SHAPES for w in ways]
-    assert "| mlp | pass | pass | pass | pass |" in (tmp_path / "models.md").read_text()
+    assert [(r["way"], r["shapes"], r["verdict"]) for r in found] == [(w, "dynamic", "pass") for w in ways]
+    assert "| mlp | pass | pass |" in (tmp_path / "models.md").read_text()
 
 
 def test_the_table_in_the_docs() -> None:

@@ -35,6 +35,8 @@ METADATA = f"package/data/aotinductor/{GRAPH}/{GRAPH}_metadata.json"
 
 _COMPILE = """
 import sys, torch, torch._inductor
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.toolchain.gcc import adjust_commands
 class Tiny(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -42,13 +44,13 @@ class Tiny(torch.nn.Module):
     def forward(self, x):
         return (torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias)),)
 x = torch.randn(2, 4)
-with torch.no_grad():
+with torch.no_grad(), adjust_commands("x86-64-v3"):  # torch 2.11 has no cpp.march
     graph = torch.export.export(Tiny(), (x,), strict=False).module(check_guards=False)
-    torch._inductor.aot_compile(graph, (x,), options={
+    torch._inductor.aot_compile(graph, (x,), options=torch_api.known_options({
         "aot_inductor.package": True, "aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True,
         "aot_inductor.output_path": sys.argv[1], "aot_inductor.compile_wrapper_opt_level": "O0",
         "aot_inductor.enable_line_tables": False, "cpp.march": "x86-64-v3", "cpp.simdlen": 256,
-    })
+    }))
 """
 
 

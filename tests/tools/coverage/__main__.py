@@ -12,12 +12,14 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 from tests.tools import resumable
 
 from . import cases, processes, report
 from .worker import WAYS
 
-RESULTS = processes.ROOT / "build" / "coverage" / "results.jsonl"
+RESULTS = processes.ROOT / "build" / "coverage" / f"{torch.__version__}.jsonl"
 CHUNK = 24  # operators to one worker
 
 

@@ -28,7 +28,9 @@ def main() -> None:
     )
     parser.add_argument("--names", default=",".join(models.NAMES), help="models, by default all")
     parser.add_argument("--ways", default=",".join(one.WAYS), help=f"by default all: {', '.join(one.WAYS)}")
-    parser.add_argument("--resume", type=Path, default=ROOT / "build" / "models.jsonl", metavar="FILE", help="skip what FILE holds, append to it")
+    parser.add_argument(
+        "--resume", type=Path, default=ROOT / "build" / f"models-{torch.__version__}.jsonl", metavar="FILE", help="skip what FILE holds, append to it"
+    )
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json, of all that FILE holds")
     options = parser.parse_args()
     options.resume.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +78,10 @@ def _write(stem: Path, rows: list[dict[str, Any]]) -> None:
         "",
         f"torch {torch.__version__}, {datetime.date.today().isoformat()}: `make models`. Outputs, every gradient and buffer, against eager; ours",
         "loaded in a fresh process without a compiler. Dynamic: the batch (nodes, edges, atoms), checked at two sizes. `torch.export joint` is",
-        "`torch.export.experimental._export_forward_backward`, run by an interpreter; `aot_compile` is that of `torch.compile(…, fullgraph=True)`.",
-        "Both are asked for the gradients of the parameters alone, for a scalar loss made of all outputs.",
+        "`torch.export.experimental._export_forward_backward`, run by an interpreter; `aot_compile` is that of `torch.compile(…, fullgraph=True)`,",
+        "and `torch.compiler.precompile` has `capture` and `load`: both are stored and loaded in one process, with a compiler at hand.",
+        "All are asked for the gradients of the parameters alone, for a scalar loss made of all outputs.",
+        "[What a fresh process needs, and what each notices](ahead-of-time.md).",
         "",
         head,
         "|" + "---|" * (1 + len(ways) * len(SHAPES)),

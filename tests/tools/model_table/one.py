@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from torch.utils import _pytree as pytree
 
 from ...support.oracle import assert_same, clones, run
 from ...support.zoo import Case
+from ..ahead_of_time.ways import WAYS as WRITTEN
 from . import models
 
 RELATIVE = 1e-4
 _PEERS = 1e-3  # a single loss of small gradients: float32 alone is good for 2e-4 of them
-PEERS = ("torch.export joint", "torch.compile aot_compile")
+JOINT = "torch.export joint"
+PEERS = (JOINT, *(way for way in WRITTEN if way not in ("eager", "ours")))
 
 
 class Refused(Exception):
@@ -78,7 +81,7 @@ def _nested(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple))
 
 
-class _Loss(nn.Module):
+class Loss(nn.Module):
     """What PyTorch's own ways ask for: one scalar."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -96,7 +99,7 @@ def _parameters(program: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def _eager(case: Case, args: Any) -> dict[str, torch.Tensor | None]:
-    program = _Loss(case.module)
+    program = Loss(case.module)
     program.zero_grad()
     torch.manual_seed(3)
     loss = program(*clones(args))
@@ -123,7 +126,7 @@ def exported_jointly(name: str, case: Case, dynamic: bool) -> None:
     from torch.export.experimental import _export_forward_backward
 
     args = case.args(case.sizes[0])
-    program = _Loss(case.module)
+    program = Loss(case.module)
     shapes = (tuple(case.dynamic_shapes.values()),) if dynamic else None  # forward(*args) has one argument
     joint = _export_forward_backward(torch.export.export(program, args, dynamic_shapes=shapes, strict=False), 0)
     for size in case.sizes if dynamic else case.sizes[:1]:
@@ -139,26 +142,28 @@ def exported_jointly(name: str, case: Case, dynamic: bool) -> None:
         _compared(actual, expected, case.relative or _PEERS)
 
 
-def compiled_ahead(name: str, case: Case, dynamic: bool) -> None:
-    program = _Loss(case.module)
-    args = case.args(case.sizes[0])
-    if dynamic:  # dynamic=True would make symbols of numbers, too, which aot_compile stumbles over
-        for tensor, dims in zip(args, case.dynamic_shapes.values(), strict=True):
-            for dim in dims or ():
-                torch._dynamo.mark_dynamic(tensor, dim)
-    options = {"fallback_random": True}  # eager's random numbers
-    compiled = torch.compile(program.forward, fullgraph=True, dynamic=None if dynamic else False, options=options).aot_compile((args, {}))
+def stored(way: str, name: str, case: Case, dynamic: bool) -> None:
+    """One of PyTorch's own ways to compile ahead of time, stored and loaded."""
+    # precompile refuses inputs that get gradients; a force field computes with them
+    given = _detached if "precompile" in way and name != "forcefield" else clones
+    args = given(case.args(case.sizes[0]))
+    with tempfile.TemporaryDirectory() as folder:
+        WRITTEN[way].write(Loss(case.module), args, list(case.dynamic_shapes.values()) if dynamic else [None] * len(args), Path(folder))
+        call, program = WRITTEN[way].load(Path(folder), lambda: Loss(case.module))
     for size in case.sizes if dynamic else case.sizes[:1]:
         args = case.args(size)
         expected = _eager(models.make(name), args)
         program.zero_grad()
         torch.manual_seed(3)
-        loss = compiled(program, *clones(args))
-        loss.backward()
+        loss = call(*given(args))
         _compared(_parameters(program) | {"loss": loss}, expected, case.relative or _PEERS)
 
 
-WAYS: dict[str, Callable[[str, Case, bool], None]] = {"ours": ours, PEERS[0]: exported_jointly, PEERS[1]: compiled_ahead}
+def _detached(args: Any) -> Any:
+    return tuple(a.detach().clone() for a in args)
+
+
+WAYS: dict[str, Callable[[str, Case, bool], None]] = {"ours": ours, JOINT: exported_jointly, **{way: partial(stored, way) for way in PEERS[1:]}}
 
 
 def main() -> None:

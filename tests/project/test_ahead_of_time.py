@@ -1,0 +1,58 @@
+"""The tool that compares ways to compile gradients ahead of time: it sees what differs, and its page in docs/ has all that it measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..tools.ahead_of_time import __main__ as tool
+from ..tools.ahead_of_time import one, ways
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_what_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that computes eager's numbers from the values of the capture, whatever is done afterwards."""
+
+    def load(folder: Path, program: ways.Callable[[], torch.nn.Module]) -> tuple[ways.Program, torch.nn.Module]:
+        captured, module = program(), program()
+
+        def call(*args: torch.Tensor) -> torch.Tensor:
+            loss = captured(*args)
+            for parameter, gradient in zip(module.parameters(), torch.autograd.grad(loss, list(captured.parameters())), strict=True):
+                parameter.grad = gradient
+            return loss
+
+        return call, module
+
+    monkeypatch.setitem(ways.WAYS, "deaf", ways.Way(ways.WAYS["eager"].write, load))
+    found = {case: one.changed("deaf", case)["verdict"] for case in one.CASES}
+    assert found.pop("an input of float64") == "refused"
+    deaf = ("new values in the parameters' `.data`", "a hook on each parameter", "a parameter that is frozen", "`module.eval()` with dropout")
+    assert found == {case: "differs" if case in deaf else "eager's" for case in found}
+
+
+@pytest.mark.parametrize("case", one.CASES)
+def test_ours_is_eager_or_refused(case: str) -> None:
+    assert one.changed("ours", case)["verdict"] in ("eager's", "refused")
+
+
+def test_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--models", "mlp", "--rounds", "1", "--ways", "eager,ours", "--cases", "a hook on each parameter", "--docs", str(tmp_path / "page")]
+    monkeypatch.setattr("sys.argv", ["ahead_of_time", *argv])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        tool.main()
+    found = json.loads((tmp_path / "page.json").read_text())
+    assert {r["way"]: [e["right"] for e in (*r["compiler"], *r["none"])] for r in found["first"]} == {"eager": [True] * 2, "ours": [True] * 2}
+    assert next(e["compilers"] for r in found["first"] if r["way"] == "ours" for e in r["none"]) == []
+    assert "| a hook on each parameter | eager's |" in (tmp_path / "page.md").read_text()
+
+
+def test_the_page_in_the_docs() -> None:
+    found = json.loads((DOCS / "ahead-of-time.json").read_text())
+    assert (DOCS / "ahead-of-time.md").read_text() == tool.page(found)
+    assert {r["case"] for r in found["changed"]} == {*one.CASES}
+    assert not [r for r in found["changed"] if r["way"] == "ours" and r["verdict"] == "differs"]

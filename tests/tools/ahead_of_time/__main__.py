@@ -1,0 +1,160 @@
+"""``python -m tests.tools.ahead_of_time [--models mlp,conv] [--rounds N] [--docs STEM]``: ways to compile gradients ahead of time, side by side.
+
+Two tables: what a fresh process needs for its first gradient, with and without a compiler on its ``PATH``, the ways in turn; and what each way
+makes of a program in which something has changed since the capture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import one
+from .ways import WAYS
+
+ROOT = Path(__file__).parents[3]
+LIMIT_S = 600
+_NEAR = 1e-4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.ahead_of_time", description="Ways to compile gradients ahead of time.")
+    parser.add_argument("--models", default="mlp,conv,encoder", help="models of the table of first gradients")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="processes of each way, in turn")
+    parser.add_argument("--cases", default=",".join(one.CASES), help="what changes after the capture, by default all")
+    parser.add_argument("--ways", default=",".join(WAYS), help="by default all that this torch has")
+    parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
+    options = parser.parse_args()
+    ways = options.ways.split(",")
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "load": round(os.getloadavg()[0], 2),
+        "rounds": options.rounds,
+        "first": [row for name in options.models.split(",") for row in _first(name, ways, options.rounds)],
+        "changed": [_changed(way, case) for case in options.cases.split(",") for way in ways if way != "eager"],
+    }
+    if options.docs:
+        options.docs.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        options.docs.with_suffix(".md").write_text(page(found))
+    ours = [r for r in found["changed"] if r["way"] == "ours" and r["verdict"] == "differs"]
+    sys.exit(f"ours differs from eager in silence: {ours}" if ours else 0)
+
+
+def _first(name: str, ways: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Of each way: seconds to write; with a compiler on the PATH and without one, seconds from the start of a process to its gradients."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = []
+        for way in ways:
+            (at := Path(folder) / way).mkdir()
+            rows.append({"model": name, "way": way, "write": _process("write", way, name, at), "compiler": [], "none": []})
+        for _ in range(rounds):
+            for row in rows:
+                for path in ("compiler", "none"):
+                    if "error" in row["write"] or (row[path] and "error" in row[path][-1]):
+                        continue
+                    row[path].append(_process("first", row["way"], name, Path(folder) / row["way"], compiler=path == "compiler"))
+    expected = next((r["compiler"][0] for r in rows if r["way"] == "eager"), None)
+    for row in rows:
+        for each in (*row["compiler"], *row["none"]):
+            if expected and "error" not in each:
+                each["right"] = all(abs(each[k] - expected[k]) <= _NEAR * abs(expected[k]) for k in ("loss", "norm"))
+        print(f"{name:10} {row['way']:28} {_seconds(row['compiler'])} s, without a compiler {_seconds(row['none'])}", flush=True)
+    return rows
+
+
+def _process(what: str, way: str, name: str, folder: Path, compiler: bool = True) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as empty:
+        more = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/cache", "OMP_NUM_THREADS": "1"} | ({} if compiler else {"PATH": f"{empty}/none"})
+        argv = [sys.executable, "-m", "tests.tools.ahead_of_time.one", what, way, name, *([str(folder)] if what != "changed" else [])]
+        start = time.clock_gettime(one.CLOCK)
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, env={**os.environ, **more})
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done after {LIMIT_S} s"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1][:300]}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    if "end" in found:
+        found["seconds"] = found.pop("end") - start
+    return found
+
+
+def _changed(way: str, case: str) -> dict[str, Any]:
+    found = _process("changed", way, case, Path())
+    row = {"case": case, "way": way, "verdict": found.get("verdict", "refused"), "reason": found.get("reason", found.get("error", ""))}
+    print(f"{case:45} {way:28} {row['verdict']:8} {row['reason'][:100]}", flush=True)
+    return row
+
+
+def _seconds(found: list[dict[str, Any]]) -> str:
+    if not found or "error" in found[-1]:
+        return "fails"
+    if not all(each.get("right", True) for each in found):
+        return "wrong"
+    return f"{statistics.median(each['seconds'] for each in found):.1f}"
+
+
+def page(found: dict[str, Any]) -> str:
+    ways = list(dict.fromkeys(r["way"] for r in found["first"]))
+    lines = [
+        "# Ahead of time, beside PyTorch's own ways",
+        "",
+        f"torch {found['torch']}, {found['date']}: `make models`. Two of PyTorch's own ways compile gradients ahead of time: `aot_compile` of",
+        "`torch.compile(…, fullgraph=True)`, stored with `save_compiled_function`, and `torch.compiler.precompile`, which torch 2.15 has and calls a",
+        "prototype. [Whole models](models.md) has which models each serves.",
+        "",
+        "## The first gradient in a fresh process",
+        "",
+        f"From the start of a process to the gradients of all parameters in hand, `import torch` included; medians of {found['rounds']} processes",
+        f"each, the ways in turn, one thread, Inductor's cache empty, load of the machine {found['load']}. All but ours make the module in that",
+        "process, too. Modules: those in `sys.modules` at the end.",
+        "",
+        "| model | way | compiled in, s | first gradient, s | without g++ on the `PATH` | modules | compiler imported |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
+    for row in found["first"]:
+        last = next((each for each in (*row["compiler"][::-1], *row["none"]) if "error" not in each), None)
+        write = "cannot" if "error" in row["write"] else "" if row["way"] == "eager" else f"{row['write']['seconds']:.1f}"
+        seen = [str(last["modules"]), ", ".join(f"`{m}`" for m in last["compilers"]) or "no"] if last else ["", ""]
+        lines.append(f"| {row['model']} | {row['way']} | {write} | {_seconds(row['compiler'])} | {_seconds(row['none'])} | {' | '.join(seen)} |")
+    lines += [
+        "",
+        "## What has changed since the capture",
+        "",
+        "A program is captured and stored, loaded, and called after something has changed. *eager's*: loss and gradients are those of eager in which",
+        "the same has changed. *refused*: an error. *differs*: other numbers, and no error.",
+        "",
+        "| changed | " + " | ".join(w for w in ways if w != "eager") + " |",
+        "|---|" + "---|" * (len(ways) - 1),
+    ]
+    by = {(r["case"], r["way"]): r for r in found["changed"]}
+    for case in dict.fromkeys(r["case"] for r in found["changed"]):
+        lines.append(f"| {case} | " + " | ".join(by[case, w]["verdict"] for w in ways if w != "eager") + " |")
+    reasons = [f"- {r['case']}, {r['way']}: {r['verdict']}: {_code(r['reason'])}" for r in found["changed"] if r["reason"]]
+    errors = [
+        f"- {r['model']}, {r['way']}, {what}: {_code(each['error'])}"
+        for r in found["first"]
+        for what, each in (("compiled", r["write"]), *(("first gradient", e) for e in r["compiler"]), *(("without g++", e) for e in r["none"]))
+        if "error" in each
+    ]
+    return "\n".join([*lines, "", "## Why not", "", *reasons, *errors]) + "\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text.replace('`', '')}`"
+
+
+if __name__ == "__main__":
+    main()
