@@ -102,7 +102,7 @@ def _seconds(found: list[dict[str, Any]]) -> str:
     if not found or "error" in found[-1]:
         return "fails"
     if not all(each.get("right", True) for each in found):
-        return "wrong"
+        return "not eager's"
     return f"{statistics.median(each['seconds'] for each in found):.1f}"
 
 
@@ -119,7 +119,7 @@ def page(found: dict[str, Any]) -> str:
         "",
         f"From the start of a process to the gradients of all parameters in hand, `import torch` included; medians of {found['rounds']} processes",
         f"each, the ways in turn, one thread, Inductor's cache empty, load of the machine {found['load']}. All but ours make the module in that",
-        "process, too. Modules: those in `sys.modules` at the end.",
+        "process, too. Modules: those in `sys.modules` at the end. *not eager's*: the loss or the norm of the gradients, with the same seed.",
         "",
         "| model | way | compiled in, s | first gradient, s | without g++ on the `PATH` | modules | compiler imported |",
         "|---|---|---:|---:|---:|---:|---|",
