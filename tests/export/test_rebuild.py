@@ -549,7 +549,8 @@ def test_unknown_targets(several: Path, tmp_path: Path, target: str, message: st
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
 def test_a_gpu_needs_a_build_of_torch_for_it(several: Path, tmp_path: Path) -> None:
-    message = r"target cuda:sm_\d0 needs a build of torch for CUDA, and this is .*: pip install torch==2\.11\.0 triton==3\.6\.0"
+    install = r"pip install torch==2\.11\.0 triton==3\.6\.0 or pip install torch==2\.15\.0 triton==3\.9\.0, the build for CUDA"
+    message = rf"target cuda:sm_\d0 needs a build of torch for CUDA, and this is .*: {install}"
     with pytest.raises(ab.ExportError, match=message):
         ab.rebuild(several, tmp_path / "o.pt2", target="cuda:sm_90")
     with pytest.raises(ab.ExportError, match=message):

@@ -1,7 +1,7 @@
 """Compiles graphs for a GPU where there is none: what torch, Inductor and Triton ask a device is answered from a table, and nothing is launched.
 
 A graph is captured on fake CPU tensors and rewritten for fake CUDA tensors (:mod:`.retarget`). It needs a CUDA build of torch, triton, and a CUDA
-toolkit's headers; no driver. Tested with torch 2.11.0 and triton 3.6.0; others are refused by name.
+toolkit's headers; no driver. Other pairs of torch and triton than :data:`TESTED` are refused by name.
 
 Everything private of torch that is replaced is put back by :func:`crossing`. The module is the one exception to the rule that private names live in
 ``torch_api.py``.
@@ -28,8 +28,8 @@ from ..process_state import patched, patched_items
 from .devices import DEVICES, Device
 from .toolkit import cuda_home, toolkit
 
-TESTED = {"2.11": "3.6"}
-"""torch minor -> triton minor."""
+TESTED = {"2.11": "3.6", "2.15": "3.9"}
+"""torch minor -> triton minor: the pairs whose code `make cross` has looked at and run."""
 
 
 def check(target: str) -> Device:
@@ -37,7 +37,7 @@ def check(target: str) -> Device:
     arch = target.partition(":")[2]
     if arch not in DEVICES:
         raise ExportError(f"unknown target {target!r}; GPUs that code can be made for without one: {', '.join(f'cuda:{a}' for a in DEVICES)}")
-    install = "pip install torch==2.11.0 triton==3.6.0, the build for CUDA from PyPI"
+    install = " or ".join(f"pip install torch=={t}.0 triton=={v}.0" for t, v in TESTED.items()) + ", the build for CUDA from PyPI"
     if torch.version.cuda is None:
         raise ExportError(f"target {target} needs a build of torch for CUDA, and this is {torch.__version__}: {install}")
     try:

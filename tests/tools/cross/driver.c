@@ -19,6 +19,7 @@ int cuModuleGetFunction(struct function **function, void *module, const char *na
   (*function)->name = strdup(name);
   return 0;
 }
+int cuModuleUnload(void *module) { return 0; }
 int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
 int cuGetErrorString(int code, const char **words) { *words = "the launch failed, see above"; return 0; }
 int cuLaunchKernel(struct function *function, uint32_t gx, uint32_t gy, uint32_t gz, uint32_t tx, uint32_t ty, uint32_t tz, uint32_t shared,
@@ -31,6 +32,7 @@ const char *cudaGetErrorString(int code) { return "no CUDA here"; }
 int cudaGetLastError(void) { return 0; }
 int cudaGetDevice(int *device) { *device = 0; return 0; }
 int cudaSetDevice(int device) { return 0; }
+int cudaStreamSynchronize(void *stream) { return 0; }
 int cudaEventCreate(void **event) { *event = NULL; return 0; }
 int cudaEventRecord(void *event, void *stream) { return 0; }
 int cudaEventQuery(void *event) { return 0; }

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from .machine_code import Kernel
 
 _SIZES = {"CUdeviceptr": 8, "int64_t": 8, "uint64_t": 8, "double": 8, "int32_t": 4, "uint32_t": 4, "float": 4, "int16_t": 2, "int8_t": 1, "bool": 1}
-_LAUNCH = re.compile(r"launchKernel\(kernels_\.(\w+), grid_0, grid_1, grid_2, (\d+), (\d+), kernel_args_, stream_\);")
-_LOAD = re.compile(r'kernels_\.(\w+) = loadKernel\(\w+, "(\w+)", (\d+)\);')
+# torch 2.15 adds arguments: whether dependent launches may overlap, and where to keep a module that the destructor unloads.
+_LAUNCH = re.compile(r"launchKernel\(kernels_\.(\w+), grid_0, grid_1, grid_2, (\d+), (\d+), kernel_args_, stream_(?:, false)?\);")
+_LOAD = re.compile(r'kernels_\.(\w+) = loadKernel\(\w+, "(\w+)", (\d+)(?:, &kernels_\.loaded_modules_)?\);')
 _ARGUMENTS = re.compile(r"void\* kernel_args_\[\] = \{(.*)\};")
 _DECLARED = re.compile(r"^ +(\w+) (\w+) = ", re.MULTILINE)
 
@@ -33,7 +34,7 @@ class Launch:
 def launches(wrapper: str) -> list[Launch]:
     """Of the C++ that Inductor generates around the kernels: each kernel has one function that launches it."""
     found = []
-    for function in re.split(r"^static inline void (?=call_)", wrapper, flags=re.MULTILINE)[1:]:
+    for function in re.split(r"^static (?:inline|__attribute__\(\(noinline\)\)) void (?=call_)", wrapper, flags=re.MULTILINE)[1:]:
         code = re.sub(r"/\*.*?\*/", "", function, flags=re.DOTALL)  # the kernel's own source is there as a comment
         launch, load, arguments = _LAUNCH.search(code), _LOAD.search(code), _ARGUMENTS.search(code)
         if not (launch and load and arguments):

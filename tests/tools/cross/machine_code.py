@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _CUDA_MACHINE = 190  # EM_CUDA
+_ABI_VERSION = 8  # where it stands. In version 7, which ptxas 13 writes for sm_80, the architecture is the lowest byte of the flags; else the next
 _NOBITS = 8
 _HEADER, _SECTION = struct.Struct("<16sHHIQQQIHHHHHH"), struct.Struct("<IIQQQQIIQQ")
 _SIZED, _IN_PLACE = 4, (1, 2, 3)  # EIFMT_SVAL: a length and so many bytes; NVAL, BVAL, HVAL: the two bytes that follow
@@ -42,10 +43,10 @@ def kernels(library: bytes) -> list[Kernel]:
 
 def kernels_of(cubin: bytes) -> list[Kernel]:
     """``cubin`` may be longer than the ELF file that it begins with."""
-    flags = _HEADER.unpack_from(cubin)[7]
+    flags = _HEADER.unpack_from(cubin)[7] >> (8 if cubin[_ABI_VERSION] >= 8 else 0)
     inside = dict(sections(cubin))
     prefix = ".nv.info."
-    return [_kernel(name.removeprefix(prefix), f"sm_{(flags >> 8) & 0xFF}", data, inside) for name, data in inside.items() if name.startswith(prefix)]
+    return [_kernel(name.removeprefix(prefix), f"sm_{flags & 0xFF}", data, inside) for name, data in inside.items() if name.startswith(prefix)]
 
 
 def sections(file: bytes) -> Iterator[tuple[str, bytes]]:
