@@ -18,6 +18,7 @@ _MOVES = {
 
 def rewrite(module: GraphModule) -> None:
     _without_waiting(module)
+    _without_idle_squeezes(module)
     _numbers_as_tensors(module)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -40,6 +41,18 @@ def _is_never(node: Node) -> bool:
         return False
     pairs = (node.args, node.args[::-1])
     return any(isinstance(b, Node) and b.target is aten.logical_not.default and b.args[0] is a for a, b in pairs)
+
+
+def _without_idle_squeezes(module: GraphModule) -> None:
+    """PyTorch's squeeze leaves a dimension of another size than one, which a dynamic one is; ONNX's is an error then."""
+    for node in [n for n in module.graph.nodes if n.target in (aten.squeeze.dim, aten.squeeze.dims)]:
+        source, dims = node.args
+        before, after = source.meta["val"], node.meta["val"]
+        if before.dim() == after.dim():
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+        elif node.target is aten.squeeze.dims:
+            node.update_arg(1, [d for d in dims if isinstance(before.shape[d], int) and before.shape[d] == 1])
 
 
 def _numbers_as_tensors(module: GraphModule) -> None:
