@@ -148,15 +148,15 @@ def _triton(device: Device, stack: contextlib.ExitStack) -> None:
                 "sm_clock_rate": 1980000, "mem_clock_rate": 3201000, "mem_bus_width": 6144,
             }  # fmt: skip
 
-        def load_binary(self, name: str, kernel: bytes, shared: int, number: int) -> tuple[int, int, int, int, int]:
-            """Registers and spills as the machine code states them."""
+        def load_binary(self, name: str, kernel: bytes, shared: int, number: int) -> tuple[None, int, int, int, int]:
+            """Registers and spills as the machine code states them; and no module, which triton 3.8 and newer would have the driver unload."""
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(kernel)
                 file.flush()
                 said = subprocess.run([objdump, "-res-usage", file.name], capture_output=True, text=True).stdout
             found = re.search(r"REG:(\d+) STACK:(\d+)", said)
             registers, spills = (int(found[1]), int(found[2]) // 4) if found else (32, 0)
-            return 0, 0, registers, spills, 1024
+            return None, 0, registers, spills, 1024
 
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(f"{name} needs a GPU, and this one is a table")
