@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils import _pytree as pytree
 
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.process_state import patched
@@ -41,7 +42,8 @@ def plain_checkpoints() -> Iterator[None]:
 
 
 def _recurrent_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Recurrent layers with the dropout between them: torch's decomposition looks for a layer behind the last, and drops it."""
+    """Recurrent layers with the dropout between them, and with final states of the shape of the first: torch's decomposition looks for a layer behind the
+    last, and drops the dropout; those of torch 2.11 and 2.12 keep a dimension of a single layer."""
 
     def layers(
         input: torch.Tensor,
@@ -56,18 +58,24 @@ def _recurrent_layers(original: Callable[..., Any]) -> Callable[..., Any]:
         layer: Any,
     ) -> Any:
         if not (dropout and train):
-            return original(input, hidden, params, biases, count, dropout, train, both, batch_first, layer)
+            x, finals = original(input, hidden, params, biases, count, dropout, train, both, batch_first, layer)
+            return x, _of_shape(finals, hidden)
         x = input.transpose(0, 1) if batch_first else input
         directions, finals = 2 if both else 1, []
         for i in range(count):
             own = slice(i * directions, (i + 1) * directions)
             x, final = original(x, hidden[own], params[own], biases, 1, 0.0, train, both, False, layer)
-            finals += final
+            finals += _of_shape(final, hidden[own])
             if i < count - 1:
                 x = torch.dropout(x, dropout, train=True)
         return (x.transpose(0, 1) if batch_first else x), finals
 
     return layers
+
+
+def _of_shape(finals: Any, hidden: Any) -> list[Any]:
+    """``finals`` with the shapes of ``hidden``: a list of tensors, or of pairs of them."""
+    return [pytree.tree_map(lambda f, h: f if f.dim() == h.dim() else f.view(h.shape), f, h) for f, h in zip(finals, hidden, strict=True)]
 
 
 def _causal_if_declared(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:

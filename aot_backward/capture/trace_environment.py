@@ -41,7 +41,7 @@ def _checks_as_plain_operators() -> Iterator[None]:
     torch 2.13 threads it through the graph by tokens, as further inputs and outputs of it.
     """
     check = aten._linalg_check_errors.default
-    effect = torch_api._get_effect(check) if torch_api.at_least("2.13") else None
+    effect = torch_api._get_effect(check)
     if effect is None:
         yield
         return

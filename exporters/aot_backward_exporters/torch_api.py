@@ -123,14 +123,7 @@ _MODULES = {
     "cpu_vec_isa",
 }
 
-_SINCE = {
-    "_get_effect": "2.13",
-    "_register_effectful_op": "2.13",
-    "InsertTypePromotion": "2.13",
-    "ONNXRegistry": "2.13",
-    "_translate_fx_graph": "2.13",
-    "add_opset_imports": "2.13",
-}
+_SINCE: dict[str, str] = {}
 """The torch minor that a name came with, of those that are not in all supported ones."""
 
 _RENAMED = {
