@@ -42,8 +42,8 @@ def plain_checkpoints() -> Iterator[None]:
 
 
 def _recurrent_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Recurrent layers with the dropout between them, and with final states of the shape of the first: torch's decomposition looks for a layer behind the
-    last, and drops the dropout; those of torch 2.11 and 2.12 keep a dimension of a single layer."""
+    """Recurrent layers with the dropout between them, and with final states of the shape of the initial ones: torch's decomposition looks for a layer
+    behind the last, and drops the dropout; in torch 2.11 and 2.12 an LSTM's states have a dimension too many."""
 
     def layers(
         input: torch.Tensor,
