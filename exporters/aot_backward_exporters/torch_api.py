@@ -177,7 +177,7 @@ def module_of_custom_op(operator: str) -> str:
 def places_of_operator(operator: str, overload: str) -> list[str]:
     """The files, as far as they are known, that defined the operator and that registered its rule for fake tensors."""
     written = __getattr__("_dispatch_find_schema_or_throw")(operator, overload).debug()  # "registered at FILE:LINE"
-    fake = __getattr__("fake_registry").get(f"{operator}.{overload}" if overload else operator)
+    fake = __getattr__("fake_registry")._data.get(f"{operator}.{overload}" if overload else operator)
     kernel = fake.fake_impl.kernel if fake is not None else None
     sources = [written.partition(" at ")[2], *([kernel.source] if kernel is not None else [])]
     return [source.rpartition(":")[0] for source in sources if source]

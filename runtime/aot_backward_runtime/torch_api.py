@@ -104,6 +104,7 @@ __all__ = [
     "set_verbose_logger",
     "share_functional",
     "stated",
+    "takes_boxed_gradients",
 ]
 
 
@@ -126,6 +127,12 @@ def in_functorch() -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is at work: ``torch.autograd.forward_ad.dual_level``, ``torch.func.jvp``."""
     return forward_ad._current_level >= 0
+
+
+def takes_boxed_gradients(function: Any) -> bool:
+    """Whether an ``autograd.Function``'s backward takes its incoming gradients as one list, which it may empty: that of ``torch.compile`` does,
+    since torch 2.13."""
+    return getattr(function, "boxed_grads_call", False)
 
 
 def is_wrapper(tensor: Tensor) -> bool:

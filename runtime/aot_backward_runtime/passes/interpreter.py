@@ -213,7 +213,7 @@ def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differ
     if any(g is None for g in grads) and context.__dict__.get(MATERIALIZE, True):
         metadata = context._input_metadata
         grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g for g, m in zip(grads, metadata, strict=True)]
-    given = (list(grads),) if function.boxed_grads_call else grads  # a forward that torch.compile made frees them as it goes
+    given = (list(grads),) if torch_api.takes_boxed_gradients(function) else grads  # a forward that torch.compile made frees them as it goes
     results = backward(_Context(context, saved), *given)
     results = list(results) if isinstance(results, tuple) else [results]
     name = context.name()
