@@ -31,6 +31,7 @@ from ..conftest import aot_backward
 from ..support.golden_packages import backward_passes
 from ..support.oracle import assert_same, run
 from ..support.packages import put_together, taken_apart
+from ..support.versions import since
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GRAPHS = "package/extra/aot_backward/graphs"
@@ -350,6 +351,7 @@ def test_without_weights(several: Path, tmp_path: Path) -> None:
     assert_same(run(module, (x,), 1), run(net, (x,), 1))
 
 
+@since("2.13", "keeps the line of the model for few nodes of a graph")
 def test_lines_of_the_model_are_in_the_graphs_and_no_path_is(several: Path) -> None:
     archive = open_package(several)
     for role in ("forward", "backward"):

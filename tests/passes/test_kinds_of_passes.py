@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import aot_backward as ab
+from aot_backward_exporters import torch_api
 
 Step = Callable[[int], list[Tensor | None]]
 
@@ -86,6 +87,11 @@ SERVED = {  # what is recorded, what is replayed, structures
     "ring": ((0, 5, 9, 1), (3, 0, 1, 14, 8), 1),
     "cache": ((2, 5, 9), (0, 1, 13, 4), 1),
 }
+
+
+if not torch_api.at_least("2.13"):
+    del SERVED["grouped"]  # a header of torch 2.11 and 2.12 does not declare the product of groups
+    del SERVED["ring"]  # refused: the compiled pass is not what was recorded
 
 
 def test_served(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_what_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             loss = captured(*args)
             for parameter, gradient in zip(module.parameters(), torch.autograd.grad(loss, list(captured.parameters())), strict=True):
                 parameter.grad = gradient
-            return loss
+            return loss.detach()
 
         return call, module
 

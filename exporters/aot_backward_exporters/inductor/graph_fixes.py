@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from .. import torch_api
+
 KERNELS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool2d_with_indices_backward.default)
 """Operators that eager's kernels do faster on a CPU than what Inductor generates: a step of two convolutions with pooling, 256 rows, takes 1.75 ms
 with them and 2.7 to 3.7 with generated code."""
@@ -41,6 +43,33 @@ def _miscompiled(node: Node) -> bool:
     """
     aten = torch.ops.aten
     return node.target in (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default) and bool(node.args[5])
+
+
+_INDEXED = {torch.ops.aten.gather.default: 2, torch.ops.aten.embedding.default: 1}
+"""Operators to which a negative index is an error in eager, and the place of the index among their arguments."""
+
+
+def refuse_negative_indices(module: GraphModule, fake_mode: Any) -> None:
+    """Makes a negative index one that is too large, which the generated code looks for: that of torch 2.11 and 2.12 counts it from the end."""
+    if torch_api.at_least("2.13"):
+        return
+    aten = torch.ops.aten
+    for node in [n for n in module.graph.nodes if n.target in _INDEXED]:
+        index = node.args[_INDEXED[node.target]]
+        value = index.meta["val"]
+        like = {"dtype": value.dtype, "device": value.device}
+        with module.graph.inserting_before(node), fake_mode:
+            negative = module.graph.call_function(aten.lt.Scalar, (index, 0))
+            negative.meta["val"] = aten.lt.Scalar(value, 0)
+            large = module.graph.call_function(aten.full.default, ([], torch.iinfo(value.dtype).max), like)
+            large.meta["val"] = aten.full.default([], torch.iinfo(value.dtype).max, **like)
+            chosen = module.graph.call_function(aten.where.self, (negative, large, index))
+            chosen.meta["val"] = aten.where.self(negative.meta["val"], large.meta["val"], value)
+        node.update_arg(_INDEXED[node.target], chosen)
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            refuse_negative_indices(child, fake_mode)
+    module.recompile()
 
 
 def complex_numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:

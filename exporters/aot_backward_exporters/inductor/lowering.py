@@ -48,6 +48,7 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
     module = graph_fixes.copied(graph.module)
     graph_fixes.call_kernels(module)
     graph_fixes.complex_numbers_as_tensors(module, fake_mode)
+    graph_fixes.refuse_negative_indices(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),
