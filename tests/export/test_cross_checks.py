@@ -43,7 +43,11 @@ static inline void call_triton_poi_0(
 """
 
 
-def _cubin(parameters: tuple[tuple[int, int], ...] = PARAMETERS, together: int = 48, threads: int = 128) -> bytes:
+NEW, OLD = (b"\x41\x08", 0x06005A04), (b"\x33\x07", 0x00500550)
+"""System and version of the ELF file, and its flags: as ptxas 13 writes them for sm_90, and for sm_80."""
+
+
+def _cubin(parameters: tuple[tuple[int, int], ...] = PARAMETERS, together: int = 48, threads: int = 128, form: tuple[bytes, int] = NEW) -> bytes:
     """An ELF file with nothing but the sections that are read."""
     info = b"".join(struct.pack("<BBHIHHI", 4, 0x17, 12, 0, n, at, size << 18 | 0x1F000) for n, (at, size) in enumerate(parameters))
     info += struct.pack("<BBHBBH3I", 3, 0x19, together, 4, 0x10, 12, threads, 1, 1)
@@ -54,13 +58,14 @@ def _cubin(parameters: tuple[tuple[int, int], ...] = PARAMETERS, together: int =
     for name, (kind, data) in contents.items():
         rows.append(struct.pack("<IIQQQQIIQQ", names.index(name + b"\0"), kind, 0, 0, 64 + len(body), len(data), 0, 0, 1, 0))
         body += data
-    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\2\1\1", 2, 190, 1, 0, 0, 64 + len(body), 0x005A0000 | 90 << 8, 64, 0, 0, 64, len(rows), 0)
+    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\2\1\1" + form[0], 2, 190, 1, 0, 0, 64 + len(body), form[1], 64, 0, 0, 64, len(rows), 0)
     return head + body + b"".join(rows)
 
 
 def test_a_kernel_is_read_from_the_library_that_it_lies_in() -> None:
-    (kernel,) = machine_code.kernels(b"\x7fELF the library's own code" + _cubin() + b"and what follows")
-    assert kernel == machine_code.Kernel("triton_poi_0", "sm_90", PARAMETERS, 48, (128, 1, 1), True)
+    for form, architecture in ((NEW, "sm_90"), (OLD, "sm_80")):
+        (kernel,) = machine_code.kernels(b"\x7fELF the library's own code" + _cubin(form=form) + b"and what follows")
+        assert kernel == machine_code.Kernel("triton_poi_0", architecture, PARAMETERS, 48, (128, 1, 1), True)
 
 
 def _faults(wrapper: str = WRAPPER, cubin: bytes | None = None, shared: int = 16) -> list[str]:
@@ -69,6 +74,8 @@ def _faults(wrapper: str = WRAPPER, cubin: bytes | None = None, shared: int = 16
 
 def test_a_launch_that_fits_has_no_faults() -> None:
     assert _faults() == []
+    newer = WRAPPER.replace("static inline void", "static __attribute__((noinline)) void").replace("stream_);", "stream_, false);")
+    assert _faults(newer.replace('"triton_poi_0", 16)', '"triton_poi_0", 16, &kernels_.loaded_modules_)')) == []  # torch 2.15
 
 
 @pytest.mark.parametrize(
