@@ -41,7 +41,7 @@ bench: $(STAMP)
 coverage: $(STAMP)
 	@$(BIN)/python -m tests.tools.coverage --minutes $(or $(MINUTES),100) --way $(or $(WAY),export) --docs docs/coverage$(WAY:%=-%)
 
-# An hour and a quarter with torch 2.15, which has one way more; a table of models that was broken off goes on where it was.
+# Half an hour for the table of models, which goes on where it was broken off, and a quarter for the ways ahead of time; torch 2.15 has one way more.
 models: $(STAMP)
 	@$(BIN)/python -m tests.tools.model_table --docs docs/models
 	@$(BIN)/python -m tests.tools.ahead_of_time --docs docs/ahead-of-time

@@ -405,9 +405,8 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
     },
 }
-if not torch_api.at_least(
-    "2.13"
-):  # refused there, by Inductor, by g++ or by the self-check; one of them would keep its whole group from being exported
+# Refused before torch 2.13 by Inductor, by g++ or by the self-check; one of them would keep its whole group from being exported.
+if not torch_api.at_least("2.13"):
     del GROUPS["functions"]["rounded"]  # a cast to 16 bits and back is left out of a fused loop, whatever is asked for
     del GROUPS["functions"]["in_place"]  # torch 2.11: generated C++ blends a number as if it were a vector
     del GROUPS["functions"]["filtered"]  # torch 2.11: the gradient of a complex filter is wrong
