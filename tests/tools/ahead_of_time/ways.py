@@ -40,8 +40,7 @@ def _load_eager(folder: Path, program: Callable[[], nn.Module]) -> tuple[Program
 def _write_ours(program: nn.Module, args: tuple[Any, ...], dims: Dims, folder: Path) -> None:
     import aot_backward as ab
 
-    shapes = {"args": tuple(None if d is None else dict(d) for d in dims)} if any(dims) else None
-    ab.export_module(program, args, dynamic_shapes=shapes, path=folder / "ours.pt2")
+    ab.export_module(program, args, dynamic_shapes=tuple(dims) if any(dims) else None, path=folder / "ours.pt2")
 
 
 def _load_ours(folder: Path, program: Callable[[], nn.Module]) -> tuple[Program, nn.Module]:
