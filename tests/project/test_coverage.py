@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from aot_backward_exporters import torch_api
+
 from ..tools.coverage import cases, exporting, report
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +31,9 @@ SAMPLE = {
     "module_db": ("nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.GroupNorm", "nn.LSTM", "nn.GRUCell", "nn.MultiheadAttention", "nn.Bilinear"),
     "autograd_function_db": ("MulGenVmapAutogradFunction", "ScaleGradGenVmapAutogradFunction"),
     "custom_op_db": ("NumpyMulCustomOp",),
-    "hop_db": ("cond.simple", "map.simple", "map.nested", "map.triple_nested"),
+    "hop_db": ("cond.simple", *(("map.simple", "map.nested", "map.triple_nested") if torch_api.at_least("2.13") else ())),
 }
-"""One or more operators of each kind; all pass."""
+"""One or more operators of each kind; all pass. Before torch 2.13 Inductor asserts where it lowers a map."""
 
 
 def coverage(*arguments: object) -> subprocess.CompletedProcess[str]:

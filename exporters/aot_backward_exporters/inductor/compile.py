@@ -37,6 +37,7 @@ from ..progress import Progress, silent
 from ..toolchain import gcc
 from ..toolchain.compile_cache import CachedLibrary, digest, digest_of_sources, fetch, store
 from ..toolchain.strip_paths import erase_paths
+from . import extern_nodes
 from .cache_key import Canonical, canonical_graph
 from .lowering import GeneratedCode, lower
 from .settings import settings_for
@@ -150,7 +151,7 @@ def _finish(key: str, lowered: GeneratedCode, library: Path, work: Path) -> Cach
     entry = CachedLibrary(
         library=erase_paths(library.read_bytes(), [work]),
         metadata=metadata.read_bytes(),
-        extern=extern.read_bytes() if extern else b"",
+        extern=extern_nodes.as_executed(extern.read_bytes()) if extern else b"",
         constants=lowered.constants(),
         guards=lowered.guards,
     )
