@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import aot_backward as ab
+from aot_backward_exporters import torch_api
 
 from ..commands.test_cli import called
 from .test_record import recorded_mlp
@@ -21,6 +22,9 @@ Gradients = list[Tensor | None]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+OBJECTS = 2000 if torch_api.at_least("2.13") else 30_000
+"""So many more may there be after 1,300 passes, of which 17 are traced. Before torch 2.13 its compiled autograd never frees what traced nodes got."""
 
 
 class Scheduled:
@@ -70,7 +74,7 @@ def test_a_replay_where_nothing_repeats_is_bounded(package: Path) -> None:
         for _ in range(1300):
             program(next(changing))
         gc.collect()
-        assert len(gc.get_objects()) - objects < 2000 and memory() - resident < 40e6
+        assert len(gc.get_objects()) - objects < OBJECTS and memory() - resident < 40e6
         limit = next(changing)
         actual = program(limit)
     assert all(torch.equal(e, a) for e, a in zip(program(limit), actual, strict=True))  # type: ignore[arg-type] # eager's bits
@@ -184,7 +188,7 @@ def test_recording_is_bounded_and_compiles_what_came_again(tmp_path: Path) -> No
                 gc.collect()
                 objects, resident = len(gc.get_objects()), memory()
         gc.collect()
-        assert len(gc.get_objects()) - objects < 2000 and memory() - resident < 40e6
+        assert len(gc.get_objects()) - objects < OBJECTS and memory() - resident < 40e6
     (skipped,) = recording.skipped
     assert "after 6 structures (max_structures)" in skipped and "5 of those that were recorded came once" in skipped
     (structure,) = ab.load(tmp_path / "bw.pt2").manifest.entries["backward"].structures
