@@ -54,11 +54,12 @@ fuzz: $(STAMP)
 endurance: $(STAMP)
 	@$(BIN)/python -m tests.tools.endurance --docs docs/benchmarks/$$(date +%F)-endurance
 
-# Packages made under one torch and rebuilt under another, both ways: a second environment, which is a build for CUDA of several gigabytes, and 20 minutes.
-OTHER_TORCH ?= 2.12.0
+# Packages made under each of several versions of torch and rebuilt under each other one: an environment for each, a build for CUDA of several gigabytes,
+# and 20 minutes. By default the oldest version and the newest, beside the one that constraints.txt pins.
+OTHER_TORCH ?= 2.11.0 2.15.0
 rebuild-matrix: $(STAMP)
-	@$(MAKE) --no-print-directory venv TORCH=$(OTHER_TORCH)
-	@$(BIN)/python -m tests.tools.rebuild_matrix --other .venv-$(OTHER_TORCH)/bin/python --docs docs/benchmarks/$$(date +%F)-rebuild
+	@for version in $(OTHER_TORCH); do $(MAKE) --no-print-directory venv TORCH=$$version || exit; done
+	@$(BIN)/python -m tests.tools.rebuild_matrix --other $(OTHER_TORCH:%=.venv-%/bin/python) --docs docs/benchmarks/$$(date +%F)-rebuild
 
 # Code for GPUs where there is none: torch's build for CUDA, several gigabytes, and 15 minutes. Without TORCH, which constraints.txt pins for a CPU: 2.11.0.
 cross:

@@ -1,6 +1,6 @@
-"""``python -m tests.tools.rebuild_matrix --other PYTHON``: packages made under one torch, rebuilt and run under another, both ways.
+"""``python -m tests.tools.rebuild_matrix --other PYTHON …``: packages made under each torch, rebuilt and run under each other one.
 
-Of each case the builder exports a package, runs it on inputs that are not the example's, and stores what came; the other rebuilds the package
+Of each case the builder exports a package, runs it on inputs that are not the example's, and stores what came; each other rebuilds the package
 without the model's source, and compares what its own code gives for those inputs. Compile caches are empty. ``make rebuild-matrix`` calls it.
 """
 
@@ -171,7 +171,9 @@ def level_sizes(folder: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.rebuild_matrix")
-    parser.add_argument("--other", metavar="PYTHON", help="the interpreter of another torch, with this project installed or on its path")
+    parser.add_argument(
+        "--other", metavar="PYTHON", nargs="+", help="the interpreters of other versions of torch, with this project installed or on its path"
+    )
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also writes STEM.md and STEM.json")
     parser.add_argument("--do", choices=("build", "rebuild", "levels"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -181,16 +183,18 @@ def main() -> None:
         assert made is None
         return
     if not options.other:
-        parser.error("--other PYTHON: the interpreter of an environment with another torch")
+        parser.error("--other PYTHON …: the interpreter of an environment with another torch")
     ways, sizes = [], []
-    for builder, rebuilder in ((sys.executable, options.other), (options.other, sys.executable)):
+    pythons = [sys.executable, *options.other]
+    for builder in pythons:
         with tempfile.TemporaryDirectory() as folder:
             _call(builder, "build", folder)
             version = subprocess.run(
                 [builder, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True
             ).stdout.strip()
-            _call(rebuilder, "rebuild", folder)
-            ways.append({"built": version, **json.loads((Path(folder) / "rebuilt.json").read_text())})
+            for rebuilder in (p for p in pythons if p != builder):
+                _call(rebuilder, "rebuild", folder)
+                ways.append({"built": version, **json.loads((Path(folder) / "rebuilt.json").read_text())})
             sizes = sizes or json.loads(_call(builder, "levels", folder))
     text = page(ways, sizes)
     print(text)
