@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import aot_backward as ab
 from aot_backward.cli import main
+from aot_backward_exporters import torch_api
 
 from ..support.onnx_files import gradients
 
@@ -165,7 +166,8 @@ def test_a_refusal_names_the_parameter(tmp_path: Path) -> None:
         (ab.Step(module, [ab.Variant((image, image))], optimizer, loss_fn=nn.functional.mse_loss, accumulate=True), "theta"),
     ):
         said = refusal(tmp_path, entry)
-        assert said.startswith(f"{of_theta}of the gradient of {names}") and "; it is called in forward" in said, said
+        assert said.startswith(f"{of_theta}of the gradient of {names}"), said
+        assert "; it is called in forward" in said or not torch_api.at_least("2.12"), said  # which keeps the line of the model for more nodes
     orthogonal = nn.Sequential(*layers, parametrizations.orthogonal(nn.Linear(4, 4)))
     said = refusal(tmp_path, ab.Module(orthogonal, [ab.Variant((torch.randn(2, 4),))]))
     assert said.endswith("; it is computed from 3.parametrizations.weight.original"), said

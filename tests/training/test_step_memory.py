@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import aot_backward as ab
+from aot_backward_exporters import torch_api
 
 from ..support import exports
 
@@ -106,7 +107,8 @@ def test_out_of_memory_changes_nothing_and_the_next_call_is_right() -> None:
     for kind, words in {"whole": "nothing was changed", "halves": "the accumulated gradients are lost", "gradient": ""}.items():
         assert seen[kind], f"memory never ran out ({kind}): the test shows nothing"
         for message in seen[kind]:
-            assert "allocate memory" in message and words in message
+            # torch before 2.13 writes what an allocation failed of to stderr alone
+            assert "allocate memory" in (message if torch_api.at_least("2.13") else done.stderr) and words in message
 
 
 _FAULTED = """
