@@ -18,7 +18,7 @@ def parts(x: Tensor) -> Tensor:
     scaled, whole, squared = x * 1.5, x.sin(), x * x
     inner = scaled[:, 2] ** 2 * scaled[:, 0] + scaled.select(1, 1)
     outer = whole[0] ** 3 + 2 * whole[-1] ** 2 + whole[1] * whole[1]
-    return inner.sum() + outer.sum() + squared[:, :, 2].sum() + whole.exp().sum()
+    return inner.sum() + outer.sum() + squared[:, :, 2].sum() + (whole.exp() + x.shape[3]).sum()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

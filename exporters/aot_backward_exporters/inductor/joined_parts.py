@@ -61,8 +61,8 @@ def _parts_of(node: Node) -> tuple[int, list[Node], list[Node]] | None:
     waiting: list[Any] = list(node.args)
     while waiting:
         term = waiting.pop()
-        if not isinstance(term, Node) or _looks(term) != _looks(node):
-            return None
+        if not isinstance(term, Node) or not isinstance(term.meta["val"], torch.Tensor) or _looks(term) != _looks(node):
+            return None  # a number, or a size, is added to every part
         if _is_sum(term) and len(term.users) == 1:
             waiting += term.args
             continue
