@@ -45,8 +45,9 @@ def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
     ndim = index.meta["val"].ndim
     if ndim == 0 or rows.meta["val"].ndim != ndim + value.ndim - 1:
         return None
-    if mask is not None and (mask.meta["val"].ndim != rows.meta["val"].ndim or any(n != 1 for n in mask.meta["val"].shape[ndim:] if type(n) is int)):
-        return None
+    within = () if mask is None else mask.meta["val"].shape[ndim:]
+    if (mask is not None and mask.meta["val"].ndim != rows.meta["val"].ndim) or any(type(n) is not int or n != 1 for n in within):
+        return None  # it chooses within rows
     return to, mask, index, rows
 
 
