@@ -23,6 +23,7 @@ from .entries import Entries, Grad, Module, Step, Variant
 from .packaging.builder import Build
 from .packaging.contents import Contents
 from .packaging.package_writer import check_destination, write_package
+from .packaging.tuning import tune_of
 
 
 def export(
@@ -32,6 +33,7 @@ def export(
     target: str = "cpu",
     weights: bool = True,
     portable: bool = True,
+    tune: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Compiles ``entries`` ahead of time, compares each with eager, and writes one package to ``path``.
@@ -41,6 +43,8 @@ def export(
     ``docs/rebuild.md``). ``weights=False`` leaves the weights out; they are bound when the package is loaded. ``portable=False`` leaves out the
     graphs as data, without which the package can neither be rebuilt for another torch or target nor converted. Nothing is written where a gradient
     is wrong or cannot be had: :class:`ExportError` says which and why.
+    ``tune``: how many ways to compile a variant are tried, each timed beside eager, of which the fastest is shipped: "quick", those that the graph
+    gives reason for; "full", all; "none". Without it what ``$AOT_BACKWARD_TUNE`` says, else "quick". ``VariantSpec.speed`` holds what was measured.
     The modules are left as they were: parameters, buffers, ``.grad``, modes and the random state.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
@@ -49,12 +53,13 @@ def export(
     if not entries:
         raise ExportError("nothing to export: entries is empty")
     check_entries(entries)
+    tune = tune_of(tune)
     check_destination(path)
     if target.startswith("cuda:"):
-        return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, progress=progress)
+        return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, tune=tune, progress=progress)
     progress = progress or silent
     with everything_kept(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        contents = Contents(target, Path(folder), progress, portable=portable)
+        contents = Contents(target, Path(folder), progress, portable=portable, tune=tune)
         build = Build(contents)
         for name, entry in entries.items():
             build.add(name, entry)
@@ -68,7 +73,7 @@ def export(
     return path
 
 
-def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, progress: Progress | None) -> Path:
+def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, progress: Progress | None) -> Path:
     """Compiled for the CPU and compared with eager there, which casts under autocast as it would on a GPU; then the same graphs for the GPUs, which
     compares nothing where there is none."""
     from .packaging.rebuild import check_target, rebuild
@@ -76,7 +81,7 @@ def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool
     check_target(target)  # before minutes of compiling
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         with as_on_gpu():
-            checked = export(Path(folder) / "cpu.pt2", entries, weights=weights, progress=progress)
+            checked = export(Path(folder) / "cpu.pt2", entries, weights=weights, tune=tune, progress=progress)
         return rebuild(checked, path, target=target, with_graphs=portable, captured_for="cuda", progress=progress)
 
 

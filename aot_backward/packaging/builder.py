@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters.graph import VERSION
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, Verdict, WeightSpec
+from aot_backward_runtime.format.manifest import EntrySpec, Manifest, Verdict
 from aot_backward_runtime.loader import Package
 
 from ..checks.example_sizes import SEED
@@ -44,24 +43,11 @@ class Build:
 
     def manifest(self, with_weights: bool) -> Manifest:
         """What the package says, but for verdicts and members."""
-        contents = self.contents
-        return Manifest(
-            format_version=FORMAT_VERSION,
+        return dataclasses.replace(
+            self.contents.manifest({name: self._without_verdicts(entry) for name, entry in self.entries.items()}),
             required_features=self._features(),
-            producer=f"aot-backward {VERSION}",
-            torch=torch.__version__,
-            target=contents.specs[0],
-            targets=contents.specs[1:],
-            entries={name: self._without_verdicts(entry) for name, entry in self.entries.items()},
-            libraries=contents.libraries(),
-            weights={
-                k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "", contents.fills.get(k))
-                for k, t in contents.weights.items()
-            },
-            members={},
             has_weights=with_weights,
             created=datetime.datetime.now(datetime.UTC).date().isoformat(),
-            notes=contents.notes,
         )
 
     def check(self, manifest: Manifest, packages: Sequence[Package | str], stored: dict[str, torch.Tensor]) -> Manifest:

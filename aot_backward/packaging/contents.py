@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from aot_backward_exporters.graph import Artifact, Graph
+from aot_backward_exporters.graph import VERSION, Artifact, Graph
 from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.compatibility import why_incompatible
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, Verdict
+from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, LibrarySpec, Manifest, Verdict, WeightSpec
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.package.targets import seen_as
 
@@ -28,9 +30,10 @@ Check = Callable[[Package, int, dict[str, torch.Tensor]], Verdict]
 class Contents:
     """What is collected while entries are captured and compiled."""
 
-    def __init__(self, target: str, folder: Path, progress: Progress = silent, *, portable: bool = True):
-        """``target``: one or several (:func:`targets.parsed`). ``portable``: whether the graphs go into the package as data, too."""
-        self.targets, self.folder, self.progress, self.portable = targets.parsed(target), folder, progress, portable
+    def __init__(self, target: str, folder: Path, progress: Progress = silent, *, portable: bool = True, tune: str = "none"):
+        """``target``: one or several (:func:`targets.parsed`). ``portable``: whether the graphs go into the package as data, too. ``tune``: how many
+        ways to compile a variant are tried (:data:`.tuning.TUNES`)."""
+        self.targets, self.folder, self.progress, self.portable, self.tune = targets.parsed(target), folder, progress, portable, tune
         self.specs = tuple(targets.target_spec(name) for name in self.targets)
         self.graphs: dict[str, Graph] = {}
         self.artifacts: dict[str, Artifact] = {}
@@ -56,8 +59,7 @@ class Contents:
         return self._keys[id(tensor)]
 
     def compile(self, graphs: Sequence[Graph], joint: Joint) -> None:
-        folder = self.folder / f"g{len(self.artifacts)}"
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
         for number, (name, spec) in enumerate(zip(self.targets, self.specs, strict=True)):
             (folder / str(number)).mkdir()
             made = compile.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress)
@@ -75,6 +77,31 @@ class Contents:
     def libraries(self) -> dict[str, LibrarySpec]:
         """What the manifest says of each graph."""
         return {name: library_spec(graph, *self._artifacts(name)) for name, graph in self.graphs.items()}
+
+    def manifest(self, entries: Mapping[str, EntrySpec], libraries: Collection[str] | None = None) -> Manifest:
+        """What a package of ``entries`` says, but for verdicts, features and members. ``libraries``: only those."""
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            required_features=(),
+            producer=f"aot-backward {VERSION}",
+            torch=torch.__version__,
+            target=self.specs[0],
+            targets=self.specs[1:],
+            entries=dict(entries),
+            libraries={n: spec for n, spec in self.libraries().items() if libraries is None or n in libraries},
+            weights={
+                k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "", self.fills.get(k)) for k, t in self.weights.items()
+            },
+            members={},
+            has_weights=True,
+            notes=self.notes,
+        )
+
+    def package_of(self, name: str, entry: EntrySpec, libraries: Collection[str]) -> Package | str:
+        """``entry`` alone, as it would be loaded for the first target; or why this machine cannot."""
+        manifest = dataclasses.replace(self.manifest({name: entry}, libraries), targets=())
+        manifest = dataclasses.replace(manifest, libraries={n: dataclasses.replace(s, builds=()) for n, s in manifest.libraries.items()})
+        return why_incompatible(manifest, 0) or self._load(manifest, 0)
 
     def packages(self, manifest: Manifest) -> list[Package | str]:
         """For each target the package as it would be loaded; or why this machine cannot."""
