@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .graph_edit import call, erase
+
 aten = torch.ops.aten
+_ERASED = (aten.add.Tensor, aten.select_scatter.default, aten.full.default)
 
 
 def by_cat(module: GraphModule, fake_mode: Any) -> None:
@@ -22,32 +25,17 @@ def by_cat(module: GraphModule, fake_mode: Any) -> None:
         if node not in erased and _is_sum(node) and (found := _parts_of(node)):
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_joined(module.graph, *found))
-            _erase(module.graph, node, erased)
+            erased |= erase(module.graph, node, _ERASED)
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             by_cat(child, fake_mode)
     module.recompile()
 
 
-def _erase(graph: Graph, node: Node, erased: set[Node]) -> None:
-    """Takes ``node`` out, and what it alone added or padded."""
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    erased.add(node)
-    for one in inputs:
-        if not one.users and (_is_sum(one) or one.target in (aten.select_scatter.default, aten.full.default)):
-            _erase(graph, one, erased)
-
-
 def _joined(graph: Graph, dim: int, parts: list[Node], further: list[Node]) -> Node:
-    def call(target: Any, *args: Any) -> Node:
-        made = graph.call_function(target, args)
-        made.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
-        return made
-
-    out = call(aten.cat.default, [call(aten.unsqueeze.default, part, dim) for part in parts], dim)
+    out = call(graph, aten.cat.default, [call(graph, aten.unsqueeze.default, part, dim) for part in parts], dim)
     for term in further:
-        out = call(aten.add.Tensor, out, term)
+        out = call(graph, aten.add.Tensor, out, term)
     return out
 
 

@@ -12,22 +12,24 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from .graph_edit import call, erase
+
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def apart(module: GraphModule, fake_mode: Any) -> None:
     """Rewrites ``module`` and the graphs within it: a view of a transposed view becomes a view of what was transposed without being merged before."""
+    erased: set[Node] = set()
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target in _VIEWS and (found := _merged_before(node)):
+        if node not in erased and node.target in _VIEWS and (found := _merged_before(node)):
             source, order = found
+            before = node.args[0]
             with module.graph.inserting_before(node), fake_mode:
-                turned = module.graph.call_function(aten.permute.default, (source, order))
-                turned.meta["val"] = aten.permute.default(source.meta["val"], order)
-                whole = module.graph.call_function(aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
-                whole.meta["val"] = aten.clone.default(turned.meta["val"], memory_format=torch.contiguous_format)
-            node.update_arg(0, whole)
-    module.graph.eliminate_dead_code()
+                turned = call(module.graph, aten.permute.default, source, order)
+                node.update_arg(0, call(module.graph, aten.clone.default, turned, memory_format=torch.contiguous_format))
+            if not before.users:
+                erased |= erase(module.graph, before, (*_VIEWS, aten.permute.default, aten.clone.default))
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             apart(child, fake_mode)

@@ -6,11 +6,14 @@ index that is the same along the row, Inductor leaves them to ``scatter_reduce``
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+
+from . import graph_edit
 
 aten = torch.ops.aten
 
@@ -45,16 +48,14 @@ def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
     ndim = index.meta["val"].ndim
     if ndim == 0 or rows.meta["val"].ndim != ndim + value.ndim - 1:
         return None
-    if mask is not None and (mask.meta["val"].ndim != rows.meta["val"].ndim or any(n != 1 for n in mask.meta["val"].shape[ndim:] if type(n) is int)):
-        return None
+    within = () if mask is None else mask.meta["val"].shape[ndim:]
+    if (mask is not None and mask.meta["val"].ndim != rows.meta["val"].ndim) or any(type(n) is not int or n != 1 for n in within):
+        return None  # it chooses within rows
     return to, mask, index, rows
 
 
 def _scatter_add(graph: Graph, to: Node, mask: Node | None, index: Node, rows: Node) -> Node:
-    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
-        made = graph.call_function(target, args, kwargs)
-        made.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-        return made
+    call = functools.partial(graph_edit.call, graph)
 
     def sizes(node: Node) -> list[Any]:
         return [n if type(n) is int else call(aten.sym_size.int, node, i) for i, n in enumerate(node.meta["val"].shape)]
