@@ -253,3 +253,30 @@ def test_recorded_passes(tmp_path: Path) -> None:
         replay(tmp_path / "gone.pt2", imports=["gone.module"])
     with pytest.raises(MissError, match="gone::away"), replay(tmp_path / "gone.pt2", strict=True):
         backward_passes((4,))
+
+
+@torch.library.custom_op("aot_backward_tests::as_dtype", mutates_args=())
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype, copy=True)
+
+
+@as_dtype.register_fake
+def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+as_dtype.register_autograd(
+    lambda ctx, grad: (grad.to(ctx.dtype), None), setup_context=lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[0].dtype)
+)
+
+
+def test_a_dtype_among_the_arguments(tmp_path: Path) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return as_dtype(x * 2, torch.float64).pow(3).sum() + as_dtype(x, torch.bfloat16).sum()
+
+    x = torch.linspace(-1, 1, 6, requires_grad=True)
+    gradient = load(ab.export_grad(loss, (x,), wrt="x", path=tmp_path / "dtype.pt2")).grad()
+    value, actual = gradient(x)
+    assert value.dtype == torch.float64
+    torch.testing.assert_close(value, loss(x).detach())
+    torch.testing.assert_close(actual, torch.autograd.grad(loss(x), x)[0])
