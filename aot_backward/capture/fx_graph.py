@@ -87,8 +87,9 @@ def root_of(node: Node) -> Node:
 
 def overlaps(node: Node) -> bool:
     """Whether elements share memory, as in sliding windows."""
-    if torch_api.is_non_overlapping_and_dense(node.meta["val"]):
-        return False
+    with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # whether a size is 1 is not known, and not to be asked
+        if torch_api.is_non_overlapping_and_dense(node.meta["val"]):
+            return False
     while node.op == "call_function" and node.target in _VIEWS:
         if node.target in (aten.unfold.default, aten.expand.default, aten.as_strided.default):
             return True

@@ -322,8 +322,13 @@ def joint_passes(graph: GraphModule, device: torch.device) -> GraphModule:
 
 @contextlib.contextmanager
 def _partition_settings() -> Iterator[None]:
-    """``shape_padding``: on a GPU it makes matrices larger where that is faster, asks the sizes for it, which would be guards, and the clock."""
-    with matrix_products_for_any_size(), torch_api.inductor_config.patch(fallback_random=True, layout_optimization=False, shape_padding=False):
+    """``shape_padding``: on a GPU it makes matrices larger where that is faster, asks the sizes for it, which would be guards, and the clock.
+    ``backed_size_oblivious``: whether a size is 1, which views of two dynamic sizes ask, would refuse a batch of 1."""
+    with (
+        matrix_products_for_any_size(),
+        torch_api.inductor_config.patch(fallback_random=True, layout_optimization=False, shape_padding=False),
+        torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
+    ):
         yield
 
 
