@@ -88,6 +88,7 @@ _NAMES = {
     "aot_export_module": "torch._functorch.aot_autograd",
     "is_non_overlapping_and_dense": "torch._prims_common",
     "contiguous_strides": "torch._prims_common",
+    "is_contiguous_or_false": "torch._prims_common",
     # compilation (aot_backward_exporters)
     "OperatorBase": "torch._ops",
     "functorch_config": "torch._functorch.config",  # the module itself

@@ -1,0 +1,85 @@
+"""Views that merge a dynamic dimension with another one, only for a later view to divide them again, are taken apart.
+
+Inductor indexes through views by division and remainder. For numbers it sees which of them do nothing; of a dynamic size it does not, and they stay
+in the innermost loop. The heads of an attention come so: ``(batch, 4, n, 16)`` as ``(4·batch, n, 16)``, transposed, as ``(n, batch, 64)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from .. import torch_api
+from .graph_edit import call, erase
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def apart(module: GraphModule, fake_mode: Any) -> None:
+    """Rewrites ``module`` and the graphs within it: a view of a transposed view becomes a view of what was transposed without being merged before."""
+    erased: set[Node] = set()
+    for node in list(module.graph.nodes):
+        if node not in erased and node.op == "call_function" and node.target in _VIEWS and (found := _merged_before(node)):
+            source, order = found
+            before = node.args[0]
+            with module.graph.inserting_before(node), fake_mode:
+                turned = call(module.graph, aten.permute.default, source, order)
+                node.update_arg(0, call(module.graph, aten.clone.default, turned, memory_format=torch.contiguous_format))
+            if not before.users:
+                erased |= erase(module.graph, before, (*_VIEWS, aten.permute.default, aten.clone.default))
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            apart(child, fake_mode)
+    module.recompile()
+
+
+def _merged_before(node: Node) -> tuple[Node, list[int]] | None:
+    """What ``node`` is a view of, before it was merged and transposed, and how to transpose that; None where nothing dynamic was merged."""
+    viewed = node.args[0]
+    if not isinstance(viewed, Node) or not torch_api.is_contiguous_or_false(viewed.meta["val"]):
+        return None  # its strides might be others then
+    transposed = _through_copies(viewed)
+    if transposed is None or transposed.target is not aten.permute.default:
+        return None
+    merging: Any = transposed.args[0]
+    if not isinstance(merging, Node) or merging.target not in _VIEWS:
+        return None
+    source = _through_copies(merging.args[0])
+    if source is None:
+        return None
+    groups = _groups(_sizes(source), _sizes(merging))
+    if groups is None or not any(len(g) > 1 and any(not s.is_number for s in (_sizes(source)[i] for i in g)) for g in groups):
+        return None
+    order: Any = transposed.args[1]
+    return source, [i for place in order for i in groups[place]]
+
+
+def _through_copies(node: Any) -> Node | None:
+    """``node``, or what it is a copy of: a copy changes strides, and views here are of sizes."""
+    while isinstance(node, Node) and node.target is aten.clone.default:
+        node = node.args[0]
+    return node if isinstance(node, Node) else None
+
+
+def _sizes(node: Node) -> list[sympy.Expr]:
+    return [sympy.Integer(n) if type(n) is int else n.node.expr for n in node.meta["val"].shape]
+
+
+def _groups(before: list[sympy.Expr], after: list[sympy.Expr]) -> list[list[int]] | None:
+    """For each size in ``after`` the places in ``before`` whose product it is, in order; None where some size is divided instead."""
+    out: list[list[int]] = []
+    place = 0
+    for size in after:
+        product, group = sympy.Integer(1), list[int]()
+        while place < len(before) and (not group or sympy.expand(product - size) != 0):
+            product *= before[place]
+            group.append(place)
+            place += 1
+        if sympy.expand(product - size) != 0:
+            return None
+        out.append(group)
+    return out if place == len(before) else None

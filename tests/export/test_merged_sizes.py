@@ -1,0 +1,72 @@
+"""Heads of an attention that are merged with a dynamic batch, transposed, and divided again: eager's numbers at every size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+import aot_backward as ab
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.inductor.merged_sizes import apart
+from aot_backward_runtime import load
+
+aten = torch.ops.aten
+
+
+def heads(x: Tensor, weight: Tensor) -> Tensor:
+    """``x``: batch × n × 4 × 8, both sizes dynamic."""
+    batch, n = x.shape[0], x.shape[1]
+    packed = (x * 2).reshape(batch * n, 4, 8).transpose(0, 1).reshape(4, batch, n * 8)
+    merged = x.transpose(1, 2).reshape(batch * 4, n, 8).sin().transpose(0, 1).reshape(n, batch, 32)
+    twice = x.permute(2, 0, 1, 3).reshape(4 * batch, n * 8).permute(1, 0).reshape(n, 8, 4, batch)
+    return (merged @ weight).square().sum() + (packed**3).sum() + (twice.cos() * torch.arange(8.0)[:, None, None]).sum()
+
+
+def test_gradients_are_eagers(tmp_path: Path) -> None:
+    def arguments(batch: int, n: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(batch)
+        return torch.randn(batch, n, 4, 8, requires_grad=True), torch.randn(32, 5, requires_grad=True)
+
+    shapes = {"x": {0: Dim("batch", max=64), 1: Dim("n", max=64)}, "weight": None}
+    path = ab.export_grad(heads, arguments(3, 5), wrt=["x", "weight"], dynamic_shapes=shapes, path=tmp_path / "heads.pt2")
+    gradient = load(path).grad()
+    for batch, n in ((3, 5), (2, 2), (2, 7), (16, 3), (8, 24)):
+        given = arguments(batch, n)
+        for ours, eagers in zip(gradient(*given)[1].values(), torch.autograd.grad(heads(*given), given), strict=True):
+            torch.testing.assert_close(ours, eagers, rtol=1e-4, atol=1e-4)
+
+
+def copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+VIEWS: dict[str, tuple[bool, Any]] = {
+    "heads": (True, lambda x: copied(x.view(x.shape[0] * 4, 6, 8).permute(1, 0, 2)).view(6, x.shape[0], 32)),
+    "negative dimensions": (True, lambda x: copied(x.view(x.shape[0] * 4, 6, 8).permute(-2, -3, -1)).view(6, x.shape[0], 32)),
+    "nothing dynamic is merged": (False, lambda x: copied(x.view(x.shape[0], 24, 8).permute(1, 0, 2)).view(24, x.shape[0] * 8)),
+    "divided first": (False, lambda x: copied(x.view(x.shape[0], 4, 2, 3, 8).permute(2, 1, 0, 3, 4)).view(2, 4, x.shape[0] * 24)),
+    "a view without a copy": (False, lambda x: x.view(x.shape[0] * 4, 6, 8).permute(1, 0, 2).unflatten(1, (x.shape[0], 4))),
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+def test_merged_sizes_are_taken_apart(case: str) -> None:
+    found, function = VIEWS[case]
+    x = torch.randn(5, 4, 6, 8)
+    graph = torch_api.make_fx(lambda x: function(x + torch.zeros(4, 6, 8)), tracing_mode="symbolic")(x)  # the sum: only the first size is dynamic
+    before = [node.target for node in graph.graph.nodes]
+    fake = next(iter(graph.graph.nodes)).meta["val"]
+    guards = len(fake.fake_mode.shape_env.guards)
+    with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
+        apart(graph, fake.fake_mode)
+    graph.graph.lint()
+    assert len(fake.fake_mode.shape_env.guards) == guards
+    assert ([node.target for node in graph.graph.nodes].count(aten.view.default) < before.count(aten.view.default)) == found
+    for n in (5, 1, 2):
+        x = torch.randn(n, 4, 6, 8)
+        assert torch.equal(graph(x), function(x)) and graph(x).stride() == function(x).stride()

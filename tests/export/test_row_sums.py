@@ -1,0 +1,143 @@
+"""Sums of rows by an index, which gradients of embeddings and of ``x[index]`` are: eager's numbers, by eager's kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim
+from torch.nn import functional
+
+import aot_backward as ab
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.inductor.row_sums import by_scatter_add
+from aot_backward_runtime import ExecutionError, load
+
+KERNEL = b"aoti_torch_cpu_scatter_reduce_two_out"
+aten = torch.ops.aten
+
+
+def looked_up(table: Tensor, line: Tensor, cube: Tensor, half: Tensor, added: Tensor, index: Tensor, pairs: Tensor) -> Tensor:
+    """Each way in which rows are looked up or added; gradients differ from row to row, and rows come several times."""
+    terms = [
+        functional.embedding(pairs, table, padding_idx=3),
+        functional.embedding(pairs.int(), table, scale_grad_by_freq=True),
+        functional.embedding(pairs, table).mean(1),
+        table[index],
+        table.t()[index.abs() % 4],
+        table.index_select(0, index.abs()),
+        line[index],
+        line[pairs],
+        cube[pairs],
+        half[pairs].float(),
+        table.index_put((index,), added, accumulate=True),
+        table.index_add(0, index.abs(), added.expand(index.shape[0], -1), alpha=2.0),
+    ]
+    return torch.stack([(t.double().pow(3) * (n + 1)).nansum() for n, t in enumerate(terms)]).sum().float()
+
+
+def tensors(length: int, batch: int, time: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(length)
+    differentiable = [torch.randn(10, 16), torch.randn(10), torch.randn(10, 4, 5), torch.randn(10, 20, dtype=torch.bfloat16), torch.randn(1, 16)]
+    index = torch.randint(-9, 10, (length,))
+    return (*(t.requires_grad_() for t in differentiable), index, torch.randint(10, (batch, time)))
+
+
+def check(path: Path, sizes: list[tuple[int, int, int]]) -> Any:
+    """That the package's gradients are eager's at each of ``sizes``. The gradient function."""
+    names = ["table", "line", "cube", "half", "added"]
+    gradient = load(path).grad()
+    for size in sizes:
+        arguments = tensors(*size)
+        precise = [a.detach().double().requires_grad_() for a in arguments[:5]]  # eager's kernel for bfloat16 rounds after each row that it adds
+        expected = torch.autograd.grad(looked_up(*precise, *arguments[5:]), precise)
+        ours = gradient(*arguments)[1]
+        for name, exact in zip(names, expected, strict=True):
+            tolerance = 1e-2 if name == "half" else 1e-5
+            torch.testing.assert_close(ours[name].double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
+    return gradient
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_gradients_are_eagers(kind: str, tmp_path: Path) -> None:
+    dims = [Dim(name, min=0, max=1000) for name in ("length", "batch", "time")]
+    shapes: Any = (*[None] * 5, {0: dims[0]}, {0: dims[1], 1: dims[2]}) if kind == "dynamic" else None
+    names = ["table", "line", "cube", "half", "added"]
+    path = ab.export_grad(looked_up, tensors(24, 6, 5), wrt=names, dynamic_shapes=shapes, path=tmp_path / "rows.pt2")
+    sizes = [(24, 6, 5)] if shapes is None else [(24, 6, 5), (0, 1, 7), (1, 7, 1), (1, 1, 1), (700, 0, 3), (2, 3, 0), (3, 90, 8)]
+    gradient = check(path, sizes)
+    package = load(path)
+    assert all(KERNEL in package._archive.library(name).read_bytes() for name in package.manifest.libraries)
+    wrong = list(tensors(24, 6, 5))
+    wrong[5] = torch.full_like(wrong[5], 10)
+    with pytest.raises(ExecutionError, match="out of bounds" if torch_api.at_least("2.13") else "native code failed"):
+        gradient(*wrong)
+    if shapes is not None:
+        (variant,) = package.manifest.entries["grad"].variants
+        assert variant.guards == ()
+        ab.rebuild(path, path)
+        check(path, sizes)
+
+
+def traced(function: Any, *arguments: Tensor) -> torch.fx.GraphModule:
+    """The graph that Inductor would be given for ``function``, after the pass."""
+    graph = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table(), tracing_mode="fake")(*arguments)
+    fake_mode = next(iter(graph.graph.nodes)).meta["val"].fake_mode
+    by_scatter_add(graph, fake_mode)
+    graph.graph.lint()
+    return graph
+
+
+def put(to: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return torch.ops.aten.index_put(to, [index], rows, True)
+
+
+ROWS = {
+    "one index": (put, torch.zeros(10, 16), torch.randint(-10, 10, (7,)), torch.randn(7, 16)),
+    "pairs": (put, torch.randn(10, 16), torch.randint(-10, 10, (7, 3)), torch.randn(7, 3, 16)),
+    "int32": (put, torch.zeros(10, 16), torch.randint(0, 10, (7,)).int(), torch.randn(7, 16)),
+    "broadcast rows": (put, torch.zeros(10, 16), torch.randint(-10, 10, (7, 3)), torch.randn(1, 3, 1)),
+    "transposed rows": (put, torch.zeros(10, 16), torch.randint(-10, 10, (7,)), torch.randn(16, 7).t()),
+    "rows of rows": (put, torch.zeros(10, 4, 5), torch.randint(-10, 10, (7,)), torch.randn(7, 4, 5)),
+    "no index": (put, torch.randn(10, 16), torch.randint(0, 1, (0,)), torch.randn(0, 16)),
+    "no rows": (put, torch.randn(0, 16), torch.randint(0, 1, (0,)), torch.randn(0, 16)),
+    "embedding": (
+        lambda grad, index: aten.embedding_dense_backward(grad, index, 10, 3, True),
+        torch.randn(5, 6, 16),
+        torch.randint(0, 10, (5, 6)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_are_added_by_scatter_add(case: str) -> None:
+    function, *arguments = ROWS[case]
+    graph = traced(function, *arguments)
+    targets = [node.target for node in graph.graph.nodes]
+    assert targets.count(aten.scatter_add.default) == 1 and aten.index_put.default not in targets
+    expected = function(*arguments)
+    torch.testing.assert_close(graph(*arguments), expected)
+    assert graph(*arguments).stride() == expected.stride()
+
+
+OTHERS = {
+    "strides": (put, torch.randn(16, 10).t(), torch.randint(-10, 10, (7,)), torch.randn(7, 16)),
+    "expanded": (put, torch.randn(10, 1).expand(10, 16), torch.randint(-10, 10, (7,)), torch.randn(7, 16)),
+    "integers": (put, torch.zeros(10, 16, dtype=torch.int64), torch.randint(-10, 10, (7,)), torch.randint(9, (7, 16))),
+    "a mask": (put, torch.zeros(10, 16), torch.rand(10) > 0.5, torch.randn(1, 16)),
+    "columns": (lambda to, index, rows: aten.index_put(to, [None, index], rows, True), torch.zeros(16, 20), torch.arange(3), torch.randn(16, 3)),
+    "numbers": (put, torch.zeros(10), torch.randint(-10, 10, (7,)), torch.randn(7)),
+    "short rows": (put, torch.zeros(10, 3, 5), torch.randint(-10, 10, (7,)), torch.randn(7, 3, 5)),
+    "not added": (lambda to, index, rows: aten.index_put(to, [index], rows, False), torch.zeros(10, 16), torch.arange(3), torch.randn(3, 16)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_else_is_put_is_left_alone(case: str) -> None:
+    function, *arguments = OTHERS[case]
+    graph = traced(function, *arguments)
+    assert aten.scatter_add.default not in [node.target for node in graph.graph.nodes]
+    torch.testing.assert_close(graph(*arguments), function(*arguments))
