@@ -1,7 +1,8 @@
 """From a joint graph to the graphs that are compiled, and the plans that say how the runtime calls them.
 
-``module`` entries: the min-cut rematerialization partitioner divides the joint graph in two; a third graph, the forward alone, serves calls
-that need no gradient. ``grad`` entries: one graph, with the incoming gradient of the loss put in as a constant one.
+``module`` entries: a partitioner of torch divides the joint graph in two; a third graph, the forward alone, serves calls that need no gradient.
+On a CPU that is the default one, which saves what autograd saves; on a GPU the min-cut one, which computes much again rather than read it from memory.
+``grad`` entries: one graph, with the incoming gradient of the loss put in as a constant one.
 
 What the backward needs again of a parameter it reads itself; only activations and inputs are saved. The joint graph stays as it is:
 :func:`split_module` and :func:`with_scalar_loss` begin with a copy, and the functions below them rewrite that copy's FX graph.
@@ -58,12 +59,14 @@ def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: boo
         return partitions
     joint = _with_ties_summed(joint, weights)
     depends = _dependence(joint)
-    with torch.no_grad(), _partition_settings():
+    saving = torch_api.inductor_config.patch(custom_partitioner_fn=_saving_as_autograd() if joint.device.type == "cpu" else None)
+    with torch.no_grad(), _partition_settings(), saving:
         forward, backward = torch_api.partition_fn(
             joint.graph, joint.trace_inputs, num_fwd_outputs=joint.forward_values, static_lifetime_input_indices=[]
         )
     forward.graph.set_codegen(torch.fx.CodeGen())
     backward.graph.set_codegen(torch.fx.CodeGen())
+    _erase_unused_repetitions(forward, backward)
     if forward_only:
         alone, _ = fx_graph.copy_of(forward)
         truncate(alone, results_of(alone)[: joint.forward_values])
@@ -118,6 +121,29 @@ def with_scalar_loss(joint: Joint, name: str, weights: Weights) -> tuple[Joint, 
     graph.graph.erase_node(node)
     # a gradient is the loss's own where a parameter is added to the loss
     return replace(joint, gradients={t: one if gradient is node else gradient for t, gradient in joint.gradients.items()}), one.name
+
+
+def _saving_as_autograd() -> Any:
+    """The setting of Inductor by which it calls the default partitioner."""
+
+    class Default(torch_api.CustomPartitionerFn):  # type: ignore[misc,name-defined]
+        def __call__(self, module: GraphModule, inputs: Any, *, compiler: str, **options: Any) -> tuple[GraphModule, GraphModule]:
+            forward, backward = torch_api.default_partition(module, inputs, **options)
+            return forward, backward
+
+        def uuid(self) -> str:
+            return "default"
+
+    return Default()
+
+
+def _erase_unused_repetitions(forward: GraphModule, backward: GraphModule) -> None:
+    """Takes out of the backward what the forward does and nothing there uses. The default partitioner leaves operators that may draw random numbers,
+    as attention may, in both."""
+    names = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    for node in reversed(list(backward.graph.nodes)):
+        if node.op == "call_function" and node.name in names and not node.users:
+            backward.graph.erase_node(node)
 
 
 def _finish_forward(partitions: Partitions, binder: GraphBinder, saved: _Saved) -> Plan:

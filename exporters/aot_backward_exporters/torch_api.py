@@ -57,6 +57,8 @@ _NAMES = {
     "_set_mkldnn_enabled": "torch._C",
     "_recursive_joint_graph_passes": "torch._inductor.compile_fx",
     "partition_fn": "torch._inductor.compile_fx",
+    "default_partition": "torch._functorch.partitioners",
+    "CustomPartitionerFn": "torch._inductor.custom_graph_pass",
     "select_decomp_table": "torch._inductor.decomposition",
     "inductor_config": "torch._inductor.config",  # the module itself
     "_global_optimizer_pre_hooks": "torch.optim.optimizer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.export import Dim
@@ -56,6 +57,32 @@ def test_a_module_is_partitioned_twice_from_one_trace() -> None:
     assert said(joint) == before
     assert described(partition.split_module(joint, "net", weights_of(net), forward_only=True)) == first
     assert len(first[0]) == 3
+
+
+class Pointwise(nn.Module):
+    """What the min-cut partitioner would compute again from its input, in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x * self.scale).sin().exp() * self.scale).softmax(-1).log()
+
+
+@pytest.mark.parametrize("name", ["pointwise", "attention", "images"])
+def test_on_a_cpu_the_backward_computes_nothing_that_the_forward_has_computed(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = {
+        "pointwise": (Pointwise(), torch.randn(3, 8)),
+        "attention": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 5, 8)),
+        "images": (nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.MaxPool2d(2)), torch.randn(2, 1, 8, 8)),
+    }[name]
+    joint = trace_program(net, (x.requires_grad_(),), {}, None, signature=net.forward)
+    partitions = partition.split_module(joint, "net", weights_of(net), forward_only=False)
+    forward, backward = ([n for n in g.module.graph.nodes if n.op == "call_function"] for g in partitions.graphs)
+    assert not {n.name for n in forward} & {n.name for n in backward}
+    assert all(n.users for n in backward)
 
 
 def test_a_gradient_function_is_partitioned_twice_from_one_trace_hooks_included() -> None:
