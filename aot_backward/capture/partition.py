@@ -1,7 +1,7 @@
 """From a joint graph to the graphs that are compiled, and the plans that say how the runtime calls them.
 
 ``module`` entries: a partitioner of torch divides the joint graph in two; a third graph, the forward alone, serves calls that need no gradient.
-On a CPU that is the default one, which saves what autograd saves; on a GPU the min-cut one, which computes much again rather than read it from memory.
+On a CPU that is the default one, which saves what autograd saves; on a GPU the min-cut one, which computes much again rather than read it.
 ``grad`` entries: one graph, with the incoming gradient of the loss put in as a constant one.
 
 What the backward needs again of a parameter it reads itself; only activations and inputs are saved. The joint graph stays as it is:
