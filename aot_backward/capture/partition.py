@@ -126,7 +126,7 @@ def with_scalar_loss(joint: Joint, name: str, weights: Weights) -> tuple[Joint, 
 def _saving_as_autograd() -> Any:
     """The setting of Inductor by which it calls the default partitioner."""
 
-    class Default(torch_api.CustomPartitionerFn):  # type: ignore[misc,name-defined]
+    class Default(torch_api.CustomPartitionerFn):
         def __call__(self, module: GraphModule, inputs: Any, *, compiler: str, **options: Any) -> tuple[GraphModule, GraphModule]:
             forward, backward = torch_api.default_partition(module, inputs, **options)
             return forward, backward
