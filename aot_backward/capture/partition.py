@@ -305,8 +305,11 @@ def _rebuild_view(source: Node, placeholder: Node, backward: GraphModule) -> boo
     last = list(existing.values())[-1]
     base = existing.get(node.name)
     if base is None:
+        if any(n.name == node.name for n in backward.graph.nodes):
+            return False  # computed again
         with backward.graph.inserting_before(next(iter(existing.values()))):
             base = backward.graph.placeholder(node.name)
+        base.name = node.name  # what is saved is found by it; a node of that name that was erased has had it changed
         base.meta = dict(node.meta)
     if any(fx_graph.depends_on_nodes(step.args[1:]) for step in chain):
         return False  # on a symbolic size: leave it among the saved tensors
