@@ -43,7 +43,18 @@ class GeneratedCode:
 
 
 def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor) -> GeneratedCode:
-    """``known``: how many guards the capture left. All later ones count as this graph's: an earlier graph's may have shaped its code."""
+    """``known``: how many guards the capture left. All later ones count as this graph's: an earlier graph's may have shaped its code.
+
+    Sizes are left open; where Inductor cannot do without a comparison of two (``evaluate_min`` of a diagonal's sides), it is made, and is a guard."""
+    try:
+        return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=True)
+    except ExportError:
+        if not form.symbols:
+            raise
+        return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=False)
+
+
+def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor, *, open_sizes: bool) -> GeneratedCode:
     config, V = torch_api.inductor_config, torch_api.V
     module = graph_fixes.copied(graph.module)
     graph_fixes.call_kernels(module)
@@ -65,6 +76,7 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
         patches.sizes_left_open(),
+        torch_api.symbolic_shapes_config.patch(backed_size_oblivious=open_sizes),
         patches.generating_for(built_for),
         patches.donating(graph, fake_mode) as donating,
     ):

@@ -32,8 +32,7 @@ def sizes_left_open() -> Iterator[None]:
     """A context in which Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
 
     How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
-    convolution would run on. Whether a product of at most 16 rows is better written out. Whether a size is 1: a view that merges two dynamic
-    sizes asked that, and refused a batch of 1.
+    convolution would run on. Whether a product of at most 16 rows is better written out.
     """
     kernel, V = torch_api.CppKernel, torch_api.V
     original = kernel.need_use_acc_helper
@@ -47,7 +46,6 @@ def sizes_left_open() -> Iterator[None]:
         patched(kernel, need_use_acc_helper=need_use_acc_helper),
         matrix_products_for_any_size(),
         without_convolution_libraries(),
-        torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
     ):
         yield
 
