@@ -334,15 +334,16 @@ def test_two_processes_save_to_one_file(tmp_path: Path) -> None:
 path, own, other = Path(sys.argv[1]), *map(int, sys.argv[2:])
 path.with_name(f"ready{own}").touch()
 while not path.with_name(f"ready{other}").exists(): pass  # or the first would be done before the second has imported torch
-for _ in range(60): write_state(path, {"a": torch.full((50_000,), own), "b": torch.full((3, 3), own)}, {"number": own})
+while not path.with_name("enough").exists(): write_state(path, {"a": torch.full((50_000,), own), "b": torch.full((3, 3), own)}, {"number": own})
 """
     path = tmp_path / "state"
     write_state(path, {"a": torch.zeros(1)}, {"number": 0})
     writers, seen = [alone(code, path, *numbers) for numbers in ((1, 2), (2, 1))], []
-    while any(w.poll() is None for w in writers):
+    while (sum(n > 0 for n in seen) < 60 or not set(seen) >= {1, 2}) and all(w.poll() is None for w in writers):
         tensors, about = read_state(path)
         assert {n for t in tensors.values() for n in t.unique().tolist()} == {about["number"]}
         seen.append(about["number"])
+    (tmp_path / "enough").touch()
     assert [(w.communicate(), w.returncode) for w in writers] == [(("", ""), 0)] * 2
     assert set(seen) >= {1, 2} and temporaries(tmp_path) == []
 
