@@ -29,7 +29,7 @@ from ..ahead_of_time.ways import WAYS as WRITTEN
 from . import models
 
 RELATIVE = 1e-4
-_PEERS = 1e-3  # a single loss of small gradients: float32 alone is good for 2e-4 of them
+PEERS_RELATIVE = 1e-3  # a single loss of small gradients: float32 alone is good for 2e-4 of them
 JOINT = "torch.export joint"
 PEERS = (JOINT, *(way for way in WRITTEN if way not in ("eager", "ours")))
 
@@ -109,7 +109,7 @@ def _eager(case: Case, args: Any) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def _compared(actual: dict[str, Any], expected: dict[str, Any], relative: float = _PEERS) -> None:
+def _compared(actual: dict[str, Any], expected: dict[str, Any], relative: float = PEERS_RELATIVE) -> None:
     for name, e in expected.items():
         a = actual.get(name)
         if (a is None) != (e is None):
@@ -139,7 +139,7 @@ def exported_jointly(name: str, case: Case, dynamic: bool) -> None:
         for first, parameter in program.named_parameters():  # a tied one's parts are for the caller to add up
             tied = [n for n, p in program.named_parameters(remove_duplicate=False) if p is parameter and n != first and n in actual]
             actual |= {first: sum((actual[n] for n in tied), start=actual[first])} if tied and first in actual else {}
-        _compared(actual, expected, case.relative or _PEERS)
+        _compared(actual, expected, case.relative or PEERS_RELATIVE)
 
 
 def stored(way: str, name: str, case: Case, dynamic: bool) -> None:
@@ -156,7 +156,7 @@ def stored(way: str, name: str, case: Case, dynamic: bool) -> None:
         program.zero_grad()
         torch.manual_seed(3)
         loss = call(*given(args))
-        _compared(_parameters(program) | {"loss": loss}, expected, case.relative or _PEERS)
+        _compared(_parameters(program) | {"loss": loss}, expected, case.relative or PEERS_RELATIVE)
 
 
 def _detached(args: Any) -> Any:
