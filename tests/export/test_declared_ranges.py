@@ -11,6 +11,7 @@ from torch import nn
 from torch.export import Dim
 
 import aot_backward as ab
+from aot_backward_exporters import torch_api
 from aot_backward_runtime import load
 
 LEAST, MOST = 2, 200
@@ -75,6 +76,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_pass_narrows_a_declared_range(name: str, tmp_path: Path) -> None:
+    if name == "words" and not torch_api.at_least("2.13"):
+        pytest.skip("Inductor before 2.13 asks for the product of two sizes whether it is at least 2")
     make, inputs, shapes, kinds = CASES[name]
     torch.manual_seed(0)
     model = make()

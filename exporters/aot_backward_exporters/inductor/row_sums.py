@@ -57,6 +57,8 @@ def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
     index = indices[0].meta["val"]
     if index.ndim == 0 or index.dtype not in (torch.int64, torch.int32):
         return None
+    if sum(type(n) is not int for n in index.shape) > 1 and not torch_api.at_least("2.13"):
+        return None  # Inductor asks for their product whether it is at least 2
     whole = [*index.shape, *value.shape[1:]]
     if added.ndim != len(whole) or not all(_same(a, b) or _is(a, 1) for a, b in zip(added.shape, whole, strict=True)):
         return None
