@@ -56,7 +56,7 @@ def check(path: Path, sizes: list[tuple[int, int, int]]) -> Any:
         expected = torch.autograd.grad(looked_up(*precise, *arguments[5:]), precise)
         ours = gradient(*arguments)[1]
         for name, exact in zip(names, expected, strict=True):
-            tolerance = 1e-2 if name == "half" else 1e-5
+            tolerance = 1e-5 if name != "half" else 1e-2 if torch_api.at_least("2.13") else 0.1  # rounded after each row that is added there, too
             torch.testing.assert_close(ours[name].double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
     return gradient
 
