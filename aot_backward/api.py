@@ -15,6 +15,7 @@ from torch import nn
 from aot_backward_exporters.process_state import exclusive
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.training import allocator
 
 from . import operators
 from .capture import preserve, program_module
@@ -53,7 +54,9 @@ def export(
     if target.startswith("cuda:"):
         return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, progress=progress)
     progress = progress or silent
-    with everything_kept(entries), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
+    parameters = [t for program in _programs(entries) for t in program.parameters()]
+    size = sum(t.nbytes for t in parameters if t.layout is torch.strided and not nn.parameter.is_lazy(t))
+    with everything_kept(entries), allocator.freed_at_once(size), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         contents = Contents(target, Path(folder), progress, portable=portable)
         build = Build(contents)
         for name, entry in entries.items():
@@ -165,9 +168,7 @@ def check_entries(entries: Any) -> None:
 @contextlib.contextmanager
 def everything_kept(entries: Entries) -> Iterator[None]:
     """Buffers and random state are put back: tracing and checking run the program. Only one thread is within at a time."""
-    fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
-    fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]
-    programs = [p if isinstance(p, nn.Module) else program_module.FunctionModule(p) for p in fns]
+    programs = _programs(entries)
     with exclusive(), preserve.random_state_kept(), contextlib.ExitStack() as stack:
         buffers = [b for p in programs for b in p.buffers()]  # not before: another thread's export of the same module may be changing them
         kept = [b.detach().clone() for b in buffers]
@@ -181,3 +182,10 @@ def everything_kept(entries: Entries) -> Iterator[None]:
                 for buffer, value in zip(buffers, kept, strict=True):
                     if not torch.equal(buffer, value):
                         buffer.copy_(value)
+
+
+def _programs(entries: Entries) -> list[nn.Module]:
+    """What is exported, and the loss functions."""
+    fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
+    fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]
+    return [p if isinstance(p, nn.Module) else program_module.FunctionModule(p) for p in fns]

@@ -4,11 +4,15 @@ What a result may be off by is stated in ``tolerance.py``. It is compared with e
 parameter and input otherwise (each changed by a random relative amount of up to eps), and counts for at most 1e-3·max(‖t‖, G). Where float64 is no
 reference (random operators draw other numbers, the program casts by itself, an operator has no float64, the program is float64 itself) eager
 itself is.
+
+A large model's gradients are never there in float64 all at once, and eager's not beside them (:class:`_OneAtATime`): an export takes less than
+four times the memory of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -20,10 +24,12 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
 
+from . import stored_results
 from .example_sizes import Example, cotangents_at, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
-from .named_results import Named, Wrt, results_of_eager, results_of_entry
-from .tolerance import Comparison, Reference, Tolerance, compare, distance, is_inexact, norm
+from .named_results import Named, Take, Wrt, results_of_eager, results_of_entry
+from .stored_results import Stored, is_large, sketch, sketched_distance
+from .tolerance import Comparison, Reference, Tolerance, compare, distance, distance_of_finite, finite_alike, is_finite, is_inexact, norm
 
 _FAR = 1e-2  # eager this far from float64 did not compute the same thing: float64 is no reference then
 
@@ -38,26 +44,28 @@ class Case:
     reduced_precision: bool
 
 
-def check(package: Package, entry: str, number: int, case: Case, example: Example, stored: dict[str, torch.Tensor]) -> Verdict:
-    """Runs variant ``number`` of ``entry`` beside the program at the example's sizes and, where a size is dynamic, at others.
+def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, example: Example, stored: Stored) -> Verdict:
+    """Runs variant ``number`` of ``entry``, which is ``spec``, beside the program at the example's sizes and, where a size is dynamic, at others.
+    ``load`` gives the package with weights of its own, which are not kept while eager runs.
 
     Raises :class:`ExportError` naming the tensor that is wrong. What was put in and what came out, and how far off a later run may be,
     goes to ``stored`` under ``entry/number/…``.
     """
-    spec = package.manifest.entries[entry].variants[number]
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     numbers = _number_attributes(case.program)
     for sized in sizes_to_check(spec, example):
         where = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}"
         cotangents = cotangents_at(spec, sized.values)
+        given = _Given(case, sized.example, spec, cotangents)
         try:
-            eager = results_of_eager(case.program, sized.example, case.wrt, spec, cotangents)
+            eager = given.results()
         except Exception as error:
             if not labels:
                 raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
             continue  # eager refuses this size (one row for BatchNorm, an index out of range): nothing to compare with
         _refuse_sparse(entry, eager)
-        reference = _reference(case, sized.example, spec, cotangents, eager)
+        reference, sketches = _reference(given, eager)
+        package = load()
         try:
             actual = results_of_entry(package, entry, spec, sized.example, cotangents)
         except RuntimeError as error:
@@ -67,6 +75,7 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
                 f"{where}: the compiled code fails where eager does not: {first}"
                 + (f". It calls {', '.join(called)} as they are: leave them to eager" if called else ""),
             ) from error
+        del package
         comparisons = compare_results(actual, eager, reference, reduced_precision=case.reduced_precision)
         _check_strides(entry, actual, eager)
         for comparison in comparisons:
@@ -76,10 +85,11 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
                     f"nothing was written{_changed_numbers(case.program, numbers)}"
                 )
             worst = max(comparison, worst, key=attrgetter("ratio"))
+        del actual
         if not labels:
-            accumulated = results_of_eager(case.program, sized.example, case.wrt, spec, cotangents, accumulated=True)
-            _check_accumulated(entry, accumulated, eager, reference, case.reduced_precision)
-            _store(stored, f"{entry}/{number}", sized.example, cotangents, eager, _allowed_of_eager(comparisons, eager, reference))
+            _check_accumulated(entry, given.results(accumulated=True), eager, reference, case.reduced_precision)
+            allowed = _allowed_of_eager(comparisons, eager, reference)
+            _store(stored, f"{entry}/{number}", sized.example, cotangents, eager, allowed, sketches)
         labels.append(sized.label)
     return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(filter(None, labels)))
 
@@ -101,41 +111,119 @@ def compare_results(actual: Named, eager: Named, reference: Reference[Named], *,
         if not is_inexact(e):
             out.append(Comparison(name, distance(a, e), 0.0))
             continue
-        if not torch.equal(torch.isfinite(e), torch.isfinite(a)):
+        if not finite_alike(e, a):
             raise ExportError(f"{name} has NaN or Inf where eager has none, or the reverse")
-        error_of_eager = distance(e, t, e) if reference.float64 else None
+        error_of_eager = _error_of_eager(name, e, reference) if reference.float64 else None
         tolerance = Tolerance.of_result(e.dtype, largest, error_of_eager, reference.moved[name], reduced_precision=reduced_precision)
         out.append(compare(name, a, t, tolerance, like=e))
     return out
 
 
-def _reference(case: Case, example: Example, spec: VariantSpec, cotangents: Sequence[torch.Tensor], eager: Named) -> Reference[Named]:
-    """Eager in float64; or ``eager`` itself, where float64 computes something else."""
+@dataclass(frozen=True)
+class _Given:
+    """What a case is run on."""
+
+    case: Case
+    example: Example
+    spec: VariantSpec
+    cotangents: Sequence[torch.Tensor]
+
+    def results(self, *, accumulated: bool = False, take: Take | None = None) -> Named:
+        """Eager's."""
+        return results_of_eager(self.case.program, self.example, self.case.wrt, self.spec, self.cotangents, accumulated=accumulated, take=take)
+
+    def in_float64(self, *, rounded: bool, take: Take | None) -> Named:
+        """Eager's in float64; ``rounded``: of what is :func:`perturbed`."""
+        inputs = to_float64(self.example.tensors)
+        example = self.example.with_tensors(perturbed(inputs) if rounded else inputs)
+        given = dataclasses.replace(self, example=example, cotangents=[c.double() for c in self.cotangents])
+        with in_float64(self.case.program, rounded=rounded):
+            return given.results(take=take)
+
+
+class _OneAtATime:
+    """A large model's gradients. Of eager's no more than a sketch is kept; float64's are rounded to float32, as soon as backward has one, which is a
+    hundredth of what a gradient may be off by. How far eager is off, and how far float64's move, is then the distance of two sketches."""
+
+    def __init__(self, eager: Named):
+        """Takes the large gradients out of ``eager``."""
+        self.sketches = dict[str, torch.Tensor]()
+        self.errors, self.moved, self.finite = dict[str, float](), dict[str, float](), True
+        self._eager, self._beside = eager, dict[str, torch.Tensor]()
+        for name, e in eager.items():
+            if e is not None and name.startswith("gradient of ") and e.dtype is torch.float32 and is_large(e) and is_finite(e):
+                self.sketches[name] = sketch(e)
+                eager[name] = e.new_zeros(()).expand(e.shape)
+
+    def take_beside(self, name: str, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Where what goes in is rounded otherwise; before :meth:`take`."""
+        if name not in self.sketches:
+            return gradient
+        self._beside[name] = sketch(gradient)
+        _free(leaf)
+        return gradient.new_zeros(()).expand(gradient.shape)
+
+    def take(self, name: str, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if name not in self.sketches:
+            return gradient
+        exact = sketch(gradient)
+        self.errors[name] = sketched_distance(self.sketches[name], exact)
+        self.moved[name] = sketched_distance(self._beside[name], exact)
+        self.finite &= is_finite(gradient)
+        self._eager[name] = rounded = gradient.to(torch.float32)
+        _free(leaf)
+        return rounded
+
+
+def _free(leaf: torch.Tensor) -> None:
+    """Frees a parameter in float64 whose gradient is there: no operator of the backward that is left reads it."""
+    if leaf.dtype is torch.float64:
+        leaf.data = leaf.data.new_empty(0)
+
+
+def _reference(given: _Given, eager: Named) -> tuple[Reference[Named], Mapping[str, torch.Tensor]]:
+    """Eager in float64; or ``eager`` itself, where float64 computes something else. And sketches of those of ``eager``'s results that float64's have
+    taken the place of."""
+    case = given.case
     itself = Reference(eager, dict.fromkeys(eager, 0.0), float64=False)
-    program, values = case.program, [t for t in [*case.program.parameters(), *eager.values()] if t is not None]
-    if consumed_cuda_rng(_device(eager)) or any(t.is_complex() for t in values):
-        return itself
-    if not any(t.is_floating_point() and t.dtype is not torch.float64 for t in values):
-        return itself
-    wide, cotangents = example.with_tensors(to_float64(example.tensors)), [c.double() for c in cotangents]
+    dtypes = {t.dtype for t in [*case.program.parameters(), *eager.values()] if t is not None}
+    if consumed_cuda_rng(_device(eager)) or any(d.is_complex for d in dtypes):
+        return itself, {}
+    if not any(d.is_floating_point and d is not torch.float64 for d in dtypes):
+        return itself, {}
+    looks = {n: None if e is None else e.shape for n, e in eager.items()}
+    large = _OneAtATime(eager if len(given.spec.orders) == 1 else {})
     try:
-        near = wide.with_tensors(perturbed(wide.tensors))
         with torch.autocast(_device(eager), enabled=False):
-            with in_float64(program):
-                exact = results_of_eager(program, wide, case.wrt, spec, cotangents)
-            with in_float64(program, rounded=True):
-                beside = results_of_eager(program, near, case.wrt, spec, cotangents)
+            beside = given.in_float64(rounded=True, take=large.take_beside if large.sketches else None)
+            exact = given.in_float64(rounded=False, take=large.take if large.sketches else None)
     except Exception:  # whatever stands against float64, eager is the next best
-        return itself
-    if {n: None if t is None else t.shape for n, t in exact.items()} != {n: None if e is None else e.shape for n, e in eager.items()}:
-        return itself
-    largest = _largest_gradient(exact)
-    moved = {n: min(_distance(beside[n], t), 1e-3 * max(norm(t), largest)) for n, t in exact.items() if t is not None}
-    return Reference(exact, moved, float64=True) if _is_same_computation(eager, exact, moved, case.reduced_precision) else itself
+        exact = {}
+    if {n: None if t is None else t.shape for n, t in exact.items()} == looks and large.finite and large.errors.keys() == large.sketches.keys():
+        largest = _largest_gradient(exact)
+        moved = dict[str, float]()
+        for name, t in exact.items():
+            if t is not None:
+                other = beside[name]
+                further = large.moved[name] if name in large.moved or other is None else distance_of_finite(other, t)
+                moved[name] = min(further, 1e-3 * max(norm(t), largest))
+        reference = Reference(exact, moved, float64=True, eager_errors=large.errors)
+        if _is_same_computation(eager, reference, case.reduced_precision):
+            return reference, large.sketches
+    if large.sketches:
+        eager.update(given.results())
+    return itself, {}
 
 
-def _is_same_computation(eager: Named, exact: Named, moved: Mapping[str, float], reduced_precision: bool) -> bool:
+def _error_of_eager(name: str, eager: torch.Tensor, reference: Reference[Named]) -> float:
+    """‖e − t‖, where e is finite; inf where t is not the same."""
+    exact = reference.results[name]
+    return reference.eager_errors[name] if name in reference.eager_errors or exact is None else distance(eager, exact, eager)
+
+
+def _is_same_computation(eager: Named, reference: Reference[Named], reduced_precision: bool) -> bool:
     """Whether float64 is eager with less rounding, and not another computation (other random numbers)."""
+    exact = reference.results
     low = (
         reduced_precision
         or any(t is not None and t.dtype in (torch.float16, torch.bfloat16) for t in eager.values())
@@ -146,14 +234,14 @@ def _is_same_computation(eager: Named, exact: Named, moved: Mapping[str, float],
         t = exact[name]
         if e is None or t is None or not e.is_floating_point():
             continue
-        if not torch.isfinite(t).all() or (not low and _distance(e, t) > _FAR * max(norm(t), 1e-3 * scale) + 100 * moved[name]):
+        if not is_finite(t) or (not low and _distance(name, e, reference) > _FAR * max(norm(t), 1e-3 * scale) + 100 * reference.moved[name]):
             return False
     return True
 
 
 def _check_accumulated(entry: str, accumulated: Named, eager: Named, reference: Reference[Named], reduced_precision: bool) -> None:
     """A real ``backward()`` leaves in ``.grad`` what ``torch.autograd.grad`` gives, unless something hangs on the nodes that accumulate it."""
-    expected = Reference({n: reference.results[n] for n in accumulated}, reference.moved, reference.float64)
+    expected = dataclasses.replace(reference, results={n: reference.results[n] for n in accumulated})
     for comparison in compare_results(accumulated, {n: eager[n] for n in accumulated}, expected, reduced_precision=reduced_precision):
         if comparison.wrong:
             raise ExportError(
@@ -202,20 +290,28 @@ def _changed_numbers(program: nn.Module, before: Mapping[str, Any]) -> str:
 
 def _allowed_of_eager(comparisons: Sequence[Comparison], eager: Named, reference: Reference[Named]) -> dict[str, float]:
     """What ``verify``, which has eager's results alone, allows: what was allowed here, and how far eager is from float64."""
-    return {c.name: c.allowed + (_distance(eager[c.name], reference.results[c.name]) if reference.float64 else 0.0) for c in comparisons}
+    return {c.name: c.allowed + (_distance(c.name, eager[c.name], reference) if reference.float64 else 0.0) for c in comparisons}
 
 
 def _store(
-    stored: dict[str, torch.Tensor], prefix: str, example: Example, cotangents: Sequence[torch.Tensor], eager: Named, allowed: Mapping[str, float]
+    stored: Stored,
+    prefix: str,
+    example: Example,
+    cotangents: Sequence[torch.Tensor],
+    eager: Named,
+    allowed: Mapping[str, float],
+    sketches: Mapping[str, torch.Tensor],
 ) -> None:
+    """``sketches``: of the results that are not in ``eager`` any more."""
     for i, value in enumerate(example.tensors):
         stored[f"{prefix}/input/{i}"] = value.detach().contiguous()
     for i, value in enumerate(cotangents):
         stored[f"{prefix}/cotangent/{i}"] = value.contiguous()
     for name, result in eager.items():
-        if result is not None:
-            stored[f"{prefix}/expected/{name}"] = result.contiguous()
-            stored[f"{prefix}/allowed/{name}"] = torch.tensor(allowed.get(name, 0.0), dtype=torch.float64)
+        if name in sketches:
+            stored_results.store_sketch(stored, prefix, name, sketches[name], allowed[name])
+        elif result is not None:
+            stored_results.store(stored, prefix, name, result, allowed.get(name, 0.0))
 
 
 def _largest_gradient(named: Named) -> float:
@@ -226,6 +322,9 @@ def _device(named: Named) -> str:
     return next((t.device.type for t in named.values() if t is not None), "cpu")
 
 
-def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """‖a − b‖ over the elements that are finite in both, 0 where one of them is None."""
-    return 0.0 if a is None or b is None else norm(a.double() - b.double())
+def _distance(name: str, eager: torch.Tensor | None, reference: Reference[Named]) -> float:
+    """‖e − t‖ over the elements that are finite in both, 0 where one of them is None."""
+    exact = reference.results[name]
+    if name in reference.eager_errors:
+        return reference.eager_errors[name]
+    return 0.0 if eager is None or exact is None else distance_of_finite(eager, exact)

@@ -13,12 +13,13 @@ from torch.utils import _pytree as pytree
 from aot_backward_exporters import torch_api
 
 from .example_sizes import SEED
+from .tolerance import pieces
 
 
 @contextlib.contextmanager
 def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
-    """The program's own parameters and buffers as float64 (``rounded``: each :func:`perturbed`), wherever the program reaches them from; put back
-    afterwards.
+    """The program's own parameters and buffers as copies in float64 (``rounded``: each :func:`perturbed`), wherever the program reaches them from;
+    put back afterwards, whatever became of the copies.
 
     The Python objects change places with others of what they stand for. Giving them other ``.data`` would make torch forget the node on which the
     gradient of each is accumulated, and the hooks on it, and ``.grad`` would stand in the way. Hooks on the gradients themselves run here too."""
@@ -27,8 +28,8 @@ def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
     try:
         for tensor in {id(t): t for t in [*program.parameters(), *program.buffers()]}.values():
             if tensor.is_floating_point():
-                wide = tensor.detach().double()
-                other = (perturbed(wide) if rounded else wide).requires_grad_(tensor.requires_grad)
+                wide = tensor.detach().to(torch.float64, copy=True)
+                other = (_perturb(wide) if rounded else wide).requires_grad_(tensor.requires_grad)
                 if tensor._backward_hooks:
                     other._backward_hooks = tensor._backward_hooks
                 swap(tensor, other)
@@ -54,13 +55,18 @@ def perturbed(value: Any) -> Any:
     """``value`` with each floating-point element changed by a random relative amount of up to float32's eps."""
 
     def perturb(v: Any) -> Any:
-        if not (isinstance(v, torch.Tensor) and v.is_floating_point()):
-            return v
-        generator = torch.Generator(v.device).manual_seed(SEED)
-        change = torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device) * 2 - 1
-        return (v.detach() * (1 + torch.finfo(torch.float32).eps * change)).requires_grad_(v.requires_grad)
+        return _perturb(v.detach().clone()).requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
 
     return pytree.tree_map(perturb, value)
+
+
+def _perturb(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself, changed."""
+    generator = torch.Generator(tensor.device).manual_seed(SEED)
+    for (piece,) in pieces(tensor):
+        change = torch.rand(piece.shape, generator=generator, dtype=piece.dtype, device=piece.device).mul_(2).sub_(1)
+        piece.mul_(change.mul_(torch.finfo(torch.float32).eps).add_(1))
+    return tensor
 
 
 def consumed_cuda_rng(device: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from aot_backward_runtime.loader import Package
 
 from ..capture import layer_patches, preserve
 from .example_sizes import SEED, Example
+
+Take = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Given a gradient's name, what it is the gradient of, and the gradient as soon as it is there: what stands in the results for it."""
 
 Named = dict[str, torch.Tensor | None]
 """Results by name: "output[0]", "gradient of weight", "second-order gradient of weight", "buffer running_mean"."""
@@ -37,7 +42,8 @@ def results_of_entry(package: Package, entry: str, spec: VariantSpec, example: E
             names = package.manifest.entries[entry].names
             gradients = {names[0]: gradients} if package.manifest.entries[entry].single else gradients
             out.update({f"gradient of {n}": g for n, g in gradients.items()})
-            return _copies(out)
+            del gradients
+            return _copied(out)
     module = package.module(entry).train(example.mode == "train")
     parameters = dict(module.named_parameters(remove_duplicate=False))
     targets = _differentiated(spec, parameters, example)
@@ -45,15 +51,23 @@ def results_of_entry(package: Package, entry: str, spec: VariantSpec, example: E
         outputs = _add_outputs(out, module(*example.args, **example.kwargs))
         _add_gradients(out, spec, outputs, targets, cotangents)
         out.update({f"buffer {n}": b for n, b in module.named_buffers()})
-        return _copies(out)
+        return _copied(out)
 
 
 def results_of_eager(
-    program: nn.Module, example: Example, wrt: Wrt | None, spec: VariantSpec, cotangents: Sequence[torch.Tensor], *, accumulated: bool = False
+    program: nn.Module,
+    example: Example,
+    wrt: Wrt | None,
+    spec: VariantSpec,
+    cotangents: Sequence[torch.Tensor],
+    *,
+    accumulated: bool = False,
+    take: Take | None = None,
 ) -> Named:
     """The same names from eager. ``program``'s buffers are put back. ``wrt``: of a ``grad`` entry. ``accumulated``: only what ``backward()`` leaves
-    in ``.grad`` of the parameters."""
+    in ``.grad`` of the parameters. ``take``: what is done with each gradient; not with those of entries that have gradients of gradients."""
     out: Named = {}
+    taking = None if take is None else _Taking(take)
     example = _fresh_leaves(example)
     parameters = dict(program.named_parameters(remove_duplicate=False))
     if wrt is not None:
@@ -78,12 +92,11 @@ def results_of_eager(
             incoming = None if wrt is not None else _cast(cotangents, roots)
             return _accumulated(roots, incoming, {n: t for n, t in targets.items() if id(t) in own})
         if wrt is not None:
-            gradients = torch.autograd.grad(outputs[0], list(targets.values()), allow_unused=True)
-            out.update({f"gradient of {n}": g for n, g in zip(targets, gradients, strict=True)})
+            out.update(_gradients(outputs[:1], targets, None, taking))
         else:
-            _add_gradients(out, spec, outputs, targets, cotangents)
+            _add_gradients(out, spec, outputs, targets, cotangents, taking)
             out.update({f"buffer {n}": b for n, b in program.named_buffers()})
-        return _copies(out)
+        return _copied(out, taking)
 
 
 def _differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], example: Example) -> dict[str, torch.Tensor]:
@@ -106,7 +119,12 @@ def _add_outputs(out: Named, value: Any) -> list[torch.Tensor]:
 
 
 def _add_gradients(
-    out: Named, spec: VariantSpec, outputs: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor]
+    out: Named,
+    spec: VariantSpec,
+    outputs: Sequence[torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    taking: _Taking | None = None,
 ) -> None:
     """Adds the gradients of a ``module`` variant; then those of the gradients themselves, also with regard to the incoming ones, to its order."""
     if not targets or not spec.differentiable:
@@ -114,6 +132,9 @@ def _add_gradients(
     roots = [outputs[i] for i in spec.differentiable]
     cotangents = _cast(cotangents, roots)
     sources, prefix, order = dict(targets), "", len(spec.orders)
+    if order == 1:
+        out.update(_gradients(roots, sources, cotangents, taking))
+        return
     for level in range(1, order + 1):
         last = level == order
         if not last:
@@ -128,6 +149,41 @@ def _add_gradients(
         draws = [torch.randn(g.shape, generator=generator, dtype=torch.complex64 if g.is_complex() else torch.float32) for g in roots]
         cotangents = [c.to(g) for c, g in zip(draws, roots, strict=True)]
         prefix = ("second-order ", "third-order ", "fourth-order ")[level - 1]
+
+
+class _Taking:
+    """Hands each gradient to ``take`` as soon as backward has it, and autograd a single number in its place, so that its memory can be freed."""
+
+    def __init__(self, take: Take):
+        self.taken: dict[int, torch.Tensor] = {}  # by the identity of what it is the gradient of
+        self._take = take
+
+    @contextlib.contextmanager
+    def hooked(self, targets: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Each target has a hook inside, and no trace of it is left: float32 and float64 tensors change places under a parameter, and one of them
+        would go on without the hooks that the other is registered for."""
+        with contextlib.ExitStack() as stack:
+            for name, target in {id(t): (n, t) for n, t in targets.items()}.values():
+                if not target._backward_hooks:
+                    stack.callback(setattr, target, "_backward_hooks", target._backward_hooks)
+                stack.callback(target.register_hook(functools.partial(self._hook, f"gradient of {name}", target)).remove)
+            yield
+
+    def _hook(self, name: str, target: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if id(target) in self.taken:
+            raise RuntimeError(f"the {name} comes twice")  # the program runs a backward within its own
+        self.taken[id(target)] = kept = self._take(name, target, gradient)
+        return gradient if kept is gradient else gradient.new_zeros(()).expand_as(gradient)
+
+
+def _gradients(
+    roots: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor] | None, taking: _Taking | None
+) -> Named:
+    """``torch.autograd.grad``, by "gradient of NAME"."""
+    with taking.hooked(targets) if taking is not None else contextlib.nullcontext():
+        gradients = torch.autograd.grad(roots, list(targets.values()), None if cotangents is None else list(cotangents), allow_unused=True)
+    taken = {} if taking is None else taking.taken
+    return {f"gradient of {n}": taken.get(id(t), g) for (n, t), g in zip(targets.items(), gradients, strict=True)}
 
 
 def _cast(cotangents: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -154,5 +210,10 @@ def _fresh_leaves(example: Example) -> Example:
     return example.with_tensors([t.detach().clone().requires_grad_(t.requires_grad) for t in example.tensors])
 
 
-def _copies(named: Named) -> Named:
-    return {n: None if v is None else v.detach().clone() for n, v in named.items()}
+def _copied(named: Named, taking: _Taking | None = None) -> Named:
+    """``named`` with copies in the place of its tensors, one after the other; what was taken is nobody else's."""
+    own = set() if taking is None else {id(t) for t in taking.taken.values()}
+    for name, value in named.items():
+        if value is not None and id(value) not in own:
+            named[name] = value.detach().clone()
+    return named

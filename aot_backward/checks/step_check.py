@@ -6,13 +6,16 @@ wrong update is small beside the parameter that it is added to. What they may be
 moves, has two parts here: one where everything that goes in is rounded otherwise, as in ``eager_check.py``, and one where each gradient is off by
 as much as that allows a gradient to be, in a random direction: an optimizer such as Adam divides a gradient by its own size, and makes a whole
 step of one whose true value is zero (a bias before BatchNorm).
+
+Of a large tensor no run keeps more than a sketch (``stored_results.py``). It is linear, and every measure is the norm of a difference: a change's
+sketch is the difference of two, and stands wherever the change of a small tensor does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -21,15 +24,17 @@ import torch
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import Verdict
+from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
 
 from ..capture import preserve, program_module
 from ..capture.step import step_graph as steps
 from ..capture.step.optimizer_spec import Settings
+from . import stored_results
 from .example_sizes import SEED, Example, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
-from .tolerance import Comparison, Reference, Tolerance, compare, distance, norm
+from .stored_results import LARGE, Stored, sketch
+from .tolerance import Comparison, Reference, Tolerance, compare, distance, distance_of_finite, is_finite, norm, pieces
 
 STEPS = 3
 _PROBES = 4
@@ -56,30 +61,47 @@ class StepResults:
     before: dict[str, torch.Tensor]
     after: dict[str, torch.Tensor]
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each step, of eager alone
+    sketched: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)  # those of ``after`` that are sketches: what they are of
+
+    def look(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """Its dtype and shape."""
+        return self.sketched.get(name, (self.after[name].dtype, self.after[name].shape))
 
     def change(self, name: str) -> torch.Tensor:
-        """By how much a parameter or buffer has changed; of the optimizer's state, which may not have been there before, what it is."""
+        """By how much a parameter or buffer has changed, or the sketch of that; of the optimizer's state, which may be new, what it is."""
         after = self.after[name].double()
-        return after - self.before[name].double() if name.startswith(("parameter ", "buffer ")) else after
+        return after - self.before[name].double() if name.startswith(("parameter ", "buffer ")) and name not in self.diverged else after
 
+    @property
+    def diverged(self) -> set[str]:
+        """Of what was kept as a sketch before the first step, what has NaN or Inf after the last, and is kept whole."""
+        return {n for n, t in self.after.items() if n in self.before and self.before[n].shape != t.shape}
+
+
+Sketched = Callable[[str, torch.Tensor], bool]
+"""Given a tensor's name and the tensor, whether it is kept as a sketch. One with NaN or Inf is kept whole."""
 
 Noise = list[dict[str, float]]
 """The norm of what is added to each gradient in each step."""
 
 
-def check(package: Package, entry: str, number: int, case: Case, example: Example, stored: dict[str, torch.Tensor]) -> Verdict:
-    """Runs variant ``number`` of ``entry`` beside eager, at the example's sizes and, where one is dynamic, at others.
+def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, example: Example, stored: Stored) -> Verdict:
+    """Runs variant ``number`` of ``entry``, which is ``spec``, beside eager, at the example's sizes and, where one is dynamic, at others. ``load``
+    gives the package with weights of its own.
 
     Raises :class:`ExportError` naming the tensor that is wrong, and by how much. What ``verify`` needs goes to ``stored``."""
-    spec = package.manifest.entries[entry].variants[number]
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     for sized in sizes_to_check(spec, example):
         refused = False
         for waiting in (False, True) if case.waiting else (False,):
             where = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}{' with accumulated gradients' if waiting else ''}"
+            sketched = _is_large
             try:
                 with _gradients_kept(case):
-                    eager = _steps_of_eager(case, sized.example, waiting)
+                    eager = _steps_of_eager(case, sized.example, waiting, sketched)
+                    if eager.diverged:  # a sketch would hide what is beside a NaN
+                        sketched = _never
+                        eager = _steps_of_eager(case, sized.example, waiting, sketched)
             except Exception as error:
                 if not labels:
                     raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
@@ -87,8 +109,8 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
                 break  # eager refuses this size: nothing to compare with
             random = consumed_cuda_rng(_device(case))
             with _gradients_kept(case):
-                reference = _reference(case, sized.example, waiting, eager, random)
-            actual = steps_of_entry(package, entry, sized.example, waiting)
+                reference = _reference(case, sized.example, waiting, eager, random, sketched)
+            actual = steps_of_entry(load(), entry, sized.example, waiting, sketched)
             comparisons = _compare_steps(actual, eager, reference, case.reduced_precision)
             for comparison in comparisons:
                 if comparison.wrong:
@@ -104,23 +126,31 @@ def check(package: Package, entry: str, number: int, case: Case, example: Exampl
     return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(filter(None, labels)))
 
 
-def steps_of_entry(package: Package, entry: str, example: Example, waiting: bool) -> StepResults:
-    """:data:`STEPS` steps of the loaded entry from its present state, which is put back."""
+def steps_of_entry(package: Package, entry: str, example: Example, waiting: bool, sketched: Sketched) -> StepResults:
+    """:data:`STEPS` steps of the loaded entry from its present state, which is not put back."""
     step = package.step(entry).train(example.mode == "train")
-    kept, held = step.state_dict(), [(t, t.detach().clone()) for t in step._held]
     torch.manual_seed(SEED)
-    before = _flat(step.parameters, step.buffers, _full_state(step))
+    before = _flat(step.parameters, step.buffers, _full_state(step), sketched)
     losses = {}
     for i in range(STEPS):
         if waiting:
             losses[f"loss {i} first half"] = _first(step(*example.args, **example.kwargs, update=False))
         losses[f"loss {i}"] = _first(step(*example.args, **example.kwargs))
-    out = StepResults(losses, before, _flat(step.parameters, step.buffers, _full_state(step)))
-    step.load_state_dict(kept)
-    with torch.no_grad():  # what that does not hold: buffers that are not persistent, and those of the loss
-        for tensor, value in held:
-            tensor.copy_(value)
-    return out
+    return _results(losses, before, _flat(step.parameters, step.buffers, _full_state(step), sketched))
+
+
+@contextlib.contextmanager
+def state_kept(package: Package, entry: str) -> Iterator[None]:
+    """Afterwards the loaded entry's state is as it was."""
+    step = package.step(entry)
+    kept, held = step.state_dict(), [(t, t.detach().clone()) for t in step._held]
+    try:
+        yield
+    finally:
+        step.load_state_dict(kept)
+        with torch.no_grad():  # what that does not hold: buffers that are not persistent, and those of the loss
+            for tensor, value in held:
+                tensor.copy_(value)
 
 
 def _full_state(step: Any) -> dict[str, torch.Tensor]:
@@ -129,25 +159,47 @@ def _full_state(step: Any) -> dict[str, torch.Tensor]:
     return {f"{key} of {name}": t for key, names, t in state.slots for name in names} | {f"{n} of the loss": t for n, t in state.loss.items()}
 
 
-def _flat(parameters: Any, buffers: Any, slots: Any) -> dict[str, torch.Tensor]:
+_Flat = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""By name a tensor, and a copy or a sketch of it."""
+
+
+def _flat(parameters: Any, buffers: Any, slots: Any, sketched: Sketched) -> _Flat:
     out = {f"parameter {n}": t for n, t in parameters.items()} | {f"buffer {n}": t for n, t in buffers.items()} | dict(slots)
-    return {n: t.detach().clone() for n, t in out.items()}
+    return {n: (t, sketch(t) if sketched(n, t) and is_finite(t) else t.detach().clone()) for n, t in out.items()}
+
+
+def _results(losses: dict[str, torch.Tensor], before: _Flat, after: _Flat, gradients: Sequence[dict[str, torch.Tensor]] = ()) -> StepResults:
+    sketched = {n: (t.dtype, t.shape) for n, (t, kept) in after.items() if kept.shape != t.shape}
+    kept_before, kept_after = ({n: kept for n, (_, kept) in flat.items()} for flat in (before, after))
+    return StepResults(losses, kept_before, kept_after, list(gradients), sketched)
+
+
+def _is_large(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a sketch stands for it; as many elements in every dtype, since float64's are compared with float32's."""
+    return tensor.is_floating_point() and tensor.numel() > LARGE // 4
+
+
+def _never(name: str, tensor: torch.Tensor) -> bool:
+    return False
 
 
 def _first(value: Any) -> torch.Tensor:
     return pytree.tree_leaves(value)[0].detach().clone()
 
 
-def _steps_of_eager(case: Case, example: Example, waiting: bool, noise: Noise | None = None) -> StepResults:
-    """The same steps by the user's module, loss and optimizer, which are put back. ``noise``: added to the gradients."""
+def _steps_of_eager(
+    case: Case, example: Example, waiting: bool, sketched: Sketched, noise: Noise | None = None, *, copies: bool = False
+) -> StepResults:
+    """The same steps by the user's module, loss and optimizer, which are put back; ``copies``: not what :func:`in_float64` has copied. ``noise``:
+    added to the gradients."""
     module, optimizer, settings = case.program.module, case.optimizer, case.settings
     torch.manual_seed(SEED)
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
-    everything = [*case.program.parameters(), *case.program.buffers()]
+    everything = [t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())]
     loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in program_module.state_of(case.program.loss_fn).items()}
     with preserve.in_mode(module, example.mode), preserve.slots_kept(case.program), preserve.values_kept(everything), _state_kept(optimizer):
         try:
-            before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss)
+            before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss, sketched)
             losses, gradients = {}, []
             generator = torch.Generator().manual_seed(SEED)
             scale = settings.loss_scale or 1.0
@@ -162,11 +214,10 @@ def _steps_of_eager(case: Case, example: Example, waiting: bool, noise: Noise | 
                 for p in trained if settings.loss_scale is not None else ():
                     if p.grad is not None:
                         p.grad *= float(torch.tensor(scale, dtype=torch.float32).double().reciprocal().float())  # in GradScaler's precision
-                gradients.append({case.names[id(p)]: p.grad.detach().clone() for p in trained if p.grad is not None})
+                gradients.append({case.names[id(p)]: _kept(p.grad, sketched) for p in trained if p.grad is not None})
                 for p in trained if noise is not None else ():
                     assert p.grad is not None and noise is not None
-                    direction = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
-                    p.grad += (noise[i][case.names[id(p)]] / max(float(direction.norm()), 1e-30) * direction).to(p.dtype)
+                    _add_noise(p.grad, noise[i][case.names[id(p)]], generator)
                 if settings.clip_norm is not None:
                     torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
                 if settings.clip_value is not None:
@@ -182,10 +233,25 @@ def _steps_of_eager(case: Case, example: Example, waiting: bool, noise: Noise | 
                 if isinstance(t, torch.Tensor) and case.names.get(id(p)) in case.trained
             }
             slots |= loss
-            return StepResults(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots), gradients)
+            return _results(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots, sketched), gradients)
         finally:
             for p in case.program.parameters():
                 p.grad = None
+
+
+def _kept(gradient: torch.Tensor, sketched: Sketched) -> torch.Tensor:
+    return sketch(gradient) if sketched("", gradient) else gradient.detach().clone()
+
+
+def _add_noise(gradient: torch.Tensor, norm: float, generator: torch.Generator) -> None:
+    """Adds a random direction of that norm, which a large one has but for a thousandth."""
+    if not _is_large("", gradient):
+        direction = torch.randn(gradient.shape, generator=generator, dtype=torch.float64).to(gradient.device)
+        gradient += (norm / max(float(direction.norm()), 1e-30) * direction).to(gradient.dtype)
+        return
+    for (piece,) in pieces(gradient):
+        direction = torch.randn(piece.shape, generator=generator, dtype=torch.float64).to(piece.device)
+        piece.add_(direction.mul_(norm / math.sqrt(gradient.numel())).to(piece.dtype))
 
 
 def _device(case: Case) -> str:
@@ -228,7 +294,7 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group.update(before)
 
 
-def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, random: bool) -> Reference[StepResults]:
+def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, random: bool, sketched: Sketched) -> Reference[StepResults]:
     """The steps in float64, or eager itself where float64 is no reference (``random``: it would draw other random numbers)."""
     values = [*case.program.parameters(), *eager.losses.values()]
     wider = not random and not any(t.is_complex() for t in values) and any(t.is_floating_point() and t.dtype is not torch.float64 for t in values)
@@ -239,26 +305,32 @@ def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, 
                 wide = example.with_tensors(to_float64(example.tensors))
                 with torch.autocast(_device(case), enabled=False):
                     with in_float64(case.program):
-                        exact = _steps_of_eager(case, wide, waiting)
+                        exact = _steps_of_eager(case, wide, waiting, sketched, copies=True)
                     with in_float64(case.program, rounded=True):
-                        beside = _steps_of_eager(case, wide.with_tensors(perturbed(wide.tensors)), waiting)
+                        beside = _steps_of_eager(case, wide.with_tensors(perturbed(wide.tensors)), waiting, sketched, copies=True)
             except Exception:  # whatever stands against float64, eager is the next best
                 exact = eager
         if exact is not eager and _is_same_computation(eager, exact):
-            moved = {n: norm(beside.change(n) - exact.change(n)) for n in exact.after}
+            moved = {n: _apart(beside, exact, n) for n in exact.after}
             example = wide
             stack.enter_context(torch.autocast(_device(case), enabled=False))
             stack.enter_context(in_float64(case.program))
         else:
             exact = eager
-        noisy = _steps_of_eager(case, example, waiting, _noise(eager, exact))
-    moved = {n: m + norm(noisy.change(n) - exact.change(n)) for n, m in moved.items()}
+        noisy = _steps_of_eager(case, example, waiting, sketched, _noise(eager, exact), copies=exact is not eager)
+    moved = {n: m + _apart(noisy, exact, n) for n, m in moved.items()}
     return Reference(exact, moved, float64=exact is not eager)
+
+
+def _apart(one: StepResults, other: StepResults, name: str) -> float:
+    """How far two changes are apart; 0 where but one of them has NaN or Inf."""
+    a, b = one.change(name), other.change(name)
+    return distance_of_finite(a, b) if a.shape == b.shape else 0.0
 
 
 def _is_same_computation(eager: StepResults, exact: StepResults) -> bool:
     """Whether float64 is eager with less rounding, and not another computation (other random numbers)."""
-    if exact.after.keys() != eager.after.keys():
+    if exact.after.keys() != eager.after.keys() or exact.sketched.keys() != eager.sketched.keys():
         return False
     for name, loss in eager.losses.items():
         right = float(exact.losses[name])
@@ -270,15 +342,16 @@ def _is_same_computation(eager: StepResults, exact: StepResults) -> bool:
 def _noise(eager: StepResults, exact: StepResults) -> Noise:
     """What ``eager_check.py`` allows each gradient to be off by; where eager itself is the reference, a quarter."""
     out = []
+    dtypes = {n: eager.look(f"parameter {n}")[0] for gradients in eager.gradients for n in gradients}
     for gradients, right in zip(eager.gradients, exact.gradients, strict=True):
         norms = {n: norm(g) for n, g in right.items()}
         largest = max(norms.values())
         allowed = {}
         for n, g in gradients.items():
             if exact is eager:
-                allowed[n] = Tolerance.of_result(g.dtype, largest, None).allowed(norms[n]) / 4
+                allowed[n] = Tolerance.of_result(dtypes[n], largest, None).allowed(norms[n]) / 4
             else:
-                allowed[n] = Tolerance.of_result(g.dtype, largest, norm(g.double() - right[n].double())).allowed(norms[n])
+                allowed[n] = Tolerance.of_result(dtypes[n], largest, distance_of_finite(g, right[n])).allowed(norms[n])
         out.append(allowed)
     return out
 
@@ -295,12 +368,15 @@ def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference
     for name, e in eager.after.items():
         if name not in actual.after:
             raise ExportError(f"{name} is in eager's state, and not in the compiled step's")
+        (own_dtype, own_shape), (dtype, shape) = actual.look(name), eager.look(name)
+        if own_shape != shape or own_dtype != dtype:
+            raise ExportError(f"{name} is {own_dtype} {tuple(own_shape)} in the compiled step and {dtype} {tuple(shape)} in eager")
         a = actual.after[name]
-        if a.shape != e.shape or a.dtype != e.dtype:
-            raise ExportError(f"{name} is {a.dtype} {tuple(a.shape)} in the compiled step and {e.dtype} {tuple(e.shape)} in eager")
         if not e.is_floating_point():
             out.append(Comparison(name, distance(a, e), 0.0))
             continue
+        if a.shape != e.shape:
+            raise ExportError(f"{name} has NaN or Inf where eager has none, or the reverse")
         start = actual.before[name].double()
         change_a, change_e, change_t = (
             a.double() - start,
@@ -310,7 +386,7 @@ def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference
         if not torch.equal(torch.isfinite(change_e), torch.isfinite(change_a)) and not torch.isfinite(change_e).all():
             raise ExportError(f"{name} has NaN or Inf where eager has none, or the reverse")
         tolerance = Tolerance.of_change(
-            e.dtype,
+            dtype,
             norm(e),
             distance(change_e, change_t, change_e) if reference.float64 else None,
             reference.moved[name],
@@ -320,17 +396,20 @@ def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference
     return out
 
 
-def _store(stored: dict[str, torch.Tensor], prefix: str, example: Example, eager: StepResults, allowed: Mapping[str, float]) -> None:
+def _store(stored: Stored, prefix: str, example: Example, eager: StepResults, allowed: Mapping[str, float]) -> None:
     """For ``verify``: inputs, losses, and of each tensor a few projections of its change, not the whole."""
     for i, value in enumerate(example.tensors):
         stored[f"{prefix}/input/{i}"] = value.detach().contiguous()
     for name, loss in eager.losses.items():
-        stored[f"{prefix}/expected/{name}"] = loss
-        stored[f"{prefix}/allowed/{name}"] = torch.tensor(2 * allowed[name], dtype=torch.float64)  # another machine's rounding
+        if name in allowed:  # else it is NaN
+            stored_results.store(stored, prefix, name, loss, 2 * allowed[name])  # another machine's rounding
     for name, e in eager.after.items():
         if e.is_floating_point():
-            stored[f"{prefix}/expected/{name}"] = probes(eager.change(name))
-            stored[f"{prefix}/allowed/{name}"] = torch.tensor(2 * allowed[f"the change of {name}"], dtype=torch.float64)
+            change, limit = eager.change(name), 2 * allowed[f"the change of {name}"]
+            if name in eager.sketched:
+                stored_results.store_sketch(stored, prefix, name, change, limit)
+            else:
+                stored_results.store(stored, prefix, name, probes(change), limit)
 
 
 def probes(change: torch.Tensor) -> torch.Tensor:
@@ -341,7 +420,14 @@ def probes(change: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(directions, dim=1) @ flat.cpu()
 
 
-def stored_results(results: StepResults) -> dict[str, torch.Tensor]:
-    """What :func:`_store` keeps, of the artifact."""
-    changes = {n: probes(results.change(n)) for n, t in results.after.items() if t.is_floating_point()}
-    return dict(results.losses) | changes
+def results_as_stored(package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """What :func:`_store` keeps, of the artifact, as far as ``stored``, one variant's part, has it. The entry's state is put back."""
+    with state_kept(package, entry):
+        results = steps_of_entry(package, entry, example, False, lambda name, tensor: f"sketch/{name}" in stored)
+    found: dict[str, torch.Tensor | None] = {}
+    for name in stored_results.names_of(stored):
+        if name in results.losses:
+            found[name] = results.losses[name]
+        elif name in results.after:
+            found[name] = results.change(name) if name in results.sketched else probes(results.change(name))
+    return found

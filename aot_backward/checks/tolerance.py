@@ -22,8 +22,8 @@ what is compared with eager has at least bfloat16's r, a loss 1e-2, and a change
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -32,16 +32,20 @@ RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch
 RELATIVE |= {torch.complex64: 2e-4, torch.complex128: 1e-9, torch.complex32: 3e-2}
 """‖a − e‖ / ‖e‖ allowed where eager itself is what a result is compared with."""
 
+_PIECE = 1 << 20  # elements
+
 Results = TypeVar("Results")
 
 
 @dataclass(frozen=True)
 class Reference(Generic[Results]):
-    """What results are compared with: eager's in float64 (``float64``), or eager's own. ``moved``: of each result s of the table above."""
+    """What results are compared with: eager's in float64 (``float64``), or eager's own. ``moved``: of each result s of the table above.
+    ``eager_errors``: ‖e − t‖ of the results that eager's own have made room for."""
 
     results: Results
     moved: Mapping[str, float]
     float64: bool
+    eager_errors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,7 @@ def is_inexact(tensor: torch.Tensor) -> bool:
 
 def norm(tensor: torch.Tensor, like: torch.Tensor | None = None) -> float:
     """‖tensor‖ in double precision over the elements that are finite in ``like`` (by default ``tensor``): one Inf would allow all errors."""
-    wide = _widened(tensor)
-    return float(torch.linalg.vector_norm(torch.where(torch.isfinite(wide if like is None else like), wide, 0)))
+    return math.hypot(*(_norm(_widened(t), torch.isfinite(same)) for t, same in pieces(tensor, tensor if like is None else like)))
 
 
 def distance(a: torch.Tensor, b: torch.Tensor, like: torch.Tensor | None = None) -> float:
@@ -135,10 +138,39 @@ def distance(a: torch.Tensor, b: torch.Tensor, like: torch.Tensor | None = None)
     like = b if like is None else like
     if not is_inexact(like):
         return float((a != like).sum())
-    finite = torch.isfinite(like)
-    if not torch.equal(finite, torch.isfinite(a)):
+    if not finite_alike(a, like):
         return math.inf
-    return float(torch.linalg.vector_norm(torch.where(finite, _widened(a) - _widened(b), 0)))
+    return math.hypot(*(_norm(_widened(x) - _widened(y), torch.isfinite(same)) for x, y, same in pieces(a, b, like)))
+
+
+def distance_of_finite(a: torch.Tensor, b: torch.Tensor) -> float:
+    """‖a − b‖ in double precision over the elements that are finite in both."""
+    return math.hypot(*(norm(_widened(x) - _widened(y)) for x, y in pieces(a, b)))
+
+
+def finite_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the same elements of both are finite."""
+    return all(torch.equal(torch.isfinite(x), torch.isfinite(y)) for x, y in pieces(a, b))
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are."""
+    return all(bool(torch.isfinite(t).all()) for (t,) in pieces(tensor))
+
+
+def _norm(wide: torch.Tensor, where: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(torch.where(where, wide, 0)))
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of one shape, cut alike along their longest dimension: in double precision a large one would take twice its memory several times."""
+    shape = tensors[0].shape
+    if tensors[0].numel() <= _PIECE or any(t.shape != shape for t in tensors):
+        yield tensors
+        return
+    length = max(shape)
+    rows = max(1, _PIECE * length // tensors[0].numel())
+    yield from zip(*(t.split(rows, dim=shape.index(length)) for t in tensors), strict=True)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

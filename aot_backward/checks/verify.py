@@ -24,14 +24,17 @@ from aot_backward_runtime.package.signature_policy import Key, admission, signat
 from aot_backward_runtime.package.targets import targets_of
 
 from ..capture import preserve
+from . import stored_results
 from .example_sizes import Example
 from .named_results import Named, results_of_entry
-from .tolerance import Comparison, distance
+from .stored_results import as_dtype
+from .tolerance import Comparison
 
 
 @dataclass(frozen=True)
 class VariantReport:
-    """One variant at its stored inputs. ``wrong``: what differs, in words; ``worst``, ``ratio``: the tensor nearest to what is allowed."""
+    """One variant at its stored inputs. ``wrong``: what differs, in words; ``worst``, ``ratio``: the tensor nearest to what is allowed;
+    ``sketched``: how many of ``tensors`` are large, and were compared by a sketch or a digest (``stored_results.py``)."""
 
     entry: str
     variant: int
@@ -40,6 +43,7 @@ class VariantReport:
     ratio: float
     wrong: tuple[str, ...]
     target: str = ""  # whose code it was, where the package is for several
+    sketched: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping
     names = [f"{entry}/{number}/input/{i}" for i in range(len(spec.inputs))]
     if missing := [n for n in names if n not in examples]:
         raise PackageError(f"the package stores examples, and no {missing[0]!r}, which variant {number} of entry {entry!r} is compared with")
-    stored = [_as_dtype(s.dtype, examples[n]) for s, n in zip(spec.inputs, names, strict=True)]
+    stored = [as_dtype(s.dtype, examples[n]) for s, n in zip(spec.inputs, names, strict=True)]
     inputs = [t.to(s.device).requires_grad_(s.requires_grad) for s, t in zip(spec.inputs, stored, strict=True)]
     args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
     return Example(args, kwargs, spec.mode)
@@ -142,54 +146,47 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
     """Runs variant ``number`` of ``entry`` on its stored inputs and compares with what is stored."""
     spec = package.manifest.entries[entry].variants[number]
     stored = {name.removeprefix(f"{entry}/{number}/"): t for name, t in examples.items() if name.startswith(f"{entry}/{number}/")}
-    cotangents = [_as_dtype(s.dtype, stored[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in stored]
+    cotangents = [as_dtype(s.dtype, stored[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in stored]
     example = stored_example(spec, entry, number, examples)
+    is_step = package.entries[entry] == "step"
     with _under(spec.ambient, spec), preserve.random_state_kept():
-        if package.entries[entry] == "step":
+        if is_step:
             actual = _results_of_step(package, entry, example, stored)
         else:
             actual = results_of_entry(package, entry, spec, example, cotangents)
-    return _compare_with_stored(entry, number, actual, stored)
+    return _compare_with_stored(entry, number, actual, stored, as_stored=is_step)
 
 
 def _results_of_step(package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]) -> Named:
     """What a few steps make of the loss and of the state, as far as eager's is stored; the step's own state is put back."""
     from . import step_check  # brings in sympy, which looking at other entries does not need
 
-    found = step_check.stored_results(step_check.steps_of_entry(package, entry, example, waiting=False))
-    return {name: tensor for name, tensor in found.items() if f"expected/{name}" in stored}
+    return step_check.results_as_stored(package, entry, example, stored)
 
 
-def _compare_with_stored(entry: str, number: int, actual: Named, stored: Mapping[str, torch.Tensor]) -> VariantReport:
-    expected = {name.removeprefix("expected/"): t for name, t in stored.items() if name.startswith("expected/")}
-    wrong = [f"{name} is missing" for name in expected.keys() - {n for n, a in actual.items() if a is not None}]
-    worst: Comparison | None = None
+def _compare_with_stored(entry: str, number: int, actual: Named, stored: Mapping[str, torch.Tensor], *, as_stored: bool) -> VariantReport:
+    expected = stored_results.names_of(stored)
+    wrong = [f"{name} is missing" for name in expected - {n for n, a in actual.items() if a is not None}]
+    sketched, worst = 0, Comparison("", 0.0, 0.0)
     for name, a in actual.items():
         if a is None:
             continue
         if name not in expected:
             wrong.append(f"{name} was None when the package was built")
             continue
-        a, e = a.detach().cpu(), _as_dtype(str(a.dtype).removeprefix("torch."), expected[name])
-        if a.shape != e.shape or a.dtype != e.dtype:
-            wrong.append(f"{name} is {a.dtype} {tuple(a.shape)}, stored was {e.dtype} {tuple(e.shape)}")
+        try:
+            comparison = stored_results.compare_stored(name, a.detach().cpu(), stored, as_stored=as_stored)
+        except stored_results.Differs as error:
+            wrong.append(str(error))
             continue
-        limit = stored.get(f"allowed/{name}")
-        if limit is None or limit.numel() != 1:
-            raise PackageError(f"the package does not say how far off {name} of entry {entry!r} may be: 'allowed/{name}' is missing, or no number")
-        comparison = Comparison(name, distance(a, e), float(limit))
+        except PackageError as error:
+            raise PackageError(f"entry {entry!r} variant {number}: {error}") from None
+        sketched += not stored_results.is_whole(stored, name)
         if comparison.wrong:
             wrong.append(f"{name} is off by {comparison.error:.3g}, {comparison.allowed:.3g} is allowed")
-        if worst is None or not comparison.ratio <= worst.ratio:
+        if not worst.name or not comparison.ratio <= worst.ratio:
             worst = comparison
-    if worst is None:
-        return VariantReport(entry, number, len(expected), "", 0.0, tuple(wrong))
-    return VariantReport(entry, number, len(expected), worst.name, worst.ratio, tuple(wrong))
-
-
-def _as_dtype(dtype: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A stored tensor as what it was: complex128 is stored as pairs, and packages are mapped, so that a write must go to a copy."""
-    return torch.view_as_complex(tensor).clone() if dtype == "complex128" and not tensor.is_complex() else tensor.clone()
+    return VariantReport(entry, number, len(expected), worst.name, worst.ratio, tuple(wrong), sketched=sketched)
 
 
 @contextlib.contextmanager

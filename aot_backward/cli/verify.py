@@ -68,6 +68,7 @@ def _show(package: Path, report: Report, key: Path | None) -> None:
         if v.wrong:
             say(f"{which}: WRONG: {'; '.join(v.wrong)}")
         else:
-            say(f"{which}: {v.tensors} tensors as eager's; {v.worst} is worst, at {v.ratio:.2g} of what is allowed")
+            sketched = f" ({v.sketched} large ones by a sketch)" if v.sketched else ""
+            say(f"{which}: {v.tensors} tensors{sketched} as eager's; {v.worst} is worst, at {v.ratio:.2g} of what is allowed")
     if report.not_run:
         say(f"numbers were not compared: {report.not_run}")

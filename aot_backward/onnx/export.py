@@ -54,7 +54,7 @@ def export_onnx(
         chosen = Conversion(path, manifest, contents.graphs, contents.weights, None, variant, progress)
 
         def check(package: Package) -> dict[tuple[str, int], str]:
-            checked = build.check(manifest, [package], {})
+            checked = build.check(manifest, [lambda: package], {})
             return {(n, i): v.verdict.worst for n, e in checked.entries.items() for i, v in enumerate(e.variants)}
 
         verdicts = chosen.compare(check)

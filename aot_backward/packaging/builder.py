@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Mani
 from aot_backward_runtime.loader import Package
 
 from ..checks.example_sizes import SEED
+from ..checks.stored_results import Stored
 from ..entries import Entry, Module, Step
 from .contents import Check, Contents
 from .program_entry import add_program
@@ -64,9 +65,9 @@ class Build:
             notes=contents.notes,
         )
 
-    def check(self, manifest: Manifest, packages: Sequence[Package | str], stored: dict[str, torch.Tensor]) -> Manifest:
-        """``manifest`` with the verdict of every variant for every target in it. ``packages``: of each target the loaded package, or why there is
-        none (:meth:`Contents.packages`). Inputs, results and what they may be off go to ``stored``."""
+    def check(self, manifest: Manifest, packages: Sequence[Callable[[], Package] | str], stored: Stored) -> Manifest:
+        """``manifest`` with the verdict of every variant for every target in it. ``packages``: of each target what loads it, or why nothing can
+        (:meth:`Contents.packages`). Inputs, results and what they may be off go to ``stored``."""
         progress, entries = self.contents.progress, dict[str, Any]()
         for name, spec in manifest.entries.items():
             variants = []
@@ -75,7 +76,8 @@ class Build:
                 verdicts = list[Verdict]()
                 for package in packages:
                     progress(f"check {name}", i * len(packages) + len(verdicts), total)
-                    verdicts.append(Verdict(f"not run: {package}") if isinstance(package, str) else self._checks[name](package, i, stored))
+                    not_run = Verdict(f"not run: {package}")
+                    verdicts.append(not_run if isinstance(package, str) else self._checks[name](package, i, variant, stored))
                 variants.append(dataclasses.replace(variant, verdict=verdicts[0], verdicts=tuple(verdicts[1:]), seed=SEED))
             progress(f"check {name}", total, total)
             entries[name] = dataclasses.replace(spec, variants=tuple(variants))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,16 +14,18 @@ from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.compatibility import why_incompatible
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, Verdict
+from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, VariantSpec, Verdict
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.package.targets import seen_as
 
 from ..capture.joint_graph import Joint
 from ..capture.shapes.symbolic_shapes import Sizes
+from ..checks.stored_results import Stored
 from .package_writer import library_spec, stem_of, stems_of
 
-Check = Callable[[Package, int, dict[str, torch.Tensor]], Verdict]
-"""Compares variant I of a loaded entry with eager; what ``verify`` will need goes to the dict."""
+Check = Callable[[Callable[[], Package], int, VariantSpec, Stored], Verdict]
+"""Compares a variant with eager, given what loads the package, the variant's number and what the manifest says of it; what ``verify`` will need is
+stored."""
 
 
 class Contents:
@@ -76,9 +79,9 @@ class Contents:
         """What the manifest says of each graph."""
         return {name: library_spec(graph, *self._artifacts(name)) for name, graph in self.graphs.items()}
 
-    def packages(self, manifest: Manifest) -> list[Package | str]:
-        """For each target the package as it would be loaded; or why this machine cannot."""
-        return [why_incompatible(manifest, number) or self._load(manifest, number) for number in range(len(self.specs))]
+    def packages(self, manifest: Manifest) -> list[Callable[[], Package] | str]:
+        """For each target what loads the package, with weights of its own each time; or why this machine cannot."""
+        return [why_incompatible(manifest, number) or functools.partial(self._load, manifest, number) for number in range(len(self.specs))]
 
     def _load(self, manifest: Manifest, number: int) -> Package:
         paths = {name: self._artifacts(name)[number].library for name in manifest.libraries}

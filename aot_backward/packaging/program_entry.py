@@ -23,6 +23,7 @@ from ..capture.user_code import source_location
 from ..checks import eager_check
 from ..checks.example_sizes import Example, exclude_refused_empty_sizes
 from ..checks.named_results import Wrt
+from ..checks.stored_results import Stored
 from ..entries import Grad, Module, Variant
 from .contents import Check, Contents
 from .variant_capture import Names, captured_variant, requiring_gradients, resolve_names
@@ -66,9 +67,9 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
             examples.append(example)
             cases.append(eager_check.Case(program, wrt if isinstance(entry, Grad) else None, any(map(_computes_in_16_bits, graphs))))
 
-    def check(package: Package, i: int, stored: dict[str, torch.Tensor]) -> Verdict:
+    def check(load: Callable[[], Package], i: int, spec: VariantSpec, stored: Stored) -> Verdict:
         with source_location.errors_located(program, examples[i].args, examples[i].kwargs):
-            return eager_check.check(package, name, i, cases[i], examples[i], stored)
+            return eager_check.check(load, name, i, spec, cases[i], examples[i], stored)
 
     persistent = set(program.state_dict(keep_vars=True))
     entry_spec = EntrySpec(

@@ -88,4 +88,4 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         step=shared.spec,
     )
     case = step_check.Case(program, entry.optimizer, settings, names, shared.optimized.trained, bool(shared.gradients), update.reduced_precision)
-    return spec, lambda package, i, stored: step_check.check(package, name, i, case, examples[i], stored)
+    return spec, lambda load, i, variant, stored: step_check.check(load, name, i, variant, case, examples[i], stored)

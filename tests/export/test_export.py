@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import random
 from collections import namedtuple
 from pathlib import Path
@@ -128,13 +129,19 @@ class Root(nn.Module):
         return x + self.zero.sqrt()
 
 
-@pytest.mark.parametrize("last", [nn.Identity, Root])
-@pytest.mark.parametrize("spoil", ["a dropped gradient", "a scaled gradient", "a swapped pair"])
+@pytest.mark.parametrize(
+    ("spoil", "last", "width"),
+    [
+        *itertools.product(["a dropped gradient", "a scaled gradient", "a swapped pair"], [nn.Identity, Root], [4]),
+        ("a scaled gradient", nn.Identity, 160),
+        ("a swapped pair", nn.Identity, 160),
+    ],
+)
 def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
-    spoil: str, last: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spoil: str, last: type[nn.Module], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graph is spoilt between capture and compiler, as a wrong pass would; the old package stays. An infinite gradient beside it excuses
-    nothing."""
+    nothing; and large gradients, which are compared one at a time, are compared as well."""
     target = tmp_path / "net.pt2"
     target.write_bytes(b"the old package")
     finish = partition._finish_backward
@@ -156,9 +163,9 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
         return finish(pieces, cut, *rest)
 
     monkeypatch.setattr(partition, "_finish_backward", spoilt)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), last())
+    net = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), last())
     with pytest.raises(ExportError, match=r"gradient of (0|2)\.weight is wrong: off by .* is allowed; nothing was written"):
-        ab.export_module(net, (torch.randn(3, 4),), path=target)
+        ab.export_module(net, (torch.randn(3, width),), path=target)
     assert target.read_bytes() == b"the old package" and list(tmp_path.iterdir()) == [target]
 
 

@@ -16,6 +16,7 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.inductor.row_sums import by_scatter_add
 from aot_backward_runtime import ExecutionError, load
 
+NAMES = ["table", "line", "cube", "half", "added"]
 KERNEL = b"aoti_torch_cpu_scatter_reduce_two_out"
 aten = torch.ops.aten
 
@@ -48,14 +49,13 @@ def tensors(length: int, batch: int, time: int) -> tuple[Tensor, ...]:
 
 def check(path: Path, sizes: list[tuple[int, int, int]]) -> Any:
     """That the package's gradients are eager's at each of ``sizes``. The gradient function."""
-    names = ["table", "line", "cube", "half", "added"]
     gradient = load(path).grad()
     for size in sizes:
         arguments = tensors(*size)
         precise = [a.detach().double().requires_grad_() for a in arguments[:5]]  # eager's kernel for bfloat16 rounds after each row that it adds
         expected = torch.autograd.grad(looked_up(*precise, *arguments[5:]), precise)
         ours = gradient(*arguments)[1]
-        for name, exact in zip(names, expected, strict=True):
+        for name, exact in zip(NAMES, expected, strict=True):
             tolerance = 1e-5 if name != "half" else 1e-2 if torch_api.at_least("2.13") else 0.1  # rounded after each row that is added there, too
             torch.testing.assert_close(ours[name].double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
     return gradient
@@ -65,8 +65,7 @@ def check(path: Path, sizes: list[tuple[int, int, int]]) -> Any:
 def test_gradients_are_eagers(kind: str, tmp_path: Path) -> None:
     dims = [Dim(name, min=0, max=1000) for name in ("length", "batch", "time")]
     shapes: Any = (*[None] * 5, {0: dims[0]}, {0: dims[1], 1: dims[2]}) if kind == "dynamic" else None
-    names = ["table", "line", "cube", "half", "added"]
-    path = ab.export_grad(looked_up, tensors(24, 6, 5), wrt=names, dynamic_shapes=shapes, path=tmp_path / "rows.pt2")
+    path = ab.export_grad(looked_up, tensors(24, 6, 5), wrt=NAMES, dynamic_shapes=shapes, path=tmp_path / "rows.pt2")
     sizes = [(24, 6, 5)] if shapes is None else [(24, 6, 5), (0, 1, 7), (1, 7, 1), (1, 1, 1), (700, 0, 3), (2, 3, 0), (3, 90, 8)]
     if not torch_api.at_least("2.13"):  # whose Inductor asks for the product of two sizes whether it is at least 2
         sizes = [size for size in sizes if size[1] * size[2] > 1]
@@ -94,7 +93,7 @@ def traced(function: Any, *arguments: Tensor) -> torch.fx.GraphModule:
 
 
 def put(to: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    return torch.ops.aten.index_put(to, [index], rows, True)
+    return aten.index_put(to, [index], rows, True)
 
 
 ROWS = {

@@ -8,20 +8,22 @@ import pytest
 import torch
 from torch import nn
 
+from aot_backward.checks.stored_results import sketch
+from aot_backward.checks.verify import verify_package
 from aot_backward_runtime import IncompatibleError, load, replay
 from aot_backward_runtime.format.manifest import FORMAT_VERSION, OperatorSpec
-from aot_backward_runtime.native.weights import filled, load_weights
+from aot_backward_runtime.native.weights import filled, load_examples, load_weights
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
 
 from .. import golden_operators
-from ..support.golden_packages import Curved, Pair, arguments, backward_passes, bend, cubed, samples, training
+from ..support.golden_packages import Curved, Pair, arguments, backward_passes, bend, cubed, grid, samples, training
 from ..support.oracle import assert_same, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS = (
-    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders", "targets", "operators")
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES = (
+    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches")
 )
 
 
@@ -29,7 +31,7 @@ def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS} == {*FILES}
+    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -149,6 +151,18 @@ def test_operators_that_others_register_run_on_the_torch_that_they_were_built_fo
     expected = torch.autograd.grad(cubed(x), x)[0]
     _, gradients = load(path, imports=[golden_operators.__name__]).grad()(x.detach())
     torch.testing.assert_close(gradients["x"], expected)
+
+
+@pytest.mark.parametrize("path", SKETCHES, ids=lambda p: p.name)
+def test_a_sketch_is_of_the_same_numbers_on_every_torch(path: Path) -> None:
+    stored, x = load_examples(open_package(path)), grid().requires_grad_()
+    gradient = torch.autograd.grad(bend(x), x)[0]
+    assert "bend/0/expected/gradient of x" not in stored
+    difference = (sketch(gradient) - stored["bend/0/sketch/gradient of x"]).norm()
+    assert difference <= stored["bend/0/allowed/gradient of x"] < 1e-4 * gradient.norm()
+    if runs_here(path):
+        (report,) = verify_package(path).variants
+        assert not report.wrong and (report.tensors, report.sketched) == (2, 1)
 
 
 @pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)

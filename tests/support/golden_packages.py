@@ -131,6 +131,15 @@ def write_operators(path: Path) -> None:
     ab.export(path, {"cubed": ab.Grad(cubed, [ab.Variant((torch.ones(4),))])})
 
 
+def grid() -> torch.Tensor:
+    return torch.linspace(-2, 2, 130 * 130).reshape(130, 130)
+
+
+def write_sketches(path: Path) -> None:
+    """A gradient that is too large to be stored whole."""
+    ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((grid(),))])})
+
+
 WRITERS = {
     "pair": write_pair,
     "passes": write_passes,
@@ -138,6 +147,7 @@ WRITERS = {
     "orders": write_orders,
     "targets": write_targets,
     "operators": write_operators,
+    "sketches": write_sketches,
 }
 
 if __name__ == "__main__":

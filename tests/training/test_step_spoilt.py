@@ -12,6 +12,7 @@ from torch import nn
 
 import aot_backward as ab
 from aot_backward.capture.step import optimizer_graph
+from aot_backward.checks.verify import verify_package
 
 aten = torch.ops.aten
 
@@ -36,9 +37,40 @@ def _scaled_update(graph: torch.fx.Graph, parameters: int) -> None:
     output.args = ([made, *others],)
 
 
-@pytest.mark.parametrize(("spoil", "optimizer"), [(_scaled_gradient, torch.optim.SGD), (_scaled_update, torch.optim.AdamW)])
+class Diverging(nn.Module):
+    """One element of a large parameter becomes NaN in the first step, and no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(160, 160) + 0.5)
+        with torch.no_grad():
+            self.weight[0, 0] = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight.sqrt() * x.mean()).sum()
+
+
+def _net(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
+    """A module, its arguments and its loss."""
+    torch.manual_seed(0)
+    if kind == "diverging":
+        return Diverging(), (torch.rand(3) + 1,), None
+    width = 8 if kind == "small" else 160  # the latter's weights are compared by sketches
+    net = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
+    return net, (torch.randn(12, width), torch.randint(0, 4, (12,))), nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "optimizer", "kind"),
+    [
+        (_scaled_gradient, torch.optim.SGD, "small"),
+        (_scaled_update, torch.optim.AdamW, "small"),
+        (_scaled_update, torch.optim.AdamW, "large"),
+        (_scaled_gradient, torch.optim.SGD, "diverging"),
+    ],
+)
 def test_what_is_off_by_a_thousandth_fails_the_export(
-    spoil: Callable[[torch.fx.Graph, int], None], optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spoil: Callable[[torch.fx.Graph, int], None], optimizer: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = optimizer_graph.trace
 
@@ -49,11 +81,14 @@ def test_what_is_off_by_a_thousandth_fails_the_export(
         update.graph.recompile()
         return update
 
-    monkeypatch.setattr(optimizer_graph, "trace", spoilt)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
-    x, y, path = torch.randn(12, 8), torch.randint(0, 4, (12,)), tmp_path / "step.pt2"
+    net, arguments, loss_fn = _net(kind)
+    path = tmp_path / "step.pt2"
     path.write_bytes(b"the old package")
-    with pytest.raises(ab.ExportError, match=r"wrong: off by .* from eager, .* is allowed; nothing was written"):
-        ab.export_step(net, (x, y), loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer(net.parameters(), lr=0.1), path=path)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_graph, "trace", spoilt)
+        with pytest.raises(ab.ExportError, match=r"wrong: off by .* from eager, .* is allowed; nothing was written"):
+            ab.export_step(net, arguments, loss_fn=loss_fn, optimizer=optimizer(net.parameters(), lr=0.1), path=path)
     assert path.read_bytes() == b"the old package"
+    if kind == "diverging":
+        ab.export_step(net, arguments, loss_fn=loss_fn, optimizer=optimizer(net.parameters(), lr=0.1), path=path)
+        assert verify_package(path).ok

@@ -92,11 +92,13 @@ def _looks(node: Node) -> tuple[torch.dtype, list[str]]:
 
 def _part(node: Node) -> _Sum | None:
     """A part that ``node``, a ``select_scatter``, pads with zeros; None where it pads with something else."""
-    zeros, part, dim, index = (*node.args, 0, 0)[:4]
+    if len(node.args) != 4:
+        return None
+    zeros, part, dim, index = node.args
     value = node.meta["val"]
     if not (isinstance(zeros, Node) and zeros.target is aten.full.default and type(zeros.args[1]) in (int, float) and zeros.args[1] == 0):
         return None
-    if not isinstance(part, Node) or type(dim) is not int or type(index) is not int or len(node.args) != 4:
+    if not isinstance(part, Node) or type(dim) is not int or type(index) is not int:
         return None
     size = value.shape[dim]
     if type(size) is not int or part.meta["val"].dtype != value.dtype:

@@ -47,11 +47,21 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
 
     Sizes are left open; where Inductor cannot do without a comparison of two (``evaluate_min`` of a diagonal's sides), it is made, and is a guard."""
     try:
-        return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=True)
-    except ExportError:
-        if not form.symbols:
-            raise
-        return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=False)
+        try:
+            return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=True)
+        except torch_api.InductorError:
+            if not form.symbols:
+                raise
+            return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=False)
+    except torch_api.InductorError as error:
+        reason = str(error).partition("\n")[0]
+        named = re.search(r"^\s*target: (\S+)", str(error), re.MULTILINE)
+        operator = named[1] if named else _operator_of(error)
+        raise ExportError.of(
+            operator,
+            f"{graph.name}: Inductor cannot compile {operator or 'the graph'}: {reason}. Leave it to eager, or make it an operator of your own "
+            "(torch.library.custom_op with register_fake and register_autograd); TORCH_LOGS=+inductor shows more",
+        ) from error
 
 
 def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor, *, open_sizes: bool) -> GeneratedCode:
@@ -80,19 +90,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         patches.generating_for(built_for),
         patches.donating(graph, fake_mode) as donating,
     ):
-        try:
-            compiled = torch_api.compile_fx_inner(
-                module, inputs, static_input_idxs=[], is_inference=not donating, is_backward=donating, cpp_wrapper=True
-            )
-        except torch_api.InductorError as error:
-            reason = str(error).partition("\n")[0]
-            named = re.search(r"^\s*target: (\S+)", str(error), re.MULTILINE)
-            operator = named[1] if named else _operator_of(error)
-            raise ExportError.of(
-                operator,
-                f"{graph.name}: Inductor cannot compile {operator or 'the graph'}: {reason}. Leave it to eager, or make it an operator of your own "
-                "(torch.library.custom_op with register_fake and register_autograd); TORCH_LOGS=+inductor shows more",
-            ) from error
+        compiled = torch_api.compile_fx_inner(module, inputs, static_input_idxs=[], is_inference=not donating, is_backward=donating, cpp_wrapper=True)
     files = tuple(Path(f) for f in compiled.filename)
     wrapper = next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text()
     new = [g.expr for g in fake_mode.shape_env.guards[known:] if not g.expr.free_symbols.isdisjoint(form.symbols)]

@@ -3,27 +3,64 @@
 A step asks for the memory of its gradients at each call and gives it back. From a certain size on glibc returns it to the system each time, and
 the next call has every page of it faulted in and cleared again: with 40 MB of gradients 18 of 28 ms. Whether it does depends on what else is
 allocated at the heap's end.
+
+An export wants the opposite: what glibc kept of a large model's gradients, blocks of a few megabytes that are freed one by one, came to more than the
+weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
+from typing import Any
 
 _LARGE = 1 << 20  # bytes of gradients; below, it makes no difference that could be measured
+_LARGE_MODEL = 1 << 26  # bytes of weights
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT = 1 << 30
+_LARGEST = 32 << 20  # glibc's own threshold grows up to that, with the largest block that was freed, and the other one to twice as much
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+_state = {"keeps": False, "frees": False}  # whether a step has asked for the first, and an export is within the second
 
 
 def keep(size: int) -> bool:
     """Has the process keep up to 1 GiB of freed memory for its next allocation, if ``size``, the bytes that are given back at each call, is
     large. Whether it was done: not where the user has set malloc's thresholds (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``)."""
-    chosen = any(name in os.environ for name in _SETTINGS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if size < _LARGE or chosen:
+    if size < _LARGE or _chosen():
         return False
+    _state["keeps"] = True
+    return _state["frees"] or _put(_KEPT, _KEPT)
+
+
+@contextlib.contextmanager
+def freed_at_once(size: int) -> Iterator[None]:
+    """A context in which the system has back each block of a megabyte or more as soon as it is freed, if ``size``, the bytes of a model's weights, is
+    large and the user has not set malloc's thresholds. Afterwards they are those of any process that once freed 32 MB, or :func:`keep`'s."""
+    if size < _LARGE_MODEL or _chosen() or _state["frees"] or not _put(_LARGE, _LARGEST):
+        yield
+        return
+    _state["frees"] = True
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        yield
+    finally:
+        _state["frees"] = False
+        _put(*((_KEPT, _KEPT) if _state["keeps"] else (_LARGEST, 2 * _LARGEST)))
+        _libc().malloc_trim(0)
+
+
+def _chosen() -> bool:
+    return any(name in os.environ for name in _SETTINGS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+
+
+def _put(mmap_threshold: int, trim_threshold: int) -> bool:
+    try:
+        mallopt = _libc().mallopt
     except (OSError, AttributeError):  # not glibc
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _KEPT) and mallopt(_TRIM_THRESHOLD, _KEPT))
+    return bool(mallopt(_MMAP_THRESHOLD, mmap_threshold) and mallopt(_TRIM_THRESHOLD, trim_threshold))
+
+
+def _libc() -> Any:
+    return ctypes.CDLL(None)

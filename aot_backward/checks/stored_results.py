@@ -1,0 +1,127 @@
+"""Results as they lie in a package, for ``verify``: small ones whole, large ones as a sketch, which takes 8 KB however large they are.
+
+It is an AMS sketch (Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments"): each element, under a random sign that
+depends on its place alone, is added to one of :data:`SUMS` sums. It is linear, so that the norm of the difference of two sketches estimates ‖a − e‖:
+exactly where one element is off, within a few hundredths where many are. Integers and booleans, of which none may differ, have a SHA-256 instead.
+
+| key behind ``ENTRY/N/``  | of                                                      | what it holds                                                 |
+|--------------------------|---------------------------------------------------------|---------------------------------------------------------------|
+| ``expected/NAME``        | up to :data:`LARGE` bytes, or with NaN or Inf           | the result, whole                                             |
+| ``sketch/NAME``          | more than that, of floating-point or complex numbers    | float64, ``(SUMS,)``                                          |
+| ``digest/NAME``          | more than that, of integers or booleans                 | uint8, ``(32,)``: the SHA-256 of its row-major bytes          |
+| ``allowed/NAME``         | each of these                                           | float64, ``()``: what the norm of a difference may be         |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from aot_backward_runtime.errors import PackageError
+from aot_backward_runtime.native.tensor_bytes import tensor_chunks
+
+from .example_sizes import SEED
+from .tolerance import Comparison, distance, is_finite, is_inexact
+
+Stored = dict[str, torch.Tensor]
+"""The examples of a package, by key."""
+
+LARGE = 1 << 16
+"""Bytes. What is larger is not stored whole."""
+
+SUMS = 1021
+"""A prime: neighbours in a column are added to different sums, however many columns there are."""
+
+MARGIN = 1.5
+"""What a sketch may be off by, in what the whole may be: an estimate is hardly ever as far from what it estimates."""
+
+
+def is_large(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.itemsize > LARGE
+
+
+def sketch(tensor: torch.Tensor) -> torch.Tensor:
+    """float64, of shape ``(SUMS,)``, on the CPU."""
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
+    sums, block = torch.zeros(SUMS, dtype=torch.float64), SUMS << 8
+    # Each block has the same signs, moved on by one, so that two that are the same sign are never of elements in one sum.
+    signs = torch.randint(0, 2, (min(block, flat.numel()) + SUMS,), generator=torch.Generator().manual_seed(SEED)).mul_(2).sub_(1).double()
+    for number, piece in enumerate(flat.split(block)):
+        start = number % SUMS
+        signed = piece.cpu().double() * signs[start : start + len(piece)]
+        sums += F.pad(signed, (0, -len(signed) % SUMS)).view(-1, SUMS).sum(0)
+    return sums
+
+
+def sketched_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """About ‖a − b‖, given their sketches."""
+    return float(torch.linalg.vector_norm(a - b))
+
+
+def store(stored: Stored, prefix: str, name: str, result: torch.Tensor, allowed: float) -> None:
+    """Adds ``result`` to ``stored``, under ``prefix/…/name``, and what the norm of a later one's difference may be."""
+    if is_large(result) and is_inexact(result) and is_finite(result):
+        store_sketch(stored, prefix, name, sketch(result), allowed)
+        return
+    if is_large(result) and not is_inexact(result):
+        stored[f"{prefix}/digest/{name}"] = _digest(result)
+    else:
+        stored[f"{prefix}/expected/{name}"] = result.contiguous()
+    stored[f"{prefix}/allowed/{name}"] = torch.tensor(allowed, dtype=torch.float64)
+
+
+def store_sketch(stored: Stored, prefix: str, name: str, sums: torch.Tensor, allowed: float) -> None:
+    """:func:`store`, of a result whose :func:`sketch` is ``sums``."""
+    stored[f"{prefix}/sketch/{name}"] = sums
+    stored[f"{prefix}/allowed/{name}"] = torch.tensor(allowed, dtype=torch.float64)
+
+
+def names_of(stored: Mapping[str, torch.Tensor]) -> set[str]:
+    """Of the results in ``stored``, the part of an example behind its prefix."""
+    return {name for kind, _, name in (key.partition("/") for key in stored) if kind in ("expected", "sketch", "digest")}
+
+
+def is_whole(stored: Mapping[str, torch.Tensor], name: str) -> bool:
+    return f"expected/{name}" in stored
+
+
+def compare_stored(name: str, result: torch.Tensor, stored: Mapping[str, torch.Tensor], *, as_stored: bool = False) -> Comparison:
+    """``result`` (``as_stored``: or its sketch, where one is stored) beside what is stored of it. :class:`Differs` where it has another dtype or
+    shape, :class:`PackageError` where ``stored`` does not say what it may be off by, or is no sketch."""
+    allowed = stored.get(f"allowed/{name}")
+    if allowed is None or allowed.numel() != 1:
+        raise PackageError(f"the package does not say how far off {name} may be: 'allowed/{name}' is missing, or no number")
+    if (whole := stored.get(f"expected/{name}")) is not None:
+        whole = as_dtype(str(result.dtype).removeprefix("torch."), whole)
+        if result.shape != whole.shape or result.dtype != whole.dtype:
+            raise Differs(f"{name} is {result.dtype} {tuple(result.shape)}, stored was {whole.dtype} {tuple(whole.shape)}")
+        return Comparison(name, distance(result, whole), float(allowed))
+    if (digest := stored.get(f"digest/{name}")) is not None:
+        return Comparison(name, 0.0 if torch.equal(_digest(result), digest) else math.inf, 0.0)
+    sums = stored[f"sketch/{name}"]
+    if sums.shape != (SUMS,) or sums.dtype is not torch.float64:
+        raise PackageError(f"'sketch/{name}' is {sums.dtype} {tuple(sums.shape)}; expected float64 {(SUMS,)}")
+    if not is_inexact(result):
+        raise Differs(f"{name} is {result.dtype}, stored was the sketch of a tensor of floating point")
+    error = sketched_distance(result if as_stored and result.shape == sums.shape else sketch(result), sums)
+    return Comparison(name, error, MARGIN * float(allowed))
+
+
+class Differs(Exception):
+    """A result cannot be compared with what is stored of it; says why."""
+
+
+def as_dtype(dtype: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A stored tensor as what it was: complex128 is stored as pairs, and packages are mapped, so that a write must go to a copy."""
+    return torch.view_as_complex(tensor).clone() if dtype == "complex128" and not tensor.is_complex() else tensor.clone()
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    digest = hashlib.sha256()
+    for chunk in tensor_chunks(tensor.detach()):
+        digest.update(chunk)
+    return torch.tensor(list(digest.digest()), dtype=torch.uint8)
