@@ -202,11 +202,11 @@ class _FirstValues(dict[str, Any]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.first: dict[str, Any] = {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in self.items()}
+        self.first: dict[str, Any] = {k: _kept(v) for k, v in self.items()}
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self.first:
-            self.first[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            self.first[key] = _kept(value)
         super().__setitem__(key, value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
@@ -217,6 +217,15 @@ class _FirstValues(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+
+def _kept(value: Any) -> Any:
+    """``value``, of a tensor a copy; one of zeros, as moments begin, takes no memory before somebody writes to it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_contiguous() and not value.count_nonzero():
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    return value.detach().clone()
 
 
 def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: set[str]) -> dict[str, dict[str, Any]]:

@@ -49,7 +49,7 @@ class TrainingState:
         self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state]
         self.loss = {n.removeprefix(_LOSS): t for n, t in others.items() if n.startswith(_LOSS)}
         """Tensors of the loss function, which eager's two dicts do not have."""
-        self.initial = [t.detach().clone() for *_, t in self.slots] if spec.fresh else None
+        self.initial = [_kept(t.detach()) for *_, t in self.slots] if spec.fresh else None
         """The slots before the optimizer's first step; None where the export was in the middle of a training."""
         self.gradients: dict[str, torch.Tensor] = {g.parameter: others[g.state] for g in spec.gradients}
         for s in spec.state:
@@ -183,6 +183,15 @@ class Change:
     counters: Mapping[str, int]
     fresh: bool
     scaler: Mapping[str, Any] | None
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; where one number is throughout, as in moments before the first step, that number, expanded."""
+    if tensor.numel() and tensor.is_floating_point():
+        low, high = torch.aminmax(tensor)
+        if low == high:
+            return low.expand(tensor.shape)
+    return tensor.clone()
 
 
 def malformed(error: BaseException) -> str:
