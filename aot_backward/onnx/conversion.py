@@ -6,9 +6,9 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aot_backward_exporters.graph import Graph
 from aot_backward_exporters.progress import Progress
@@ -111,8 +111,9 @@ class Conversion:
             self.translated[part.library] = translate(graphs[part.library], part.names, part.about)
         say("translate", len(parts), len(parts))
 
-    def compare(self, check: Callable[[Package], dict[tuple[str, int], str]]) -> dict[tuple[str, int], str]:
-        """``check``: compares what it is given with eager; returns, by entry and variant, the tensor that came nearest to the tolerance."""
+    def compare(self, check: Callable[[Callable[[], Package]], dict[tuple[str, int], str]]) -> dict[tuple[str, int], str]:
+        """``check``: is given what loads the graphs as a package with weights of its own, and compares that with eager; returns, by entry and
+        variant, the tensor that came nearest to the tolerance."""
         import onnx
         import onnx.shape_inference
 
@@ -126,13 +127,18 @@ class Conversion:
                 raise ExportError(f"{name}: ONNX's own checker refuses the graph: {first}; report this, with the program") from error
         chosen = engine()
 
-        def opened(library: str) -> Library:
-            part, translated = self.parts[library], self.translated[library]
-            return OnnxLibrary(self.manifest.libraries[library], part.names, translated, runner(translated.with_fixed(), chosen))
+        @cache
+        def running(library: str) -> Any:
+            return runner(self.translated[library].with_fixed(), chosen)
 
-        copies = {key: tensor.detach().clone() for key, tensor in self.weights.items()}
-        package = OnnxPackage(UnwrittenArchive(self.manifest), copies, {name: partial(opened, name) for name in self.parts})
-        worst = check(package)
+        def opened(library: str) -> Library:
+            return OnnxLibrary(self.manifest.libraries[library], self.parts[library].names, self.translated[library], running(library))
+
+        def load() -> Package:
+            copies = {key: tensor.detach().clone() for key, tensor in self.weights.items()}
+            return OnnxPackage(UnwrittenArchive(self.manifest), copies, {name: partial(opened, name) for name in self.parts})
+
+        worst = check(load)
         version = __import__(chosen.partition(".")[0]).__version__
         return {which: f"{chosen} {version}, nearest to what is allowed: {name}" for which, name in worst.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aot_backward_exporters import torch_api
@@ -67,8 +67,8 @@ def convert(
     made = Conversion(path, manifest, graphs, weights, entry, variant, say)
     examples = load_examples(archive)
 
-    def check(package: Package) -> dict[tuple[str, int], str]:
-        out = {}
+    def check(load: Callable[[], Package]) -> dict[tuple[str, int], str]:
+        package, out = load(), {}
         for name, number in made.variants:
             if not any(key.startswith(f"{name}/{number}/") for key in examples):
                 raise ExportError(f"{source} stores no example inputs for {name!r}: there is nothing to compare an ONNX graph with")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,8 @@ def export_onnx(
         manifest = build.manifest(True)
         chosen = Conversion(path, manifest, contents.graphs, contents.weights, None, variant, progress)
 
-        def check(package: Package) -> dict[tuple[str, int], str]:
-            checked = build.check(manifest, [lambda: package], {})
+        def check(load: Callable[[], Package]) -> dict[tuple[str, int], str]:
+            checked = build.check(manifest, [load], {})
             return {(n, i): v.verdict.worst for n, e in checked.entries.items() for i, v in enumerate(e.variants)}
 
         verdicts = chosen.compare(check)
