@@ -12,6 +12,7 @@ four times the memory of the weights.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -145,8 +146,10 @@ class _OneAtATime:
     """A large model's gradients. Of eager's no more than a sketch is kept; float64's are rounded to float32, as soon as backward has one, which is a
     hundredth of what a gradient may be off by. How far eager is off, and how far float64's move, is then the distance of two sketches."""
 
-    def __init__(self, eager: Named):
-        """Takes the large gradients out of ``eager``."""
+    def __init__(self, eager: Named, *, frees: bool):
+        """Takes the large gradients out of ``eager``. ``frees``: a parameter in float64 whose gradient is there is freed: no operator of the backward
+        that is left reads it. What else may read it, as a hook, finds NaN."""
+        self._frees = frees
         self.sketches = dict[str, torch.Tensor]()
         self.errors, self.moved, self.finite = dict[str, float](), dict[str, float](), True
         self._eager, self._beside = eager, dict[str, torch.Tensor]()
@@ -160,7 +163,7 @@ class _OneAtATime:
         if name not in self.sketches:
             return gradient
         self._beside[name] = sketch(gradient)
-        _free(leaf)
+        self._free(leaf)
         return gradient.new_zeros(()).expand(gradient.shape)
 
     def take(self, name: str, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -171,28 +174,39 @@ class _OneAtATime:
         self.moved[name] = sketched_distance(self._beside[name], exact)
         self.finite &= is_finite(gradient)
         self._eager[name] = rounded = gradient.to(torch.float32)
-        _free(leaf)
+        self._free(leaf)
         return rounded
 
-
-def _free(leaf: torch.Tensor) -> None:
-    """Frees a parameter in float64 whose gradient is there: no operator of the backward that is left reads it."""
-    if leaf.dtype is torch.float64:
-        leaf.data = leaf.data.new_empty(0)
+    def _free(self, leaf: torch.Tensor) -> None:
+        if self._frees and leaf.dtype is torch.float64:
+            leaf.data = leaf.data.new_full((), math.nan).expand(leaf.shape)
 
 
 def _reference(given: _Given, eager: Named) -> tuple[Reference[Named], Mapping[str, torch.Tensor]]:
     """Eager in float64; or ``eager`` itself, where float64 computes something else. And sketches of those of ``eager``'s results that float64's have
     taken the place of."""
-    case = given.case
+    program = given.case.program
     itself = Reference(eager, dict.fromkeys(eager, 0.0), float64=False)
-    dtypes = {t.dtype for t in [*case.program.parameters(), *eager.values()] if t is not None}
+    dtypes = {t.dtype for t in [*program.parameters(), *eager.values()] if t is not None}
     if consumed_cuda_rng(_device(eager)) or any(d.is_complex for d in dtypes):
         return itself, {}
     if not any(d.is_floating_point and d is not torch.float64 for d in dtypes):
         return itself, {}
+    hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in program.parameters())
+    for frees in (False,) if hooked else (True, False):
+        large = _OneAtATime(eager if len(given.spec.orders) == 1 else {}, frees=frees)
+        reference = _in_float64(given, eager, large)
+        if reference is not None:
+            return reference, large.sketches
+        if not large.sketches:
+            break
+        eager.update(given.results())
+    return itself, {}
+
+
+def _in_float64(given: _Given, eager: Named, large: _OneAtATime) -> Reference[Named] | None:
+    """None where float64 computes something else."""
     looks = {n: None if e is None else e.shape for n, e in eager.items()}
-    large = _OneAtATime(eager if len(given.spec.orders) == 1 else {})
     try:
         with torch.autocast(_device(eager), enabled=False):
             beside = given.in_float64(rounded=True, take=large.take_beside if large.sketches else None)
@@ -208,11 +222,9 @@ def _reference(given: _Given, eager: Named) -> tuple[Reference[Named], Mapping[s
                 further = large.moved[name] if name in large.moved or other is None else distance_of_finite(other, t)
                 moved[name] = min(further, 1e-3 * max(norm(t), largest))
         reference = Reference(exact, moved, float64=True, eager_errors=large.errors)
-        if _is_same_computation(eager, reference, case.reduced_precision):
-            return reference, large.sketches
-    if large.sketches:
-        eager.update(given.results())
-    return itself, {}
+        if _is_same_computation(eager, reference, given.case.reduced_precision):
+            return reference
+    return None
 
 
 def _error_of_eager(name: str, eager: torch.Tensor, reference: Reference[Named]) -> float:

@@ -30,7 +30,7 @@ def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
             if tensor.is_floating_point():
                 wide = tensor.detach().to(torch.float64, copy=True)
                 other = (_perturb(wide) if rounded else wide).requires_grad_(tensor.requires_grad)
-                if tensor._backward_hooks:
+                if tensor._backward_hooks is not None:  # one that is empty now may get a hook: it must be the copy's, too
                     other._backward_hooks = tensor._backward_hooks
                 swap(tensor, other)
                 swapped.append((tensor, other))

@@ -70,12 +70,15 @@ class StepResults:
     def change(self, name: str) -> torch.Tensor:
         """By how much a parameter or buffer has changed, or the sketch of that; of the optimizer's state, which may be new, what it is."""
         after = self.after[name].double()
-        return after - self.before[name].double() if name.startswith(("parameter ", "buffer ")) and name not in self.diverged else after
+        if not name.startswith(("parameter ", "buffer ")) or self.before[name].shape != after.shape:
+            return after
+        return after - self.before[name].double()
 
     @property
     def diverged(self) -> set[str]:
-        """Of what was kept as a sketch before the first step, what has NaN or Inf after the last, and is kept whole."""
-        return {n for n, t in self.after.items() if n in self.before and self.before[n].shape != t.shape}
+        """What is large, and kept whole before the first step or after the last, since it has NaN or Inf there."""
+        whole = {n for n, t in self.after.items() if n not in self.sketched and _is_large(n, t)}
+        return whole | {n for n, t in self.after.items() if n in self.before and self.before[n].shape != t.shape}
 
 
 Sketched = Callable[[str, torch.Tensor], bool]

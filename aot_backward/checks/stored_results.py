@@ -2,7 +2,7 @@
 
 It is an AMS sketch (Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments"): each element, under a random sign that
 depends on its place alone, is added to one of :data:`SUMS` sums. It is linear, so that the norm of the difference of two sketches estimates ‖a − e‖:
-exactly where one element is off, within a few hundredths where many are. Integers and booleans, of which none may differ, have a SHA-256 instead.
+exactly where one element is off, within a tenth where many are. Integers and booleans, of which none may differ, have a SHA-256 instead.
 
 | key behind ``ENTRY/N/``  | of                                                      | what it holds                                                 |
 |--------------------------|---------------------------------------------------------|---------------------------------------------------------------|
@@ -48,11 +48,10 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
     """float64, of shape ``(SUMS,)``, on the CPU."""
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
     sums, block = torch.zeros(SUMS, dtype=torch.float64), SUMS << 8
-    # Each block has the same signs, moved on by one, so that two that are the same sign are never of elements in one sum.
-    signs = torch.randint(0, 2, (min(block, flat.numel()) + SUMS,), generator=torch.Generator().manual_seed(SEED)).mul_(2).sub_(1).double()
-    for number, piece in enumerate(flat.split(block)):
-        start = number % SUMS
-        signed = piece.cpu().double() * signs[start : start + len(piece)]
+    generator = torch.Generator().manual_seed(SEED)
+    for piece in flat.split(block):
+        signs = torch.randint(0, 2, (len(piece),), generator=generator, dtype=torch.int8)
+        signed = piece.cpu().double() * signs.mul_(2).sub_(1)
         sums += F.pad(signed, (0, -len(signed) % SUMS)).view(-1, SUMS).sum(0)
     return sums
 
@@ -82,7 +81,7 @@ def store_sketch(stored: Stored, prefix: str, name: str, sums: torch.Tensor, all
 
 def names_of(stored: Mapping[str, torch.Tensor]) -> set[str]:
     """Of the results in ``stored``, the part of an example behind its prefix."""
-    return {name for kind, _, name in (key.partition("/") for key in stored) if kind in ("expected", "sketch", "digest")}
+    return {name for kind, _, name in (key.partition("/") for key in stored) if kind in ("expected", "sketch", "digest", "allowed")}
 
 
 def is_whole(stored: Mapping[str, torch.Tensor], name: str) -> bool:
@@ -93,16 +92,19 @@ def compare_stored(name: str, result: torch.Tensor, stored: Mapping[str, torch.T
     """``result`` (``as_stored``: or its sketch, where one is stored) beside what is stored of it. :class:`Differs` where it has another dtype or
     shape, :class:`PackageError` where ``stored`` does not say what it may be off by, or is no sketch."""
     allowed = stored.get(f"allowed/{name}")
-    if allowed is None or allowed.numel() != 1:
-        raise PackageError(f"the package does not say how far off {name} may be: 'allowed/{name}' is missing, or no number")
+    if allowed is None or allowed.shape != () or allowed.dtype is not torch.float64 or not 0 <= float(allowed) < math.inf:
+        raise PackageError(f"the package does not say how far off {name} may be: 'allowed/{name}' is missing, or no number from 0 on in float64")
     if (whole := stored.get(f"expected/{name}")) is not None:
         whole = as_dtype(str(result.dtype).removeprefix("torch."), whole)
         if result.shape != whole.shape or result.dtype != whole.dtype:
             raise Differs(f"{name} is {result.dtype} {tuple(result.shape)}, stored was {whole.dtype} {tuple(whole.shape)}")
         return Comparison(name, distance(result, whole), float(allowed))
     if (digest := stored.get(f"digest/{name}")) is not None:
+        if digest.shape != (32,) or digest.dtype is not torch.uint8:
+            raise PackageError(f"'digest/{name}' is {digest.dtype} {tuple(digest.shape)}; expected uint8 (32,)")
         return Comparison(name, 0.0 if torch.equal(_digest(result), digest) else math.inf, 0.0)
-    sums = stored[f"sketch/{name}"]
+    if (sums := stored.get(f"sketch/{name}")) is None:
+        raise PackageError(f"the package says how far off {name} may be, and nothing of what it was: 'expected/{name}' is missing")
     if sums.shape != (SUMS,) or sums.dtype is not torch.float64:
         raise PackageError(f"'sketch/{name}' is {sums.dtype} {tuple(sums.shape)}; expected float64 {(SUMS,)}")
     if not is_inexact(result):

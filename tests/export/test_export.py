@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -167,6 +168,47 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
     with pytest.raises(ExportError, match=r"gradient of (0|2)\.weight is wrong: off by .* is allowed; nothing was written"):
         ab.export_module(net, (torch.randn(3, width),), path=target)
     assert target.read_bytes() == b"the old package" and list(tmp_path.iterdir()) == [target]
+
+
+class Cast(nn.Module):
+    """Its products are in bfloat16, so that a gradient may be far from float64's."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.enabled = nn.Linear(160, 160), nn.Linear(160, 160), enabled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            return (self.last(self.first(x).tanh()).float() - x).square().mean()
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(1.0, "reads another"), (3.0, "reads another"), (0.0, "reads another"), (1.0001, "was removed")])
+def test_large_gradients_of_parameters_with_hooks_are_compared(factor: float, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook may read a parameter whose own gradient is there already; one that was removed leaves an empty dict."""
+    passes = partition.joint_passes
+
+    def spoilt(*arguments: Any) -> Any:
+        module = passes(*arguments)
+        output = next(iter(module.graph.find_nodes(op="output")))
+        results = list(output.args[0])
+        place = next(i for i, r in enumerate(results) if isinstance(r, torch.fx.Node) and len(r.meta["val"].shape) == 2)
+        with module.graph.inserting_before(output):
+            made = module.graph.call_function(torch.ops.aten.mul.Tensor, (results[place], factor))
+        made.meta = dict(results[place].meta)
+        results[place] = made
+        output.args = (tuple(results),)
+        module.recompile()
+        return module
+
+    monkeypatch.setattr(partition, "joint_passes", spoilt)
+    torch.manual_seed(0)
+    net = Cast(enabled=kind == "reads another")
+    hook = net.first.weight.register_hook(lambda g: g * net.last.weight.norm() if kind == "reads another" else g)
+    if kind == "was removed":
+        hook.remove()
+    wrong = pytest.raises(ExportError, match=r"gradient of first\.weight is wrong") if factor != 1 else contextlib.nullcontext()
+    with wrong:
+        ab.export_grad(net, (torch.randn(4, 160),), wrt="parameters", path=tmp_path / "net.pt2")
 
 
 def test_the_measure() -> None:

@@ -27,6 +27,8 @@ def test_the_distance_of_two_sketches_is_that_of_the_tensors() -> None:
     noise = 1e-6 * torch.randn(a.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     column, one = torch.zeros_like(a), torch.zeros_like(a)
     column[:, 5], one[7, 9] = 1e-3, 1e-3
+    wide = torch.ones(()).expand(20_000_000)
+    assert sketched_distance(sketch(wide), torch.zeros(SUMS)) == pytest.approx(20_000_000**0.5, rel=0.15)
     for difference in (noise, column, one, torch.full_like(a, 1e-5)):
         exact = float(difference.norm())
         assert sketched_distance(sketch(a + difference), sketch(a)) == pytest.approx(exact, rel=0.15)
@@ -56,6 +58,16 @@ def test_what_is_stored_of_a_result() -> None:
         compare_stored("large", large, mine | {"sketch/large": torch.zeros(3)})
     with pytest.raises(PackageError, match="'allowed/large' is missing"):
         compare_stored("large", large, {"sketch/large": mine["sketch/large"]})
+    for limit in (-1.0, float("inf"), float("nan"), 1 + 2j, 3):
+        with pytest.raises(PackageError, match="'allowed/large' is missing, or no number from 0 on"):
+            compare_stored(
+                "large", large, mine | {"allowed/large": torch.tensor(limit, dtype=None if isinstance(limit, int | complex) else torch.float64)}
+            )
+    assert "large" in stored_results.names_of({"allowed/large": mine["allowed/large"]})
+    with pytest.raises(PackageError, match="'expected/large' is missing"):
+        compare_stored("large", large, {"allowed/large": mine["allowed/large"]})
+    with pytest.raises(PackageError, match=r"'digest/places' is torch.int64 .*; expected uint8"):
+        compare_stored("places", places, mine | {"digest/places": mine["digest/places"].long()})
 
 
 class Wide(nn.Module):

@@ -60,6 +60,19 @@ def _net(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
     return net, (torch.randn(12, width), torch.randint(0, 4, (12,))), nn.CrossEntropyLoss()
 
 
+def test_a_large_moment_that_becomes_infinite(tmp_path: Path) -> None:
+    """Squares of gradients overflow, and the parameters stay finite."""
+
+    class Mean(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).mean()
+
+    torch.manual_seed(0)
+    net = Mean(160, 160)
+    path = ab.export_step(net, (torch.randn(4, 160) * 1e25,), optimizer=torch.optim.Adam(net.parameters()), path=tmp_path / "step.pt2")
+    assert verify_package(path).ok
+
+
 @pytest.mark.parametrize(
     ("spoil", "optimizer", "kind"),
     [
