@@ -15,6 +15,7 @@ from torch import nn
 from aot_backward_exporters.process_state import exclusive
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import Manifest
 from aot_backward_runtime.training import allocator
 
 from . import operators
@@ -24,6 +25,7 @@ from .entries import Entries, Grad, Module, Step, Variant
 from .packaging.builder import Build
 from .packaging.contents import Contents
 from .packaging.package_writer import check_destination, write_package
+from .packaging.tuning import say_slower, tune_of
 
 
 def export(
@@ -33,6 +35,7 @@ def export(
     target: str = "cpu",
     weights: bool = True,
     portable: bool = True,
+    tune: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Compiles ``entries`` ahead of time, compares each with eager, and writes one package to ``path``.
@@ -42,6 +45,9 @@ def export(
     ``docs/rebuild.md``). ``weights=False`` leaves the weights out; they are bound when the package is loaded. ``portable=False`` leaves out the
     graphs as data, without which the package can neither be rebuilt for another torch or target nor converted. Nothing is written where a gradient
     is wrong or cannot be had: :class:`ExportError` says which and why.
+    ``tune``: how many ways to compile a variant are tried, each timed beside eager, of which the fastest is shipped: "quick", those that the graph
+    gives reason for; "full", all; "none". Without it what ``$AOT_BACKWARD_TUNE`` says, else "quick". What was measured is in the package
+    (``VariantSpec.speed``), and what is slower than eager is logged as a warning.
     The modules are left as they were: parameters, buffers, ``.grad``, modes and the random state.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
@@ -50,14 +56,20 @@ def export(
     if not entries:
         raise ExportError("nothing to export: entries is empty")
     check_entries(entries)
+    tune = tune_of(tune)
     check_destination(path)
     if target.startswith("cuda:"):
-        return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, progress=progress)
-    progress = progress or silent
+        return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, tune=tune, progress=progress)
+    say_slower(_checked_package(path, entries, target, weights=weights, portable=portable, tune=tune, progress=progress or silent))
+    return path
+
+
+def _checked_package(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, progress: Progress) -> Manifest:
+    """Writes the package, for targets of which one is this machine's kind."""
     parameters = [t for program in _programs(entries) for t in program.parameters()]
     size = sum(t.nbytes for t in parameters if t.layout is torch.strided and not nn.parameter.is_lazy(t))
     with everything_kept(entries), allocator.freed_at_once(size), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        contents = Contents(target, Path(folder), progress, portable=portable)
+        contents = Contents(target, Path(folder), progress, portable=portable, tune=tune)
         build = Build(contents)
         for name, entry in entries.items():
             build.add(name, entry)
@@ -68,10 +80,10 @@ def export(
         written = write_package(path, manifest, contents.artifacts, contents.weights, examples, contents.portables)
         progress("write", 1, 1)
     operators.say(written.operators)
-    return path
+    return manifest
 
 
-def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, progress: Progress | None) -> Path:
+def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, progress: Progress | None) -> Path:
     """Compiled for the CPU and compared with eager there, which casts under autocast as it would on a GPU; then the same graphs for the GPUs, which
     compares nothing where there is none."""
     from .packaging.rebuild import check_target, rebuild
@@ -79,7 +91,8 @@ def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool
     check_target(target)  # before minutes of compiling
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         with as_on_gpu():
-            checked = export(Path(folder) / "cpu.pt2", entries, weights=weights, progress=progress)
+            checked = Path(folder) / "cpu.pt2"
+            _checked_package(checked, entries, "cpu", weights=weights, portable=True, tune=tune, progress=progress or silent)
         return rebuild(checked, path, target=target, with_graphs=portable, captured_for="cuda", progress=progress)
 
 
@@ -174,6 +187,7 @@ def everything_kept(entries: Entries) -> Iterator[None]:
         kept = [b.detach().clone() for b in buffers]
         for program in programs:
             stack.enter_context(preserve.slots_kept(program))
+            stack.enter_context(preserve.numbers_kept(program))
         try:
             yield
         finally:

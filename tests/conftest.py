@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if SHARED not in os.environ:
         config.stash[_MADE] = os.environ[SHARED] = tempfile.mkdtemp(prefix="aot-backward-tests-")
     os.environ.setdefault(CACHE, f"{os.environ[SHARED]}/cache")
+    os.environ.setdefault("AOT_BACKWARD_TUNE", "none")  # what is timed takes time; test_tuning.py asks for it
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

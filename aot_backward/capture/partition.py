@@ -1,8 +1,7 @@
 """From a joint graph to the graphs that are compiled, and the plans that say how the runtime calls them.
 
-``module`` entries: a partitioner of torch divides the joint graph in two; a third graph, the forward alone, serves calls that need no gradient.
-On a CPU that is the default one, which saves what autograd saves; on a GPU the min-cut one, which computes much again rather than read it.
-``grad`` entries: one graph, with the incoming gradient of the loss put in as a constant one.
+``module`` entries: one of torch's partitioners (:data:`PARTITIONERS`) divides the joint graph in two; a third graph, the forward alone, serves calls
+that need no gradient. ``grad`` entries: one graph, with the incoming gradient of the loss put in as a constant one.
 
 What the backward needs again of a parameter it reads itself; only activations and inputs are saved. The joint graph stays as it is:
 :func:`split_module` and :func:`with_scalar_loss` begin with a copy, and the functions below them rewrite that copy's FX graph.
@@ -33,6 +32,9 @@ from .user_code import parameter_hooks
 
 aten = torch.ops.aten
 
+PARTITIONERS = ("default", "min_cut")
+"""torch's: ``default`` saves for the backward what autograd saves, ``min_cut`` as few bytes as it can, and computes the rest again."""
+
 
 @dataclass
 class Partitions:
@@ -47,8 +49,8 @@ class Partitions:
     accumulate: Plan | None = None
 
 
-def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: bool) -> Partitions:
-    """``name``: prefix of the graphs' names. ``forward_only``: also a graph without gradients."""
+def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: bool, partitioner: str) -> Partitions:
+    """``name``: prefix of the graphs' names. ``forward_only``: also a graph without gradients. ``partitioner``: one of :data:`PARTITIONERS`."""
     partitions = Partitions()
     joint = joint.copy()
     if not joint.has_backward:
@@ -59,7 +61,7 @@ def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: boo
         return partitions
     joint = _with_ties_summed(joint, weights)
     depends = _dependence(joint)
-    saving = torch_api.inductor_config.patch(custom_partitioner_fn=_saving_as_autograd() if joint.device.type == "cpu" else None)
+    saving = torch_api.inductor_config.patch(custom_partitioner_fn=_saving_as_autograd() if partitioner == "default" else None)
     with torch.no_grad(), _partition_settings(), saving:
         forward, backward = torch_api.partition_fn(
             joint.graph, joint.trace_inputs, num_fwd_outputs=joint.forward_values, static_lifetime_input_indices=[]

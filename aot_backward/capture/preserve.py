@@ -32,6 +32,17 @@ def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def numbers_kept(program: nn.Module) -> Iterator[None]:
+    """Attributes of ``program`` and its submodules that are numbers, text or None are put back: a forward may count its calls."""
+    before = [(m, {n: v for n, v in vars(m).items() if v is None or type(v) in (bool, int, float, complex, str)}) for m in program.modules()]
+    try:
+        yield
+    finally:
+        for module, values in before:
+            vars(module).update(values)
+
+
+@contextlib.contextmanager
 def in_mode(program: nn.Module, mode: str) -> Iterator[None]:
     """``program`` in ``mode`` ("train", "eval", or "" for a function, which has none), and afterwards every submodule as it was.
 

@@ -95,6 +95,20 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
     return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(filter(None, labels)))
 
 
+def is_right(entry: str, case: Case, example: Example, package: Package, spec: VariantSpec) -> bool:
+    """Whether ``entry`` of ``package``, whose only variant is ``spec``, gives on the example what eager gives, as far as eager itself tells. That is
+    less than :func:`check` asks for."""
+    values = next(sizes_to_check(spec, example)).values
+    cotangents = cotangents_at(spec, values)
+    try:
+        eager = results_of_eager(case.program, example, case.wrt, spec, cotangents)
+        actual = results_of_entry(package, entry, spec, example, cotangents)
+        itself = Reference(eager, dict.fromkeys(eager, 0.0), float64=False)
+        return not any(c.wrong for c in compare_results(actual, eager, itself, reduced_precision=True))
+    except (ExportError, RuntimeError):
+        return False
+
+
 def compare_results(actual: Named, eager: Named, reference: Reference[Named], *, reduced_precision: bool = False) -> list[Comparison]:
     """Every tensor of ``eager`` beside ``actual``'s of the same name. :class:`ExportError` where they are no two tensors alike."""
     if actual.keys() != eager.keys():

@@ -63,6 +63,18 @@ def sizes_to_check(spec: VariantSpec, example: Example) -> Iterator[Sized]:
             yield Sized(_resized(spec, example, values), values, _label(spec, values))
 
 
+def sizes_to_time(spec: VariantSpec, example: Example) -> Iterator[Sized]:
+    """The example as it is, then, where sizes are dynamic, with all of them four times as large, or as large as they may be."""
+    contract = Contract(spec.inputs, spec.symbols, spec.guards)
+    first = contract.solve(example.tensors)
+    yield Sized(example, first, _label(spec, first))
+    for factor in (4, 2):
+        values = {s.name: factor * first[s.name] if s.maximum is None else min(factor * first[s.name], s.maximum) for s in spec.symbols}
+        if values != first and _allowed(contract, spec.symbols, values):
+            yield Sized(_resized(spec, example, values), values, _label(spec, values))
+            return
+
+
 def exclude_refused_empty_sizes(spec: VariantSpec, program: nn.Module, example: Example) -> VariantSpec:
     """``spec`` with each size that may be 0, and at which eager refuses the program, from 1: compiled code would read what is not there (``x[0]``).
     Sizes that must be equal are 0 together."""

@@ -46,7 +46,7 @@ def results_of_entry(package: Package, entry: str, spec: VariantSpec, example: E
             return _copied(out)
     module = package.module(entry).train(example.mode == "train")
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    targets = _differentiated(spec, parameters, example)
+    targets = differentiated(spec, parameters, example)
     with preserve.values_kept(module.buffers()), preserve.requiring_alone(parameters.values(), targets.values()), torch.enable_grad():
         outputs = _add_outputs(out, module(*example.args, **example.kwargs))
         _add_gradients(out, spec, outputs, targets, cotangents)
@@ -74,7 +74,7 @@ def results_of_eager(
         inputs = example.tensors
         targets = {(spec.inputs[w].name if k == "input" else w): (inputs[w] if k == "input" else parameters[w]) for k, w in wrt}
     else:
-        targets = _differentiated(spec, parameters, example)
+        targets = differentiated(spec, parameters, example)
     torch.manual_seed(SEED)
     torch.clear_autocast_cache()  # it keeps casts of weights for as long as the caller's autocast lasts, whatever becomes of the weights
     with (
@@ -99,7 +99,7 @@ def results_of_eager(
         return _copied(out, taking)
 
 
-def _differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], example: Example) -> dict[str, torch.Tensor]:
+def differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], example: Example) -> dict[str, torch.Tensor]:
     """What a ``module`` variant gives gradients of, by name."""
     out, inputs = {}, example.tensors
     for gradient in spec.backward.gradients if spec.backward else ():
@@ -113,9 +113,14 @@ def _differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], e
 
 def _add_outputs(out: Named, value: Any) -> list[torch.Tensor]:
     """Adds the output's tensors by number, and returns them; a dict stands in the order of its keys, as both sides return it."""
-    flat = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+    flat = tensors_of(value)
     out.update({f"output[{i}]": v for i, v in enumerate(flat)})
     return flat
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a program returns, in order."""
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 
 def _add_gradients(

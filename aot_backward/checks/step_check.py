@@ -143,6 +143,24 @@ def steps_of_entry(package: Package, entry: str, example: Example, waiting: bool
 
 
 @contextlib.contextmanager
+def everything_kept(case: Case, example: Example) -> Iterator[None]:
+    """Inside, eager's steps can be made; afterwards parameters, ``.grad``, buffers and the optimizer's state are as they were."""
+    with _gradients_kept(case), _everything_kept(case, example, [*case.program.parameters(), *case.program.buffers()]):
+        yield
+
+
+@contextlib.contextmanager
+def _everything_kept(case: Case, example: Example, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    module = case.program.module
+    with preserve.in_mode(module, example.mode), preserve.slots_kept(case.program), preserve.values_kept(tensors), _state_kept(case.optimizer):
+        try:
+            yield
+        finally:
+            for p in case.program.parameters():
+                p.grad = None
+
+
+@contextlib.contextmanager
 def state_kept(package: Package, entry: str) -> Iterator[None]:
     """Afterwards the loaded entry's state is as it was."""
     step = package.step(entry)
@@ -200,46 +218,42 @@ def _steps_of_eager(
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
     everything = [t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())]
     loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in program_module.state_of(case.program.loss_fn).items()}
-    with preserve.in_mode(module, example.mode), preserve.slots_kept(case.program), preserve.values_kept(everything), _state_kept(optimizer):
-        try:
-            before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss, sketched)
-            losses, gradients = {}, []
-            generator = torch.Generator().manual_seed(SEED)
-            scale = settings.loss_scale or 1.0
-            for i in range(STEPS):
-                optimizer.zero_grad(set_to_none=True)
-                torch.clear_autocast_cache()
-                for half in (" first half", "") if waiting else ("",):
-                    with torch.enable_grad():
-                        value = pytree.tree_leaves(case.program(*example.args, **example.kwargs))[0]
-                        losses[f"loss {i}{half}"] = value.detach().clone()
-                        (value if settings.loss_scale is None else value * scale).backward()
-                for p in trained if settings.loss_scale is not None else ():
-                    if p.grad is not None:
-                        p.grad *= float(torch.tensor(scale, dtype=torch.float32).double().reciprocal().float())  # in GradScaler's precision
-                gradients.append({case.names[id(p)]: _kept(p.grad, sketched) for p in trained if p.grad is not None})
-                for p in trained if noise is not None else ():
-                    assert p.grad is not None and noise is not None
-                    _add_noise(p.grad, noise[i][case.names[id(p)]], generator)
-                if settings.clip_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
-                if settings.clip_value is not None:
-                    torch.nn.utils.clip_grad_value_(trained, settings.clip_value)
-                finite = all(bool(torch.isfinite(p.grad).all()) for p in trained if p.grad is not None)
-                if finite or not settings.skip_nonfinite:
-                    type(optimizer).step(optimizer)
-                scale *= 1.0 if finite else 0.5  # as torch.amp.GradScaler, which grows it after 2000 steps
-            slots = {
-                f"{key} of {case.names[id(p)]}": t
-                for p, state in optimizer.state.items()
-                for key, t in state.items()
-                if isinstance(t, torch.Tensor) and case.names.get(id(p)) in case.trained
-            }
-            slots |= loss
-            return _results(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots, sketched), gradients)
-        finally:
-            for p in case.program.parameters():
-                p.grad = None
+    with _everything_kept(case, example, everything):
+        before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss, sketched)
+        losses, gradients = {}, []
+        generator = torch.Generator().manual_seed(SEED)
+        scale = settings.loss_scale or 1.0
+        for i in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            torch.clear_autocast_cache()
+            for half in (" first half", "") if waiting else ("",):
+                with torch.enable_grad():
+                    value = pytree.tree_leaves(case.program(*example.args, **example.kwargs))[0]
+                    losses[f"loss {i}{half}"] = value.detach().clone()
+                    (value if settings.loss_scale is None else value * scale).backward()
+            for p in trained if settings.loss_scale is not None else ():
+                if p.grad is not None:
+                    p.grad *= float(torch.tensor(scale, dtype=torch.float32).double().reciprocal().float())  # in GradScaler's precision
+            gradients.append({case.names[id(p)]: _kept(p.grad, sketched) for p in trained if p.grad is not None})
+            for p in trained if noise is not None else ():
+                assert p.grad is not None and noise is not None
+                _add_noise(p.grad, noise[i][case.names[id(p)]], generator)
+            if settings.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
+            if settings.clip_value is not None:
+                torch.nn.utils.clip_grad_value_(trained, settings.clip_value)
+            finite = all(bool(torch.isfinite(p.grad).all()) for p in trained if p.grad is not None)
+            if finite or not settings.skip_nonfinite:
+                type(optimizer).step(optimizer)
+            scale *= 1.0 if finite else 0.5  # as torch.amp.GradScaler, which grows it after 2000 steps
+        slots = {
+            f"{key} of {case.names[id(p)]}": t
+            for p, state in optimizer.state.items()
+            for key, t in state.items()
+            if isinstance(t, torch.Tensor) and case.names.get(id(p)) in case.trained
+        }
+        slots |= loss
+        return _results(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots, sketched), gradients)
 
 
 def _kept(gradient: torch.Tensor, sketched: Sketched) -> torch.Tensor:

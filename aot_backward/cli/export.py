@@ -49,6 +49,15 @@ class Program(click.ParamType):
 @click.option("--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
 @click.option(
+    "--tune",
+    type=click.Choice(["none", "quick", "full"]),
+    envvar="AOT_BACKWARD_TUNE",
+    default="quick",
+    show_default=True,
+    show_envvar=True,
+    help="How many ways to compile are tried and timed beside eager: those that the graphs give reason for, all, or none. The fastest is shipped.",
+)
+@click.option(
     "--entry",
     "wanted",
     multiple=True,
@@ -67,6 +76,7 @@ def export(
     target: str,
     portable: bool,
     weights: bool,
+    tune: str,
     wanted: tuple[str, ...],
     form: str,
     external_data: bool | None,
@@ -93,13 +103,13 @@ def export(
         say(files, as_json)
         return
     with shown() as progress:
-        export_package(output, entries, target=target, weights=weights, portable=portable, progress=progress)
+        export_package(output, entries, target=target, weights=weights, portable=portable, tune=tune, progress=progress)
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB): {', '.join(entries)}")
 
 
 def _check_options(context: click.Context, form: str) -> None:
     """:class:`click.UsageError` for an option that does not apply to the format."""
-    idle = ("target", "portable", "weights") if form == "onnx" else ("external_data", "as_json")
+    idle = ("target", "portable", "weights", "tune") if form == "onnx" else ("external_data", "as_json")
     for parameter in context.command.params:
         if parameter.name in idle and context.get_parameter_source(parameter.name) is not click.core.ParameterSource.DEFAULT:
             raise click.UsageError(f"{parameter.opts[0]} means nothing with --format {form}", context)

@@ -64,7 +64,7 @@ def export_onnx(
 class Captured(Contents):
     """Graphs that are captured, and not compiled."""
 
-    def compile(self, graphs: Sequence[Graph], joint: Any) -> None:
+    def compile(self, graphs: Sequence[Graph], joint: Any, only: int | None = None) -> None:
         for graph in graphs:
             constants = {attribute: key for attribute, (key, _) in graph.constants.items()}
             self.artifacts[graph.name] = Artifact(Path(), Path(), None, constants, (), "", "", ())

@@ -7,11 +7,8 @@ import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from aot_backward_exporters.graph import VERSION
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, Verdict, WeightSpec
+from aot_backward_runtime.format.manifest import EntrySpec, Manifest, Verdict
 from aot_backward_runtime.loader import Package
 
 from ..checks.example_sizes import SEED
@@ -45,24 +42,11 @@ class Build:
 
     def manifest(self, with_weights: bool) -> Manifest:
         """What the package says, but for verdicts and members."""
-        contents = self.contents
-        return Manifest(
-            format_version=FORMAT_VERSION,
+        return dataclasses.replace(
+            self.contents.manifest(self.entries),
             required_features=self._features(),
-            producer=f"aot-backward {VERSION}",
-            torch=torch.__version__,
-            target=contents.specs[0],
-            targets=contents.specs[1:],
-            entries={name: self._without_verdicts(entry) for name, entry in self.entries.items()},
-            libraries=contents.libraries(),
-            weights={
-                k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "", contents.fills.get(k))
-                for k, t in contents.weights.items()
-            },
-            members={},
             has_weights=with_weights,
             created=datetime.datetime.now(datetime.UTC).date().isoformat(),
-            notes=contents.notes,
         )
 
     def check(self, manifest: Manifest, packages: Sequence[Callable[[], Package] | str], stored: Stored) -> Manifest:
@@ -87,7 +71,3 @@ class Build:
         """What a runtime must know to read the package rightly."""
         plans = [p for e in self.entries.values() for one in e.variants for v in one.orders for p in (v.backward,) if p is not None]
         return (*(["fill"] if self.contents.fills else []), *(["consumes"] if any(p.consumes for p in plans) else []))
-
-    def _without_verdicts(self, entry: EntrySpec) -> EntrySpec:
-        verdicts = (Verdict("not run"),) * (len(self.contents.specs) - 1)
-        return dataclasses.replace(entry, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants))

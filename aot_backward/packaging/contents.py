@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from aot_backward_exporters.graph import Artifact, Graph
+from aot_backward_exporters.graph import VERSION, Artifact, Graph
 from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
-from aot_backward_runtime.compatibility import why_incompatible
-from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, VariantSpec, Verdict
+from aot_backward_runtime.compatibility import choose, why_incompatible
+from aot_backward_runtime.errors import ExportError, IncompatibleError
+from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, LibrarySpec, Manifest, VariantSpec, Verdict, WeightSpec
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.package.targets import seen_as
 
@@ -31,9 +34,10 @@ stored."""
 class Contents:
     """What is collected while entries are captured and compiled."""
 
-    def __init__(self, target: str, folder: Path, progress: Progress = silent, *, portable: bool = True):
-        """``target``: one or several (:func:`targets.parsed`). ``portable``: whether the graphs go into the package as data, too."""
-        self.targets, self.folder, self.progress, self.portable = targets.parsed(target), folder, progress, portable
+    def __init__(self, target: str, folder: Path, progress: Progress = silent, *, portable: bool = True, tune: str = "none"):
+        """``target``: one or several (:func:`targets.parsed`). ``portable``: whether the graphs go into the package as data, too. ``tune``: how many
+        ways to compile a variant are tried (:data:`.tuning.TUNES`)."""
+        self.targets, self.folder, self.progress, self.portable, self.tune = targets.parsed(target), folder, progress, portable, tune
         self.specs = tuple(targets.target_spec(name) for name in self.targets)
         self.graphs: dict[str, Graph] = {}
         self.artifacts: dict[str, Artifact] = {}
@@ -58,10 +62,12 @@ class Contents:
             self.weights[key] = tensor.detach()
         return self._keys[id(tensor)]
 
-    def compile(self, graphs: Sequence[Graph], joint: Joint) -> None:
-        folder = self.folder / f"g{len(self.artifacts)}"
-        folder.mkdir()
+    def compile(self, graphs: Sequence[Graph], joint: Joint, only: int | None = None) -> None:
+        """``only``: the number of a target, the code for others staying what it is."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
         for number, (name, spec) in enumerate(zip(self.targets, self.specs, strict=True)):
+            if only not in (None, number):
+                continue
             (folder / str(number)).mkdir()
             made = compile.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress)
             self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
@@ -78,6 +84,63 @@ class Contents:
     def libraries(self) -> dict[str, LibrarySpec]:
         """What the manifest says of each graph."""
         return {name: library_spec(graph, *self._artifacts(name)) for name, graph in self.graphs.items()}
+
+    def manifest(self, entries: Mapping[str, EntrySpec]) -> Manifest:
+        """What a package of ``entries`` says, but for verdicts, features and members."""
+        further = len(self.specs) - 1
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            required_features=(),
+            producer=f"aot-backward {VERSION}",
+            torch=torch.__version__,
+            target=self.specs[0],
+            targets=self.specs[1:],
+            entries={name: _without_verdicts(entry, further) for name, entry in entries.items()},
+            libraries=self.libraries(),
+            weights={
+                k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "", self.fills.get(k)) for k, t in self.weights.items()
+            },
+            members={},
+            has_weights=True,
+            notes=self.notes,
+        )
+
+    def profiled(self, name: str, entry: EntrySpec, graphs: Sequence[Graph], joint: Joint) -> Package | None:
+        """As :meth:`package_of`, the code of ``graphs`` reporting its kernels to ``torch.profiler``. Nothing of it is kept."""
+        before, number = self.mark(), self._runs_here(self.manifest({name: entry}))
+        if number is None:
+            return None
+        self.compile([dataclasses.replace(graph, profiled=True) for graph in graphs], joint, number)
+        package = self.package_of(name, entry)
+        self.back_to(before)
+        return package
+
+    def mark(self) -> list[dict[str, Any]]:
+        """What has been collected so far, for :meth:`back_to`."""
+        return [dict(collected) for collected in self._collected]
+
+    def back_to(self, mark: list[dict[str, Any]]) -> None:
+        """Has collected what had been when ``mark`` was made."""
+        for collected, then in zip(self._collected, mark, strict=True):
+            collected.clear()
+            collected.update(then)
+
+    @property
+    def _collected(self) -> tuple[dict[str, Any], ...]:
+        return self.graphs, self.artifacts, self.portables, self.notes, self.weights
+
+    def package_of(self, name: str, entry: EntrySpec) -> Package | None:
+        """``entry`` alone, loaded for the target that ``load`` would choose here, with weights of its own; None where nothing runs here."""
+        manifest = self.manifest({name: entry})
+        number = self._runs_here(manifest)
+        return None if number is None else self._load(manifest, number)
+
+    @staticmethod
+    def _runs_here(manifest: Manifest) -> int | None:
+        try:
+            return choose(manifest)
+        except IncompatibleError:
+            return None
 
     def packages(self, manifest: Manifest) -> list[Callable[[], Package] | str]:
         """For each target what loads the package, with weights of its own each time; or why this machine cannot."""
@@ -106,6 +169,12 @@ class Contents:
                 raise ExportError(
                     f"{name} and {other} share memory without being one tensor; tie them (module.weight = other.weight), or clone one of them"
                 )
+
+
+def _without_verdicts(entry: EntrySpec, further: int) -> EntrySpec:
+    """``entry`` with no verdict for each of so many further targets."""
+    verdicts = (Verdict("not run"),) * further
+    return dataclasses.replace(entry, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants))
 
 
 class _Unwritten:

@@ -20,11 +20,12 @@ from aot_backward_runtime.native.pytree import describe
 from ..capture import higher_order, partition, program_module
 from ..capture.joint_graph import Joint
 from ..capture.user_code import source_location
-from ..checks import eager_check
+from ..checks import eager_check, speed
 from ..checks.example_sizes import Example, exclude_refused_empty_sizes
 from ..checks.named_results import Wrt
 from ..checks.stored_results import Stored
 from ..entries import Grad, Module, Variant
+from . import tuning
 from .contents import Check, Contents
 from .variant_capture import Names, captured_variant, requiring_gradients, resolve_names
 from .variant_spec import variant_spec
@@ -40,8 +41,20 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
     signature = program.forward if isinstance(fn, nn.Module) else fn
     state = program_module.state_of(program)
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
+    persistent = set(program.state_dict(keep_vars=True))
     variants, examples, cases = list[VariantSpec](), list[Example](), list[eager_check.Case]()
     wrt: Wrt = ()
+
+    def entry_of(*variants: VariantSpec) -> EntrySpec:
+        spec = EntrySpec(
+            kind="module",
+            state=tuple(StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in state.items()),
+            variants=variants,
+            modules=tuple(n for n, _ in program.named_modules(remove_duplicate=False) if n),
+            training=program.training,
+        )
+        return spec if isinstance(entry, Module) else _grad_entry(spec, entry, wrt)
+
     for i, variant in enumerate(entry.variants):
         mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
         with captured_variant(
@@ -57,29 +70,26 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
             names=functools.partial(_names, entry, variant, program, signature),
         ) as (example, wanted, joint):
             prefix = f"{name}.{i}"
+            apart = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
             if isinstance(entry, Module):
-                spec, graphs = _module_variant(contents, prefix, entry, program, state, example, joint, weights)
+                candidates = _module_candidates(contents, prefix, entry, program, state, example, joint, weights, apart)
             else:
                 wrt = tuple(_by_number(wanted or [], joint, weights))
-                spec, graphs = _grad_variant(contents, name, prefix, entry, example, joint, weights, wrt)
-            apart = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
-            variants.append(exclude_refused_empty_sizes(dataclasses.replace(spec, set_apart=apart), program, example))
+                candidates = [_grad_candidate(name, prefix, entry, example, joint, weights, wrt, apart)]
+            compared = eager_check.Case(program, wrt if isinstance(entry, Grad) else None, any(map(_computes_in_16_bits, candidates[0].graphs)))
+            label = f"{name} variant {i}" if len(entry.variants) > 1 else name
+            subject = tuning.Subject(name, i, label, speed.ProgramTimed(name, program, compared.wrt), example)
+            case = tuning.Case(subject, entry_of, functools.partial(eager_check.is_right, name, compared, example), joint)
+            chosen = tuning.choose(contents, case, candidates, functools.partial(_compile, contents, prefix, joint))
+            variants.append(exclude_refused_empty_sizes(chosen.spec(), program, example))
             examples.append(example)
-            cases.append(eager_check.Case(program, wrt if isinstance(entry, Grad) else None, any(map(_computes_in_16_bits, graphs))))
+            cases.append(compared)
 
     def check(load: Callable[[], Package], i: int, spec: VariantSpec, stored: Stored) -> Verdict:
         with source_location.errors_located(program, examples[i].args, examples[i].kwargs):
             return eager_check.check(load, name, i, spec, cases[i], examples[i], stored)
 
-    persistent = set(program.state_dict(keep_vars=True))
-    entry_spec = EntrySpec(
-        kind="module",
-        state=tuple(StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in state.items()),
-        variants=tuple(variants),
-        modules=tuple(n for n, _ in program.named_modules(remove_duplicate=False) if n),
-        training=program.training,
-    )
-    return (entry_spec if isinstance(entry, Module) else _grad_entry(entry_spec, entry, wrt)), check
+    return entry_of(*variants), check
 
 
 def _names(entry: Module | Grad, variant: Variant, program: nn.Module, signature: Callable[..., Any], example: Example) -> Names | None:
@@ -104,17 +114,23 @@ def _grad_entry(spec: EntrySpec, entry: Grad, wrt: Wrt) -> EntrySpec:
     )
 
 
-def _grad_variant(
-    contents: Contents, entry_name: str, prefix: str, entry: Grad, example: Example, joint: Joint, weights: Weights, wrt: Wrt
-) -> tuple[VariantSpec, list[Graph]]:
+def _grad_candidate(
+    entry_name: str,
+    prefix: str,
+    entry: Grad,
+    example: Example,
+    joint: Joint,
+    weights: Weights,
+    wrt: Wrt,
+    apart: tuple[str, ...],
+) -> tuning.Candidate:
     if not entry.has_aux and joint.out_tree.kind != "tensor":
         raise ExportError(f"{entry_name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
     partitions = partition.split_grad(joint, prefix, weights, wrt)
-    _compile(contents, prefix, partitions.graphs, joint)
-    return variant_spec(example.mode, joint, partitions), partitions.graphs
+    return tuning.Candidate("whole", partitions.graphs, lambda: dataclasses.replace(variant_spec(example.mode, joint, partitions), set_apart=apart))
 
 
-def _module_variant(
+def _module_candidates(
     contents: Contents,
     prefix: str,
     entry: Module,
@@ -123,20 +139,28 @@ def _module_variant(
     example: Example,
     joint: Joint,
     weights: Weights,
-) -> tuple[VariantSpec, list[Graph]]:
-    """The forward and the backward, and as far as ``entry.order`` says the backward's own, each split into its graphs."""
+    apart: tuple[str, ...],
+) -> list[tuning.Candidate]:
+    """The forward and the backward, and as far as ``entry.order`` says the backward's own, each split into its graphs by each partitioner."""
     higher = _higher_orders(entry.order, program, (example.args, example.kwargs), joint, weights)
-    partitions = partition.split_module(joint, prefix, weights, forward_only=example.mode == "eval")
-    partitions_of_higher = [
-        partition.split_module(one.joint, f"{prefix}.order{order}", weights, forward_only=False) for order, one in enumerate(higher, start=2)
-    ]
-    graphs = [graph for one in (partitions, *partitions_of_higher) for graph in one.graphs]
-    _compile(contents, prefix, graphs, joint)
-    double: VariantSpec | None = None
-    for one, own in reversed(list(zip(higher, partitions_of_higher, strict=True))):
-        double = dataclasses.replace(variant_spec(example.mode, one.joint, own), gives=one.gives, random=one.random, double=double)
     unreached = () if joint.differentiable else requiring_gradients(state, example)
-    return dataclasses.replace(variant_spec(example.mode, joint, partitions), double=double, unreached=unreached), graphs
+
+    def candidate(partitioner: str) -> tuning.Candidate:
+        partitions = partition.split_module(joint, prefix, weights, forward_only=example.mode == "eval", partitioner=partitioner)
+        partitions_of_higher = [
+            partition.split_module(one.joint, f"{prefix}.order{order}", weights, forward_only=False, partitioner=partitioner)
+            for order, one in enumerate(higher, start=2)
+        ]
+
+        def spec() -> VariantSpec:
+            double: VariantSpec | None = None
+            for one, own in reversed(list(zip(higher, partitions_of_higher, strict=True))):
+                double = dataclasses.replace(variant_spec(example.mode, one.joint, own), gives=one.gives, random=one.random, double=double)
+            return dataclasses.replace(variant_spec(example.mode, joint, partitions), double=double, unreached=unreached, set_apart=apart)
+
+        return tuning.Candidate(partitioner, [graph for one in (partitions, *partitions_of_higher) for graph in one.graphs], spec)
+
+    return tuning.partitioned(candidate, example, contents.device, contents.tune)
 
 
 def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: Joint, weights: Weights) -> list[higher_order.Differentiated]:
@@ -148,7 +172,7 @@ def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: Joint,
     return out
 
 
-def _compile(contents: Contents, prefix: str, graphs: Sequence[Graph], joint: Joint) -> None:
+def _compile(contents: Contents, prefix: str, joint: Joint, graphs: Sequence[Graph]) -> None:
     known = _known_sizes(joint)
     contents.compile(graphs, joint)
     if _known_sizes(joint) != known:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
+from aot_backward_runtime.loader import Package
 
 from ..capture import partition, program_module
+from ..capture.joint_graph import Joint
 from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
-from ..checks import step_check
-from ..checks.example_sizes import exclude_refused_empty_sizes
+from ..checks import speed, step_check
+from ..checks.example_sizes import Example, exclude_refused_empty_sizes
 from ..entries import Step
+from . import tuning
 from .contents import Check, Contents
 from .variant_capture import captured_variant
 from .variant_spec import variant_spec
+
+_WHOLE = "whole"
+"""The only candidate: all in one graph."""
+
+_Captured = tuple[Example, Sequence[Graph], Joint]
+"""Of a variant the example, and what it was compiled from."""
 
 
 def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Check]:
@@ -32,7 +44,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     wanted = [("parameter", steps.MODULE + names[id(p)]) for p in trained]
     state = program_module.state_of(program)
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
-    variants, examples = [], []
+    variants, captured = [], list[_Captured]()
     shared: steps.StepState | None = None
     for i, variant in enumerate(entry.variants):
         if variant.requires_grad is not None:
@@ -73,7 +85,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
                     shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, update=plan))
             contents.compile(partitions.graphs, joint)
             variants.append(exclude_refused_empty_sizes(variant_spec(mode, joint, partitions), program, example))
-            examples.append(example)
+            captured.append((example, partitions.graphs, joint))
     assert shared is not None
     for n, tensor in shared.tensors.items():
         if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
@@ -88,4 +100,26 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         step=shared.spec,
     )
     case = step_check.Case(program, entry.optimizer, settings, names, shared.optimized.trained, bool(shared.gradients), update.reduced_precision)
-    return spec, lambda load, i, variant, stored: step_check.check(load, name, i, variant, case, examples[i], stored)
+    timed = _timed(contents, name, spec, case, captured)
+    return timed, lambda load, i, variant, stored: step_check.check(load, name, i, variant, case, captured[i][0], stored)
+
+
+def _timed(contents: Contents, name: str, spec: EntrySpec, case: step_check.Case, captured: Sequence[_Captured]) -> EntrySpec:
+    """``spec`` with what was measured of each variant, as far as this machine can run it."""
+    package = contents.package_of(name, spec) if contents.tune != "none" else None
+    if package is None:
+        return spec
+    variants = []
+    for i, (variant, (example, graphs, joint)) in enumerate(zip(spec.variants, captured, strict=True)):
+        label = f"{name} variant {i}" if len(spec.variants) > 1 else name
+        subject = tuning.Subject(name, i, label, speed.StepTimed(name, case), example)
+        profiled = functools.partial(_profiled, contents, name, spec, graphs, joint)
+        measured = tuning.measure(contents, subject, {_WHOLE: package}, {_WHOLE: 0}, profiled)
+        variants.append(dataclasses.replace(variant, speed=measured))
+    return dataclasses.replace(spec, variants=tuple(variants))
+
+
+def _profiled(
+    contents: Contents, name: str, spec: EntrySpec, graphs: Sequence[Graph], joint: Joint, candidate: str
+) -> tuple[Package | None, Sequence[Graph]]:
+    return contents.profiled(name, spec, graphs, joint), graphs

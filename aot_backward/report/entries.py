@@ -16,7 +16,7 @@ from .blocks import SHOWN, code, facts, folded, line, section
 from .entry_state import program_state
 from .graph_views import order_in_words, owner, variant_title
 from .markup import Child, Html, element
-from .wording import Words, ambient_in_words, counted, verdict_in_words
+from .wording import Words, ambient_in_words, counted, speed_in_words, verdict_in_words
 
 
 def entries(archive: Archive) -> Html:
@@ -79,6 +79,7 @@ def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) ->
         ("Changes", _changes(v)),
         *_compared(v.verdict, v.verdicts, archive),
         *(row for again in v.orders[1:] for row in _compared(again.verdict, again.verdicts, archive, "Derivatives compared")),
+        ("Speed when it was exported", list(map(line, speed_in_words(v.speed))) if v.speed else None),
     ]
     title = None if single else element("h4", variant_title(number, v).capitalize())
     return element("div", title, facts(rows), class_="variant")

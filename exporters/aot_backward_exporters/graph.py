@@ -47,6 +47,7 @@ class Graph:
     nodes: int
     round_as_eager: bool = False  # to 16 bits after each operator, also within a fused loop
     donated: tuple[int, ...] = ()  # inputs whose memory the code may write its own values into
+    profiled: bool = False  # each kernel reports itself to torch.profiler, which takes time
 
 
 @dataclass(frozen=True)

@@ -141,10 +141,19 @@ def _minor(version: str) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
-    """As /proc/cpuinfo writes them, of the first processor: the kernel makes the text as it is read, 0.1 ms for each further one."""
+    """As /proc/cpuinfo writes them."""
+    return frozenset(_of_processor("flags").split())
+
+
+def processor_name() -> str:
+    """The processor's model: "AMD EPYC 7763 64-Core Processor"."""
+    return _of_processor("model name")
+
+
+def _of_processor(field: str) -> str:
+    """A line of /proc/cpuinfo, of the first processor: the kernel makes the text as it is read, 0.1 ms for each further one."""
     with Path("/proc/cpuinfo").open() as file:
-        line = next(line for line in file if line.startswith("flags"))
-    return frozenset(line.partition(":")[2].split())
+        return next((line.partition(":")[2].strip() for line in file if line.startswith(field)), "")
 
 
 def glibc() -> str:

@@ -166,7 +166,7 @@ def compiled(new_cache: Callable[[], Path], tmp_path_factory: pytest.TempPathFac
             patch.setattr("tempfile.tempdir", str(work))
             patch.chdir(work)
             graph, mode = captured_layer(fill, source=source)
-            key = compile._key(canonical_graph(graph, mode.shape_env), "cpu")
+            key = compile._key(canonical_graph(graph, mode.shape_env), "cpu", graph)
             artifact = compile.compile_graphs([graph], folder=tmp_path_factory.mktemp("out"), fake_mode=mode)[graph.name]
             assert list(work.iterdir()) == []
             assert {p.suffix for p in inductor.rglob("*") if p.is_file()} <= {".lock"}  # no probes of the processor
@@ -293,7 +293,7 @@ ROWS = torch.ones(5, 8)
 def _key(captured: Captured, change: Callable[[Any], None] = lambda shape_env: None) -> str:
     graph, mode = captured
     change(mode.shape_env)
-    return compile._key(canonical_graph(graph, mode.shape_env), "cpu")
+    return compile._key(canonical_graph(graph, mode.shape_env), "cpu", graph)
 
 
 def _narrow(shape_env: Any) -> None:

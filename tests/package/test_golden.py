@@ -22,8 +22,8 @@ from ..support.oracle import assert_same, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES = (
-    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches")
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED = (
+    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches", "speed")
 )
 
 
@@ -31,7 +31,7 @@ def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES} == {*FILES}
+    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -163,6 +163,13 @@ def test_a_sketch_is_of_the_same_numbers_on_every_torch(path: Path) -> None:
     if runs_here(path):
         (report,) = verify_package(path).variants
         assert not report.wrong and (report.tensors, report.sketched) == (2, 1)
+
+
+@pytest.mark.parametrize("path", SPEED, ids=lambda p: p.name)
+def test_what_was_measured_at_export_is_read(path: Path) -> None:
+    speed = open_package(path).manifest.entries["bend"].variants[0].speed
+    assert speed is not None and speed.chosen == "whole" and speed.sizes == ("rows=4", "rows=16") and speed.target == "cpu:avx2"
+    assert [t.name for t in speed.timings] == ["eager", "whole"] and 0 < max(speed.ratios) < 1
 
 
 @pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)

@@ -140,6 +140,12 @@ def write_sketches(path: Path) -> None:
     ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((grid(),))])})
 
 
+def write_speed(path: Path) -> None:
+    """A gradient that was timed beside eager, at two sizes."""
+    rows = {0: Dim("rows", min=2, max=64)}
+    ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])}, tune="quick")
+
+
 WRITERS = {
     "pair": write_pair,
     "passes": write_passes,
@@ -148,6 +154,7 @@ WRITERS = {
     "targets": write_targets,
     "operators": write_operators,
     "sketches": write_sketches,
+    "speed": write_speed,
 }
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ def _number(number: NumberSpec) -> dict[str, Any]:
 
 def _variant(variant: VariantSpec, entry: EntrySpec) -> dict[str, Any]:
     from aot_backward.onnx.arguments import argument_names
+    from aot_backward_runtime.format.manifest_json import plain
     from aot_backward_runtime.native import pytree
     from aot_backward_runtime.native.guards import Contract
 
@@ -138,6 +139,7 @@ def _variant(variant: VariantSpec, entry: EntrySpec) -> dict[str, Any]:
         "ambient": dataclasses.asdict(variant.ambient),
         "verdict": dataclasses.asdict(variant.verdict),
         "further_verdicts": [dataclasses.asdict(v) for v in variant.verdicts],
+        "speed": plain(variant.speed) if variant.speed else None,
     }
 
 

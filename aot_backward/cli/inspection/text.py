@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from aot_backward.report.wording import speed_in_words
+from aot_backward_runtime.format.manifest import Speed
+from aot_backward_runtime.format.manifest_json import read_as
+
 from ..support.tables import count, say, size, table
 
 
@@ -70,6 +74,10 @@ def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
         say(f"    gradients of {', '.join(names)}{again}")
     for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
         say(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
+    if v["speed"]:
+        say("    timed when it was exported:")
+    for words in speed_in_words(read_as(Speed, v["speed"])) if v["speed"] else ():
+        say(f"      {words}")
 
 
 def _show_step(s: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str
     for graph in graphs if target.startswith("cuda") else ():
         _refuse_elsewhere(graph)
     forms = {graph.name: canonical_graph(graph, fake_mode.shape_env) for graph in graphs}
-    keys = {graph.name: _key(forms[graph.name], target, graph.round_as_eager, graph.donated) for graph in graphs}
+    keys = {graph.name: _key(forms[graph.name], target, graph) for graph in graphs}
     entries = {key: entry for key in keys.values() if (entry := fetch(key)) is not None}
     missing = {keys[graph.name]: (graph, forms[graph.name]) for graph in graphs if keys[graph.name] not in entries}
     if missing:
@@ -180,14 +180,15 @@ def _artifact(graph: Graph, key: str, entry: CachedLibrary, folder: Path) -> Art
     )
 
 
-def _key(form: Canonical, target: str, round_as_eager: bool = False, donated: Sequence[int] = ()) -> str:
+def _key(form: Canonical, target: str, graph: Graph) -> str:
     """What the library depends on: the graph, every setting of Inductor, and the versions of all that takes part."""
-    with torch_api.inductor_config.patch({**settings_for(processor(target)), "emulate_precision_casts": round_as_eager}):
+    own = {"emulate_precision_casts": graph.round_as_eager, "cpp.enable_kernel_profile": graph.profiled}
+    with torch_api.inductor_config.patch({**settings_for(processor(target)), **own}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
     return digest(
         {
             "graph": form.form,
-            "donated": list(donated),
+            "donated": list(graph.donated),
             "settings": {name: repr(value) for name, value in settings.items()},
             "target": dataclasses.asdict(target_spec(target)),
             "torch": [torch.__version__, str(torch.version.git_version)],

@@ -81,7 +81,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         V.set_aot_compilation(True),
         config.patch({**settings_for(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
         config.patch(torch_api.get_cpp_wrapper_config()),
-        config.patch(emulate_precision_casts=graph.round_as_eager),
+        config.patch({"emulate_precision_casts": graph.round_as_eager, "cpp.enable_kernel_profile": graph.profiled}),
         V.set_fake_mode(fake_mode),
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),

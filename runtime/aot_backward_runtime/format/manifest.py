@@ -4,6 +4,8 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.7  2026-11-23  ``VariantSpec.speed``
+    1.6  2026-11-23  nothing here: sketches and digests among the stored examples
     1.5  2026-11-22  ``Manifest.operators``: what registers the operators that PyTorch itself does not have
     1.4  2026-11-21  several targets: ``Manifest.targets``, ``Target.name``, ``LibrarySpec.builds``, ``verdicts``; ``LibrarySpec.graph``
     1.3  2026-11-21  ``VariantSpec.double``, ``gives``, ``random``, ``unreached`` and ``set_apart``; ``Plan.consumes`` (feature "consumes")
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 6)
+FORMAT_VERSION = (1, 7)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -144,6 +146,43 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """How long one call took, with its backward or update, in the process that exported: the shortest in microseconds, at each of
+    :attr:`Speed.sizes`.
+    ``saved``: bytes that the forward keeps for the backward at the example's sizes; -1 for eager."""
+
+    name: str  # "eager", or the candidate: "default", "min_cut" (partitioners), "whole" (all in one graph)
+    microseconds: tuple[float, ...]
+    saved: int = -1
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured of a variant when it was exported: eager first, then each candidate, in turns in one process. ``chosen``: the candidate whose
+    code is in the package. ``sizes``: in words ("batch=16"), "" where nothing is dynamic. ``tune``: what was asked for, "quick" or "full".
+    ``target`` and ``torch``: what the measured code was compiled for, and by; a package that was rebuilt has other code. ``others``: how many
+    threads that were not the exporter's were running or waiting for a processor; on a busy machine fewer ``threads`` are used. ``slow``: where the
+    chosen code was slower than eager, what took longest in it, in words."""
+
+    chosen: str
+    timings: tuple[Timing, ...]
+    sizes: tuple[str, ...]
+    threads: int
+    processor: str
+    tune: str
+    target: str
+    torch: str
+    others: int
+    slow: tuple[str, ...] = ()
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The time of the code in the package over eager's, at each of the sizes."""
+        times = {t.name: t.microseconds for t in self.timings}
+        return tuple(ours / max(eager, 1e-9) for ours, eager in zip(times[self.chosen], times["eager"], strict=True))
+
+
+@dataclass(frozen=True)
 class Shared:
     """An output that lies in another's memory. ``output`` and ``base`` are their numbers, ``offset`` how many elements behind the base's first it
     begins; its sizes are those of its :class:`TensorSpec`, and so are its strides, unless ``stride`` gives them: compiled code returns it in memory
@@ -166,7 +205,7 @@ class VariantSpec:
     drawn, which must be the forward's own.
     ``set_apart``: submodules that are not in ``mode``, as a BatchNorm that stays in eval mode while the rest trains.
     ``verdicts``: of the package's further targets, in their order; ``verdict`` is of the first.
-    ``shared``: outputs that lie in the memory of another one.
+    ``shared``: outputs that lie in the memory of another one. ``speed``: what was measured when it was exported, if anything.
     ``unreached``, of one without a backward: what required a gradient when it was exported ("parameter:NAME", "input:I"), and no output depends on.
     """
 
@@ -196,6 +235,7 @@ class VariantSpec:
     set_apart: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     shared: tuple[Shared, ...] = ()
+    speed: Speed | None = None
 
     @property
     def orders(self) -> tuple[VariantSpec, ...]:

@@ -8,7 +8,7 @@ from keyword import iskeyword
 
 from ..errors import PackageError
 from ..format.dtypes import DTYPES
-from ..format.manifest import Ambient, EntrySpec, Manifest, Tree, VariantSpec
+from ..format.manifest import Ambient, EntrySpec, Manifest, Speed, Tree, VariantSpec
 from .plan_checks import check_plans
 from .tensor_checks import check_symbols, check_symbols_of, check_tensor, describe, equal_sizes
 
@@ -24,6 +24,7 @@ def check_variant(what: str, entry: EntrySpec, variant: VariantSpec, manifest: M
         for guard in variant.guards:
             check_symbols("a guard", guard, names)
         check_ambient(variant.ambient)
+        _check_speed(variant.speed)
         _check_arguments(variant)
         leaves = [t.index for t in _leaves(variant.out_tree, names) if t.kind == "tensor"]
         if leaves != list(range(len(variant.outputs))):
@@ -41,6 +42,16 @@ def check_ambient(ambient: Ambient) -> None:
         raise PackageError(
             f"it was captured under autocast {ambient.autocast[:40]!r}, precision {ambient.matmul_precision[:40]!r}, which are unknown"
         )
+
+
+def _check_speed(speed: Speed | None) -> None:
+    if speed is None:
+        return
+    names = [t.name for t in speed.timings]
+    if names[:1] != ["eager"] or len(set(names)) != len(names) or speed.chosen not in names[1:]:
+        raise PackageError(f"it was timed as {', '.join(map(repr, names))[:80]}, of which {speed.chosen[:40]!r} is said to be here")
+    if not speed.sizes or any(len(t.microseconds) != len(speed.sizes) or min(t.microseconds) < 0 for t in speed.timings):
+        raise PackageError(f"it was timed at {len(speed.sizes)} sizes, and there are not as many times")
 
 
 def _check_arguments(variant: VariantSpec) -> None:

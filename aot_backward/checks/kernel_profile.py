@@ -1,0 +1,81 @@
+"""Where the time of a compiled entry goes: the kernels of code that reports them to ``torch.profiler``, and the lines that they come from."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+from torch.profiler import ProfilerActivity, profile
+
+from aot_backward_exporters.graph import LINE, Graph
+from aot_backward_runtime.format.manifest import VariantSpec
+from aot_backward_runtime.loader import Package
+
+from .example_sizes import Sized
+from .speed import Timed
+from .stopwatch import Call
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+_CALLS = 10
+_SHOWN = 3
+_FUSED = re.compile(r"^(?:graph_\d+_)?(?:cpp|triton)_[a-z]*?_?fused_(.*?)(?:_\d+)?$")
+_CALLED = re.compile(r"^aoti_torch_[a-z]+_(?:_?mkl_|_?mkldnn_)?(.*?)(?:_out)?$")
+
+
+def slowest(package: Package, timed: Timed, spec: VariantSpec, sized: Sized, microseconds: float, graphs: Sequence[Graph]) -> Iterator[str]:
+    """In words how much of ``microseconds``, what a call takes, is spent in kernels, and in which most of it. ``package``: of code that reports its
+    kernels; ``graphs``: what it was compiled from."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        call = stack.enter_context(timed.compiled(package, spec, sized))
+        stack.enter_context(_silent_profiler())
+        call()
+        found = min((_kernels(call) for _ in range(_CALLS)), key=lambda kernels: sum(kernels.values()))
+    total = sum(found.values())
+    if total < microseconds / 2:
+        yield f"its kernels take {total:,.0f} of {microseconds:,.0f} µs: the rest is what a call costs, whatever it computes"
+    for name in sorted(found, key=lambda n: -found[n])[:_SHOWN]:
+        if found[name] > total / 10:
+            lines = ", ".join(list(dict.fromkeys(_lines(name, graphs)))[:2])
+            yield f"{_words(name)} {found[name]:,.1f} µs{f' ({lines})' if lines else ''}"
+
+
+def _kernels(call: Call) -> dict[str, float]:
+    """Microseconds, by kernel, of one call."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+        call()
+    return {e.key: e.cpu_time_total for e in profiled.key_averages() if _FUSED.match(e.key) or _CALLED.match(e.key)}
+
+
+@contextlib.contextmanager
+def _silent_profiler() -> Iterator[None]:
+    """Else it says on stderr that it starts and stops. It reads the variable once, when it is first used."""
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ.setdefault(_LOG_LEVEL, "99")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LOG_LEVEL]
+
+
+def _words(name: str) -> str:
+    fused = _FUSED.match(name)
+    called = _CALLED.match(name)
+    return f"fused {fused[1]}" if fused else called[1] if called else name
+
+
+def _lines(name: str, graphs: Sequence[Graph]) -> Iterator[str]:
+    """Those of the model from which the operators that a kernel is named after come."""
+    fused, called = _FUSED.match(name), _CALLED.match(name)
+    text = fused[1] if fused else called[1] if called else ""
+    for graph in graphs:
+        for node in graph.module.graph.nodes:
+            line = node.meta.get(LINE)
+            namespace, _, rest = str(node.target).partition(".")  # aten.mm.default
+            operator = rest.partition(".")[0].strip("_")
+            if line is not None and namespace == "aten" and re.search(rf"(^|_){re.escape(operator)}(_|$)", text):
+                yield f"{line.file}:{line.number}" if line.file else f"in {line.module}" if line.module else "in the model"
