@@ -111,7 +111,7 @@ def _check_options(context: click.Context, form: str) -> None:
     """:class:`click.UsageError` for an option that does not apply to the format."""
     idle = ("target", "portable", "weights", "tune") if form == "onnx" else ("external_data", "as_json")
     for parameter in context.command.params:
-        if parameter.name in idle and context.get_parameter_source(parameter.name) is not click.core.ParameterSource.DEFAULT:
+        if parameter.name in idle and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{parameter.opts[0]} means nothing with --format {form}", context)
 
 
