@@ -105,13 +105,14 @@ def export_module(
     requires_grad: Sequence[str] | None = None,
     order: int = 1,
     target: str = "cpu",
+    tune: str | None = None,
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
     """One module, one variant, in its present mode: forward and backward, with ``order=2`` twice. See :class:`Module`, :class:`Variant` and
     :func:`export`."""
     variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes, requires_grad=requires_grad)
-    return export(path, {"module": Module(module, [variant], order)}, target=target, progress=progress)
+    return export(path, {"module": Module(module, [variant], order)}, target=target, tune=tune, progress=progress)
 
 
 def export_grad(
@@ -123,12 +124,13 @@ def export_grad(
     has_aux: bool = False,
     dynamic_shapes: Any = None,
     target: str = "cpu",
+    tune: str | None = None,
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
     """One function or module that returns a loss: value and gradients in one fused graph. See :class:`Grad` and :func:`export`."""
     variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes)
-    return export(path, {"grad": Grad(fn_or_module, [variant], wrt, has_aux)}, target=target, progress=progress)
+    return export(path, {"grad": Grad(fn_or_module, [variant], wrt, has_aux)}, target=target, tune=tune, progress=progress)
 
 
 def export_step(
@@ -140,6 +142,7 @@ def export_step(
     optimizer: torch.optim.Optimizer,
     dynamic_shapes: Any = None,
     target: str = "cpu",
+    tune: str | None = None,
     path: str | os.PathLike[str],
     accumulate: bool = False,
     distributed: bool = False,
@@ -163,7 +166,7 @@ def export_step(
         skip_nonfinite=skip_nonfinite,
         loss_scale=loss_scale,
     )
-    return export(path, {"step": step}, target=target, progress=progress)
+    return export(path, {"step": step}, target=target, tune=tune, progress=progress)
 
 
 def check_entries(entries: Any) -> None:

@@ -242,6 +242,5 @@ def test_a_size_that_is_not_cheap_is_not_timed(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_variant_without_a_backward_is_timed(tmp_path: Path) -> None:
     frozen = nn.Linear(4, 2).requires_grad_(False)
-    path = ab.export(tmp_path / "f.pt2", {"f": ab.Module(frozen, [ab.Variant((torch.ones(3, 4),))])}, tune="full")
-    found = measured(path, "f")
+    found = measured(ab.export_module(frozen, (torch.ones(3, 4),), tune="full", path=tmp_path / "f.pt2"), "module")
     assert [t.name for t in found.timings] == ["eager", "default"]
