@@ -26,7 +26,7 @@ from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.guards import Contract, dtype_of
 
 from ..capture.joint_graph import Joint
-from ..capture.partition import PARTITIONERS
+from ..capture.partition import partitioners
 from ..checks import kernel_profile, speed, stopwatch
 from ..checks.example_sizes import Example, Sized, sizes_to_time
 from .contents import Contents
@@ -92,7 +92,7 @@ class Case:
 
 def partitioned(candidate: Callable[[str], Candidate], example: Example, device: str, tune: str) -> list[Candidate]:
     """Which partitioners are tried, the usual one first. ``candidate``: the variant as a partitioner divides it."""
-    usual, other = PARTITIONERS if device == "cpu" else reversed(PARTITIONERS)
+    usual, other = partitioners(device)
     out = [candidate(usual)]
     if tune == "none" or out[0].spec().backward is None:
         return out
