@@ -37,7 +37,7 @@ PARTITIONERS: tuple[str, str] = ("default", "min_cut")
 
 
 def partitioners(device: str) -> tuple[str, str]:
-    """:data:`PARTITIONERS`, the one first that is nearly always the faster one there: on a GPU reading a saved tensor costs more than computing it."""
+    """:data:`PARTITIONERS`, first the one that is nearly always faster: on a GPU it costs less to compute a tensor again than to read it."""
     return PARTITIONERS if device == "cpu" else (PARTITIONERS[1], PARTITIONERS[0])
 
 
