@@ -190,7 +190,7 @@ def everything_kept(entries: Entries) -> Iterator[None]:
         kept = [b.detach().clone() for b in buffers]
         for program in programs:
             stack.enter_context(preserve.slots_kept(program))
-            stack.enter_context(preserve.numbers_kept(program))
+            stack.enter_context(preserve.attributes_kept(program))
         try:
             yield
         finally:

@@ -32,14 +32,25 @@ def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def numbers_kept(program: nn.Module) -> Iterator[None]:
-    """Attributes of ``program`` and its submodules that are numbers, text or None are put back: a forward may count its calls."""
-    before = [(m, {n: v for n, v in vars(m).items() if v is None or type(v) in (bool, int, float, complex, str)}) for m in program.modules()]
+def attributes_kept(program: nn.Module) -> Iterator[None]:
+    """Attributes of ``program`` and its submodules that are numbers, text or None are put back, and what is in its lists and dicts: a forward may
+    count its calls, or keep what it has computed."""
+    plain, lists, dicts = [], [], []
+    for module in program.modules():
+        own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+        plain.append((vars(module), {n: v for n, v in own.items() if v is None or type(v) in (bool, int, float, complex, str)}))
+        lists += [(v, list(v)) for v in own.values() if type(v) is list]
+        dicts += [(v, dict(v)) for v in own.values() if type(v) is dict]
     try:
         yield
     finally:
-        for module, values in before:
-            vars(module).update(values)
+        for attributes, values in plain:
+            attributes.update(values)
+        for items, before in lists:
+            items[:] = before
+        for entries, earlier in dicts:
+            entries.clear()
+            entries.update(earlier)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ class ProgramTimed:
         with (
             preserve.in_mode(program, example.mode),
             preserve.slots_kept(program),
-            preserve.numbers_kept(program),
+            preserve.attributes_kept(program),
             preserve.values_kept(program.buffers()),
             preserve.requiring_alone(parameters.values(), targets),
             layer_patches.plain_checkpoints(),
@@ -117,7 +117,7 @@ class StepTimed:
             scaler.step(optimizer)
             scaler.update()
 
-        with step_check.everything_kept(case, example), preserve.numbers_kept(program), torch.enable_grad():
+        with step_check.everything_kept(case, example), preserve.attributes_kept(program), torch.enable_grad():
             yield call
 
     @contextlib.contextmanager

@@ -35,11 +35,13 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(SIDE, SIDE), nn.BatchNorm1d(SIDE), nn.Linear(SIDE, 3)
-        self.calls = 0
+        self.calls, self.seen, self.kept = 0, ["nothing"], {"a": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         print("called")
         self.calls += 1
+        self.seen.append(self.calls)
+        self.kept["b"] = 2
         return self.last(self.norm(self.first(x).tanh()))
 
 
@@ -160,7 +162,8 @@ def everything() -> Path:
         before = {n: t.clone() for n, t in net.state_dict().items()}
         ab.export(path, entries, tune="quick")
         after = net.state_dict()
-        assert all(torch.equal(after[n], t) for n, t in before.items()) and net.calls == 0
+        assert all(torch.equal(after[n], t) for n, t in before.items())
+        assert (net.calls, net.seen, net.kept) == (0, ["nothing"], {"a": 1})
         assert all(p.grad is None for p in net.parameters()) and not entries["step"].optimizer.state
 
     return exports.shared("tuned", make)
