@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import operator
@@ -376,13 +377,14 @@ def test_every_source_of_the_exporters_changes_the_key(tmp_path: Path, monkeypat
 def test_the_target_changes_the_key() -> None:
     graph, mode = capture(_scaled(2.0), [ROWS], PAIR)
     form = canonical_graph(graph, mode.shape_env)
-    assert len({compile._key(form, target) for target in ("cpu:sse4", "cpu:avx2", "cpu:avx512")}) == 3
+    assert len({compile._key(form, target, graph) for target in ("cpu:sse4", "cpu:avx2", "cpu:avx512")}) == 3
 
 
-def test_rounding_as_eager_does_changes_the_key() -> None:
+def test_what_else_is_asked_for_changes_the_key() -> None:
     graph, mode = capture(_scaled(2.0), [ROWS], PAIR)
     form = canonical_graph(graph, mode.shape_env)
-    assert compile._key(form, "cpu", round_as_eager=True) != compile._key(form, "cpu")
+    others = [dataclasses.replace(graph, round_as_eager=True), dataclasses.replace(graph, profiled=True), dataclasses.replace(graph, donated=(0,))]
+    assert len({compile._key(form, "cpu", one) for one in (graph, *others)}) == 4
 
 
 def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Path) -> None:
