@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -272,6 +273,27 @@ def test_under_distributed_data_parallel(model: nn.Module) -> None:
         assert_same(run(nn.parallel.DistributedDataParallel(model), (x,), 2), run(nn.parallel.DistributedDataParallel(eager), (x,), 2))
     finally:
         distributed.destroy_process_group()
+
+
+def test_no_tensor_is_compared_in_a_call(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``None in gradients`` is such a comparison: it took 26 µs of a backward."""
+
+    def compare(tensor: torch.Tensor, other: Any) -> bool:
+        raise AssertionError(f"a tensor was compared with {other}")
+
+    monkeypatch.setattr(torch.Tensor, "__eq__", compare)
+    x = torch.randn(4, 6, requires_grad=True)
+    for _ in range(2):
+        model(x).backward(torch.ones(4, 3))
+    assert x.grad is not None
+
+
+def test_within_a_transform_that_does_not_reach_it(model: nn.Module) -> None:
+    """As any ``autograd.Function``: refused, also where its own arguments are plain."""
+    x = torch.randn(4, 6)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.vmap(lambda row: model(x).sum() * row)(torch.randn(3))
+    assert model(x).requires_grad
 
 
 def test_bound_by_pointer_not_by_value(tmp_path: Path) -> None:

@@ -95,11 +95,11 @@ class _Native(torch.autograd.Function):
         ctx.sources = len(sources)
         call.sources = sources
         call.shared = bool(call.backward.consumes) and hooked
-        inputs = [] if hooked else [i for i, (kind, _) in enumerate(runnable.saved) if kind == "input"]
-        ctx.memory = [(i, kept[i].data_ptr(), kept[i].shape) for i in inputs]
+        ctx.memory = [] if hooked else [(i, kept[i].data_ptr(), kept[i].shape) for i in runnable.saved_inputs]
         ctx.call = call
-        ctx.mark_non_differentiable(*(shown[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
-        return tuple(shown[i] for i in runnable.results)
+        if len(differentiable) < len(runnable.outputs):
+            ctx.mark_non_differentiable(*(shown[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
+        return tuple([shown[i] for i in runnable.results])
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -111,28 +111,46 @@ class _Native(torch.autograd.Function):
         for i, address, shape in ctx.memory:
             if saved[i].data_ptr() != address or saved[i].shape != shape:
                 raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
-        variant, sizes = call.matched.variant, call.matched.sizes
-        given = [incoming[i] for i in variant.incoming]
-        if variant.double is not None and torch.is_grad_enabled():
-            return (None, *_differentiable_gradients(call, saved[len(saved) - ctx.sources :], given, ctx.needs_input_grad[1:]))
+        variant = call.matched.variant
+        given, needed = [incoming[i] for i in variant.incoming], ctx.needs_input_grad[1:]
+        if not torch.is_grad_enabled():
+            return (None, *_gradients(call, saved, given, needed))
+        if variant.double is not None:
+            return (None, *_differentiable_gradients(call, saved[len(saved) - ctx.sources :], given, needed))
         with torch.no_grad():
-            cotangents = variant.fit_cotangents(given, sizes)
-            if call.backward.consumes:
-                if call.shared or torch_api.keeps_graph():
-                    saved = call.backward.unconsumed(saved)
-                else:
-                    call.consumed = True
-            if call.runnable.pools_outputs:
-                results = _pooled_backward(call, saved, cotangents)
-            else:
-                results = call.backward.call(call.binding, call.matched.flat, sizes, saved, cotangents)
-            made = call.backward.gradients if None not in given else call.backward.reached(given)
-            gradients = [results[made[t]] if needed and t in made else None for t, needed in zip(call.wrt, ctx.needs_input_grad[1:], strict=True)]
-        if torch.is_grad_enabled():  # create_graph=True
-            there = [g for g in gradients if g is not None]
-            refusing = iter(_Refusing.apply(there, *call.sources, *(t for t in given if t is not None)))
-            gradients = [None if g is None else next(refusing) for g in gradients]
-        return (None, *gradients)
+            gradients = _gradients(call, saved, given, needed)
+        there = [g for g in gradients if g is not None]
+        refusing = iter(_Refusing.apply(there, *call.sources, *(t for t in given if t is not None)))
+        return (None, *(None if g is None else next(refusing) for g in gradients))
+
+
+def _gradients(
+    call: DifferentiableCall, saved: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradients by the compiled backward, of what is ``needed``. ``given``: the incoming gradients."""
+    sizes = call.matched.sizes
+    cotangents = call.matched.variant.fit_cotangents(given, sizes)
+    if call.backward.consumes:
+        if call.shared or torch_api.keeps_graph():
+            saved = call.backward.unconsumed(saved)
+        else:
+            call.consumed = True
+    if call.runnable.pools_outputs:
+        results = _pooled_backward(call, saved, cotangents)
+    else:
+        results = call.backward.call(call.binding, call.matched.flat, sizes, saved, cotangents)
+    made = call.backward.reached(given)
+    return [results[made[t]] if asked and t in made else None for t, asked in zip(call.wrt, needed, strict=True)]
+
+
+_apply = super(torch.autograd.Function, _Native).apply
+"""``_Native.apply`` without its search for what a transform of torch.func left wrapped: a matched call has no such tensors."""
+
+
+def apply(call: DifferentiableCall, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The results of a forward whose backward is native, too. ``sources``: what gradients are asked for, as :func:`differentiated` gives them."""
+    outside = _Native.apply if torch_api.in_functorch() else _apply  # within a transform it refuses
+    return outside(call, *sources)
 
 
 def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -170,9 +188,9 @@ def _differentiable_gradients(
     runnable = double.plans["forward"]
     again = DifferentiableCall(MatchedCall(double, tensors, fitting, sizes), runnable, call.binding, call.current, [t for t, _ in needing])
     with _generators_at(call.random, double):
-        made = _Native.apply(again, *(source for _, source in needing))
+        made = apply(again, [source for _, source in needing])
     gradients = dict(zip(double.spec.gives, made, strict=True))
-    reached = call.backward.gradients if None not in given else call.backward.reached(given)
+    reached = call.backward.reached(given)
     return [gradients.get(t) if asked and t in reached else None for t, asked in zip(call.wrt, needed, strict=True)]
 
 

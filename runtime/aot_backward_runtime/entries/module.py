@@ -15,7 +15,7 @@ from ..format.manifest import StateSpec
 from ..native import tensor_values
 from ..native.plan import Runnable
 from ..native.pytree import unflatten
-from .autograd_function import DifferentiableCall, _Native, differentiated
+from .autograd_function import DifferentiableCall, apply, differentiated
 from .dispatch import Entry, MatchedCall
 
 
@@ -59,7 +59,7 @@ class LoadedModule(nn.Module):
             wrt, sources = differentiated(entry, variant, current, matched)
             if wrt:
                 call = DifferentiableCall(matched, variant.plans["forward"], binding, current, wrt)
-                return self._aot_assemble(call.runnable, matched, current, _Native.apply(call, *sources))
+                return self._aot_assemble(call.runnable, matched, current, apply(call, sources))
         with torch.no_grad():
             runnable.increment_versions(current)
             values = runnable.call(binding, matched.flat, matched.sizes)

@@ -28,9 +28,13 @@ class Runnable:
         self.library = libraries[plan.call.library] if plan.call else None
         self.pools_outputs = self.library is not None and self.library.pools_outputs
         self.operands = [parse(o) for o in plan.call.operands] if plan.call else []
+        places = ("input", "saved", "cotangent")
+        self._roles: list[tuple[Any, Any]] = [(places.index(k) if k in places else None, where) for k, where in self.operands]
+        self._sizes = any(role is None for role, _ in self._roles)  # a size is handed over as that of an empty tensor
         self.outputs = [parse(o) for o in plan.outputs]
         self.results = [i for kind, i in self.outputs if kind == "result"]
         self.saved = [parse(s) for s in plan.saved]
+        self.saved_inputs = [i for i, (kind, _) in enumerate(self.saved) if kind == "input"]
         self.gradients = {g.of: parse(g.source)[1] for g in plan.gradients if g.source}
         self.consumes = plan.consumes
         self.watched: list[tuple[str, Any]] = []
@@ -71,6 +75,8 @@ class Runnable:
 
     def reached(self, given: Sequence[torch.Tensor | None]) -> dict[str, int]:
         """:attr:`gradients` without those that no defined incoming gradient reaches: they are None in eager."""
+        if all(t is not None for t in given):  # asked of each: ``in`` compares tensors with None by an operator of torch, which takes 26 µs
+            return self.gradients
         defined = {i for i, t in enumerate(given) if t is not None}
         return {g.of: self.gradients[g.of] for g in self.plan.gradients if g.source and not defined.isdisjoint(g.cotangents)}
 
@@ -139,17 +145,10 @@ class Runnable:
     def _operands(
         self, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int], saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        operands = []
-        for kind, where in self.operands:
-            if kind == "input":
-                operands.append(inputs[where])
-            elif kind == "saved":
-                operands.append(saved[where])
-            elif kind == "cotangent":
-                operands.append(cotangents[where])
-            else:
-                operands.append(torch.empty((evaluate(where, sizes), 0)))
-        return operands
+        given = inputs, saved, cotangents
+        if self._sizes:
+            return [torch.empty((evaluate(where, sizes), 0)) if role is None else given[role][where] for role, where in self._roles]
+        return [given[role][where] for role, where in self._roles]
 
 
 def parse(operand: str) -> tuple[str, Any]:

@@ -85,8 +85,10 @@ class Variant:
         if self.double is not None:
             self.double.index_state(index)
 
-    def materialized(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> list[torch.Tensor]:
+    def materialized(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
         """Incoming gradients, zeros where there is none."""
+        if all(t is not None for t in given):
+            return given  # type: ignore[return-value]
         return [
             torch.zeros([evaluate(s, sizes) for s in spec.shape], dtype=dtype, device=self.device) if t is None else t
             for t, spec, dtype in zip(given, self.cotangents.specs, self.cotangents.dtypes, strict=True)
