@@ -15,16 +15,17 @@ import torch
 
 Call = Callable[[], object]
 
-_SAMPLE = 200e-6  # seconds: shorter calls are made several times between two looks at the clock
+_SAMPLE = 200e-6  # seconds
 _LOOKS = 7
 _ROUNDS = 3, 60  # at least, also where they take longer than what was allowed; at most
 
 
-def microseconds(calls: Mapping[str, Call], seconds: float, finish: Call = lambda: None) -> dict[str, float]:
-    """The shortest time of one call of each, in microseconds, of up to 60 samples of 200 µs or one call.
+def microseconds(calls: Mapping[str, Call], seconds: float, finish: Call = lambda: None, *, sample: float = _SAMPLE) -> dict[str, float]:
+    """The shortest time of one call of each, in microseconds, of up to 60 samples.
 
-    ``seconds``: what all of it may take, but for the first calls and three rounds. ``finish`` waits for what the calls have begun, as on a GPU."""
-    repeats = {name: _repeats(call, seconds, finish) for name, call in calls.items()}
+    ``seconds``: what all of it may take, but for the first calls and three rounds. ``finish`` waits for what the calls have begun, as on a GPU.
+    ``sample``: seconds, shorter calls are made several times in a row; with 0 each call comes after one of the others, as in a program."""
+    repeats = {name: _repeats(call, seconds, finish, sample) for name, call in calls.items()}
     shortest = dict.fromkeys(calls, math.inf)
     collecting = gc.isenabled()
     gc.disable()
@@ -46,12 +47,17 @@ def on_free_processors() -> Iterator[tuple[int, int]]:
     """Inside, torch uses no more threads than there are processors that nobody else keeps busy, but one: a parallel region that has to wait for a
     processor takes milliseconds. Gives that number, and how many threads of others were running or waiting to."""
     before, processors = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    others = statistics.median_low([_running() - 1 for _ in range(_LOOKS)])
+    others = others_running()
     torch.set_num_threads(max(1, min(before, processors - others)))
     try:
         yield torch.get_num_threads(), others
     finally:
         torch.set_num_threads(before)
+
+
+def others_running() -> int:
+    """How many threads that are not this one were running or waiting for a processor, of seven looks the middle one."""
+    return statistics.median_low([_running() - 1 for _ in range(_LOOKS)])
 
 
 def _running() -> int:
@@ -60,12 +66,12 @@ def _running() -> int:
     return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
 
 
-def _repeats(call: Call, seconds: float, finish: Call) -> int:
+def _repeats(call: Call, seconds: float, finish: Call, sample: float) -> int:
     """How many calls make one sample. The first calls, in which caches fill, are made here: three, or one where that alone takes long."""
     took = _time_of(call, 1, finish)
     if took < seconds / 10:
         took = min(_time_of(call, 1, finish) for _ in range(2))
-    return max(1, round(_SAMPLE / max(took, 1e-7)))
+    return max(1, round(sample / max(took, 1e-7)))
 
 
 def _time_of(call: Call, repeats: int, finish: Call) -> float:

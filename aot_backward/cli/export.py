@@ -13,6 +13,7 @@ import click
 from .convert import external_data_option, say
 from .support.failures import EXIT_CODES, debug_option
 from .support.progress import shown
+from .support.tune import tune_option
 
 if TYPE_CHECKING:
     from ..api import Entries
@@ -48,15 +49,7 @@ class Program(click.ParamType):
 )
 @click.option("--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
-@click.option(
-    "--tune",
-    type=click.Choice(["none", "quick", "full"]),
-    envvar="AOT_BACKWARD_TUNE",
-    default="quick",
-    show_default=True,
-    show_envvar=True,
-    help="How many ways to compile are tried and timed beside eager: those that the graphs give reason for, all, or none. The fastest is shipped.",
-)
+@tune_option("How many ways to compile are timed beside eager: those that the graphs give reason for, all, or none. The fastest is shipped.")
 @click.option(
     "--entry",
     "wanted",

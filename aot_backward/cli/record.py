@@ -11,18 +11,22 @@ from .support.failures import EXIT_CODES, debug_option
 from .support.imports import import_option
 from .support.progress import shown
 from .support.script import Script, run_script, script_options
+from .support.tune import tune_option
 
 
 @click.command(epilog=EXIT_CODES)
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BW.pt2", help="The package; what is new is added to it.")
 @click.option("--entry", default="backward", show_default=True, metavar="NAME", help="The name of its replay entry.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
+@tune_option("How long passes are timed in eager and compiled; with none they are not, and replay runs whatever is compiled.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @debug_option
 @script_options
 @click.pass_context
-def record(context: click.Context, output: Path, entry: str, target: str, as_json: bool, script: Script, max_structures: int | None) -> None:
+def record(
+    context: click.Context, output: Path, entry: str, target: str, tune: str, as_json: bool, script: Script, max_structures: int | None
+) -> None:
     """Run TRAIN.py as it is, and compile its backward passes into BW.pt2 when it ends.
 
     Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the script fails.
@@ -32,14 +36,18 @@ def record(context: click.Context, output: Path, entry: str, target: str, as_jso
     from ..recording.record import record as recording
 
     with shown() as progress:
-        session = recording(output, entry=entry, target=target, progress=progress, max_structures=max_structures or MAX_STRUCTURES)
+        session = recording(output, entry=entry, target=target, progress=progress, max_structures=max_structures or MAX_STRUCTURES, tune=tune)
         code = run_script(script, session)
     if as_json:
-        click.echo(json.dumps({**session.report.to_json(), "recorded": session.recorded, "skipped": dict(session.skipped)}), err=True)
+        more = {"recorded": session.recorded, "timed_in_eager": session.in_eager, "skipped": dict(session.skipped), "slower_compiled": session.slower}
+        click.echo(json.dumps({**session.report.to_json(), **more}), err=True)
     else:
-        click.echo(f"{session.recorded} passes of {len(session.structures)} structures recorded; {session.report}", err=True)
+        timed = f" and {session.in_eager} timed in eager" if session.in_eager else ""
+        click.echo(f"{session.recorded} passes of {len(session.structures)} structures recorded{timed}; {session.report}", err=True)
         for reason in session.skipped:
             click.echo(f"  left out: {reason}", err=True)
+        for words in session.slower:
+            click.echo(f"  replay leaves to eager, unless told --always: {words}", err=True)
         if output.exists():
             click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)", err=True)
     context.exit(code)

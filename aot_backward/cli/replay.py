@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.command(epilog=EXIT_CODES)
 @click.option("--entry", metavar="NAME", help="Which replay entry; a sole one needs no name.")
 @click.option("--strict", is_flag=True, help="A backward pass that the package has no variant for is an error.")
+@click.option("--always", is_flag=True, help="Run compiled code also where it was slower than eager, or than interpreting, when it was recorded.")
 @click.option("--save-misses", type=click.Path(path_type=Path), metavar="FILE", help="Where to save those that it has no variant for, for compile.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
@@ -33,6 +34,7 @@ def replay(
     context: click.Context,
     entry: str | None,
     strict: bool,
+    always: bool,
     save_misses: Path | None,
     as_json: bool,
     package: Path,
@@ -43,14 +45,22 @@ def replay(
 ) -> None:
     """Run TRAIN.py as it is, its backward passes from BW.pt2: no tracing, no compiler.
 
-    A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why.
+    A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why. Passes that eager ran faster
+    when they were recorded go to eager.
     """
     from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
     from ..recording.replay import replay as replaying
 
     session = replaying(
-        package, entry=entry, strict=strict, save_misses=save_misses, signature=signature, key=key, max_structures=max_structures or MAX_STRUCTURES
+        package,
+        entry=entry,
+        strict=strict,
+        always=always,
+        save_misses=save_misses,
+        signature=signature,
+        key=key,
+        max_structures=max_structures or MAX_STRUCTURES,
     )
     code = run_script(script, session)
     if as_json:

@@ -7,6 +7,7 @@ import dataclasses
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +18,61 @@ from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 
 from ..capture.shapes.symbolic_shapes import Sizes
+from . import pass_speed
 from .infer_shapes import fake_mode
 from .package_update import PackageUpdate, locked
-from .pass_check import checked
+from .pass_check import checked, libraries_of
 from .pass_graphs import graph_and_segments, graph_operands, graph_specs
 from .recorded_structure import RecordedStructure
 from .trace import TracedProgram, trace_structures
 
 
+@dataclass
+class Added:
+    """``skipped``: why passes were left out, counted. ``slower``: those whose code is slower than eager, or than interpreting them, in words."""
+
+    skipped: Counter[str] = field(default_factory=Counter)
+    slower: list[str] = field(default_factory=list)
+
+
 def add_passes(
-    path: Path, entry: str, structures: Mapping[str, RecordedStructure], *, target: str = "cpu", progress: Progress | None = None
-) -> Counter[str]:
+    path: Path,
+    entry: str,
+    structures: Mapping[str, RecordedStructure],
+    *,
+    target: str = "cpu",
+    progress: Progress | None = None,
+    tune: str = "none",
+) -> Added:
     """Compiles ``structures`` (by fingerprint) and adds them to the ``replay`` entry of the package at ``path``.
 
-    What could not be traced or compiled, or differs from the recorded values, is left out: the reasons are returned, counted. Raises
-    :class:`ExportError` where the package there is for another torch or target, or cannot be written.
+    What could not be traced or compiled, or differs from the recorded values, is left out. What was timed while it was recorded is timed
+    (:data:`~aot_backward.packaging.tuning.SECONDS` of ``tune``). Raises :class:`ExportError` where the package there is for another torch or
+    target, or cannot be written.
     """
     say = progress or silent
     mode = fake_mode()
     with locked(path):
         package = PackageUpdate.read(path, entry, target)
-        skipped: Counter[str] = Counter()
-        programs = trace_structures(structures, package.variants, mode, skipped, say)
-        _add(package, programs, mode, target, skipped, say)
-    return skipped
+        added = Added()
+        programs = trace_structures(structures, package.variants, mode, added.skipped, say)
+        _add(package, programs, mode, target, added, say, tune)
+    return added
 
 
 def add_programs(
     path: Path, entry: str, programs: list[TracedProgram], mode: Any, *, target: str = "cpu", progress: Progress | None = None
 ) -> Counter[str]:
     """:func:`add_passes` of what is traced already, in the fake mode ``mode``."""
-    skipped: Counter[str] = Counter()
+    added = Added()
     with locked(path):
-        _add(PackageUpdate.read(path, entry, target), programs, mode, target, skipped, progress or silent)
-    return skipped
+        _add(PackageUpdate.read(path, entry, target), programs, mode, target, added, progress or silent)
+    return added.skipped
 
 
-def _add(package: PackageUpdate, programs: list[TracedProgram], mode: Any, target: str, skipped: Counter[str], say: Progress) -> None:
-    """Compiles and checks ``programs``, and writes the package with those that are right; nothing is written where none is."""
-    right = []
+def _add(package: PackageUpdate, programs: list[TracedProgram], mode: Any, target: str, added: Added, say: Progress, tune: str = "none") -> None:
+    """Compiles, checks and times ``programs``, and writes the package with those that are right; nothing is written where none is."""
+    right, skipped = [], added.skipped
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         programs = _with_graphs(programs, mode, skipped)
         programs, artifacts = _compile(programs, Path(folder), mode, target, say, skipped)
@@ -64,7 +81,12 @@ def _add(package: PackageUpdate, programs: list[TracedProgram], mode: Any, targe
             try:
                 sizes = program.shapes.package_sizes(mode.shape_env)
                 _state_graphs(program, sizes)
-                right.append((program, checked(program, program.spec(sizes), artifacts)))
+                libraries = libraries_of(program, artifacts)
+                spec = checked(program, program.spec(sizes), libraries)
+                if tune != "none" and (speed := pass_speed.measure(program, spec, libraries, tune, target)) is not None:
+                    spec = dataclasses.replace(spec, speed=speed)
+                    added.slower += pass_speed.slower(program, speed)
+                right.append((program, spec))
             except (ExportError, InputError, PackageError, RuntimeError) as error:  # the last from native code
                 skipped[f"{program.name}: {str(error).partition(chr(10))[0]}{program.structure.location()}"] += 1
         say("check", len(programs), len(programs))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,10 +20,11 @@ from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 from aot_backward_runtime.passes.tape import Tape, slots
 
 from .observation import Observation
-from .recorded_structure import ExamplePass, RecordedStructure
+from .recorded_structure import ExamplePass, PassTimes, RecordedStructure
 
 _KINDS = 8  # kinds of passes (Observation.kind) of one structure whose values are kept: as many as variants are compiled of it
 _OBSERVATIONS = 1024  # different passes of one structure; a size that is the same in all of them stays static
+_OFTEN = 3  # times that a pass was seen before its sizes are those of a second example
 _CONSTANTS = (
     "A number that changes from pass to pass and is part of a node, such as the limit of a clamp, makes a structure of its own: "
     "as a 0-d tensor it would not. report.engine names the nodes that were new"
@@ -31,8 +34,16 @@ _CONSTANTS = (
 class ObservedReplay(Replaying):
     """``structures``: what was interpreted, by fingerprint. ``skipped``: what could not be traced or compiled, and why."""
 
-    def __init__(self, package: Package | None, entry: str | None, *, strict: bool = False, max_structures: int = MAX_STRUCTURES):
-        super().__init__(package, entry, strict=strict, max_structures=max_structures)
+    def __init__(
+        self,
+        package: Package | None,
+        entry: str | None,
+        *,
+        strict: bool = False,
+        max_structures: int = MAX_STRUCTURES,
+        always: bool = False,
+    ):
+        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always)
         self.structures: dict[str, RecordedStructure] = {}
         self.skipped: Counter[str] = Counter()
 
@@ -48,17 +59,28 @@ class ObservedReplay(Replaying):
         observation = Observation.of(operands, structure.tape)
         kind = observation.kind()
         examples = recorded.examples.setdefault(kind, []) if len(recorded.examples) < _KINDS or kind in recorded.examples else None
-        if examples is not None and observation not in recorded.observations and _improves_coverage(observation, [o for o, _ in examples]):
-            example = ExamplePass(_copy_inputs(structure.tape, operands.inputs), tuple(t.shape for t in observation.inputs), observation.sizes)
+        if examples is not None and _is_worth_keeping(observation, [o for o, _ in examples], recorded.observations):
+            example = ExamplePass(
+                _copy_inputs(structure.tape, operands.inputs),
+                tuple(t.shape for t in observation.inputs),
+                observation.sizes,
+                times=recorded.times.setdefault(observation, PassTimes()),
+            )
             results = self._interpret_and_copy(structure, operands, example)
+            self.interpreted(example.times, math.inf)
             examples[1:] = [(observation, example)]
         else:
             start = time.perf_counter()
-            results = super().interpret(structure, operands)
-            recorded.seconds = min(recorded.seconds, time.perf_counter() - start)
+            results = self.run_tape(structure, operands)
+            seconds = time.perf_counter() - start
+            recorded.seconds = min(recorded.seconds, seconds)
+            self.interpreted(recorded.times.setdefault(observation, PassTimes()), seconds)
         if observation in recorded.observations or len(recorded.observations) < _OBSERVATIONS:
             recorded.observations[observation] = recorded.observations.get(observation, 0) + 1  # not of a pass that raised
         return results
+
+    def interpreted(self, times: PassTimes, seconds: float) -> None:
+        """``times``: of passes that look like the one which was just interpreted, in ``seconds``; inf where that says nothing."""
 
     def structures_to_compile(self) -> dict[str, RecordedStructure]:
         """All structures, or, where ``max_structures`` was reached, those that came more than once; ``skipped`` says how many were dropped."""
@@ -96,14 +118,20 @@ class ObservedReplay(Replaying):
         return [run.get(o) for o in tape.outputs]
 
 
-def _improves_coverage(observation: Observation, kept: list[Observation]) -> bool:
-    """Whether the values of this pass are worth keeping: two passes of a kind are, the first and the one whose sizes differ from it the most."""
+def _is_worth_keeping(observation: Observation, kept: Sequence[Observation], seen: Mapping[Observation, int]) -> bool:
+    """Whether the values of this pass are worth keeping: two passes of a kind are, the first, and the one whose sizes differ from it the most; among
+    those one that comes often, since what is timed is timed at the sizes of these."""
     if not kept:
         return True
-    first = kept[0].every_size()
-    return sum(a != b for a, b in zip(observation.every_size(), first, strict=True)) > sum(
-        a != b for a, b in zip(kept[-1].every_size(), first, strict=True)
-    )
+    first, times = kept[0].every_size(), seen.get(observation, 0)
+
+    def differences(other: Observation) -> int:
+        return sum(a != b for a, b in zip(other.every_size(), first, strict=True))
+
+    if times == 0:
+        return differences(observation) > differences(kept[-1])
+    often = times == _OFTEN and observation not in kept and seen.get(kept[-1], 0) < _OFTEN
+    return often and differences(observation) >= differences(kept[-1])
 
 
 def _copy_inputs(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:

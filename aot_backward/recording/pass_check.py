@@ -24,13 +24,17 @@ from .recorded_structure import ExamplePass
 from .trace import TracedProgram
 
 
-def checked(program: TracedProgram, spec: PassSpec, artifacts: Mapping[str, Artifact]) -> PassSpec:
+def libraries_of(program: TracedProgram, artifacts: Mapping[str, Artifact]) -> dict[str, Library]:
+    """The program's graphs as native code, loaded, by name."""
+    return {g.name: _library(g, artifacts[g.name]) for g in program.graphs}
+
+
+def checked(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library]) -> PassSpec:
     """``spec`` with its verdict, and with the leaves marked that may take a gradient without a copy; :class:`ExportError` where a result is wrong.
 
     Every graph runs on the recorded values. Allowed is ‖a − e‖ of at most r·max(‖e‖, 1e-2·G): e the recorded result, G the largest norm in the
     pass, r the tolerance of the coarsest dtype in it (under autocast a float32 gradient is computed from bfloat16 ones).
     """
-    libraries = {g.name: _library(g, artifacts[g.name]) for g in program.graphs}
     tape = program.structure.tape
     gradients = {n: op.operands[1].index for n, op in enumerate(tape.ops) if op.kind == "accumulate" and isinstance(op.operands[1], Slot)}
     leaves = {v: tape.ops[n].operands[0].index for n, v in gradients.items()}
@@ -39,7 +43,7 @@ def checked(program: TracedProgram, spec: PassSpec, artifacts: Mapping[str, Arti
     sizes_run = []
     for example in program.examples:
         values = PassContract(spec).symbol_values(example.shapes, example.sizes)
-        if not _holds_for(spec, example, values):  # the trace specialized a size, to that of another example
+        if not holds_for(spec, example, values):  # the trace specialized a size, to that of another example
             continue
         sizes_run.append(", ".join(f"{k}={v}" for k, v in values.items()))
         largest, coarsest = _largest_norm(example), max((RELATIVE[d] for d in _dtypes(example)), default=0.0)
@@ -85,7 +89,7 @@ def _run(segment: Segment, library: Library, example: ExamplePass, values: Mappi
     return library.run(operands)
 
 
-def _holds_for(spec: PassSpec, example: ExamplePass, values: Mapping[str, int]) -> bool:
+def holds_for(spec: PassSpec, example: ExamplePass, values: Mapping[str, int]) -> bool:
     """Whether the variant's shapes, sizes and guards hold for the example."""
     shapes = [(s.shape, seen) for s, seen in zip(spec.inputs, example.shapes, strict=True)]
     sizes = all(evaluate(wanted, values) == n for wanted, n in zip(spec.sizes, example.sizes, strict=True))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
@@ -13,14 +16,17 @@ from aot_backward_runtime.package.targets import targets_of
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
+from ..packaging.tuning import tune_of
 from .observed_replay import ObservedReplay
-from .recorded_structure import DEFAULT_ENTRY
+from .recorded_structure import DEFAULT_ENTRY, PassTimes
+from .timed_passes import Row, TimedPasses
 
 
 class Recording(ObservedReplay):
-    """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted."""
+    """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted;
+    ``in_eager``: how many were timed in eager instead; ``slower``: what is slower compiled, in words."""
 
-    def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None, max_structures: int):
+    def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None, max_structures: int, tune: str):
         if path is not None:
             check_destination(path)
         package = None
@@ -29,9 +35,30 @@ class Recording(ObservedReplay):
             package = load(path)
         if package is not None and entry not in package.entries:
             package = None
-        super().__init__(package, entry, max_structures=max_structures)
+        super().__init__(package, entry, max_structures=max_structures, always=True)
+        self.tune, self.timed = tune, TimedPasses()
         self.path, self.entry, self.target, self.progress = path, entry, target, progress
         self.recorded = 0
+        self.in_eager = 0
+        self.slower: list[str] = []
+
+    def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Row | None:
+        if self.tune == "none":
+            return None
+        row, known = self.timed.due(roots, inputs)
+        if known:
+            self._set_verbose_logging(False)  # it would be timed too
+        return row
+
+    def ran_in_eager(self, what: Row, seconds: float) -> None:
+        what.seconds.append(seconds)
+        self.in_eager += 1
+
+    def interpreted(self, times: PassTimes, seconds: float) -> None:
+        self.timed.interpreted(times, seconds)
+
+    def ended(self) -> None:
+        self.timed.ended(self.reached - self.began + time.perf_counter() - self.left)
 
     def _missed(self, reason: str) -> None:
         self.recorded += 1
@@ -43,7 +70,9 @@ class Recording(ObservedReplay):
         if done and self.path is not None and self.observed_any:
             from .compile import add_passes
 
-            self.skipped += add_passes(self.path, self.entry, self.structures_to_compile(), target=self.target, progress=self.progress)
+            added = add_passes(self.path, self.entry, self.structures_to_compile(), target=self.target, progress=self.progress, tune=self.tune)
+            self.skipped += added.skipped
+            self.slower += added.slower
 
 
 def record(
@@ -53,6 +82,7 @@ def record(
     target: str = "cpu",
     progress: Progress | None = None,
     max_structures: int = MAX_STRUCTURES,
+    tune: str | None = None,
 ) -> Recording:
     """A context in which every backward pass is observed; when it closes, those that are new are compiled and added to the package at ``path``.
 
@@ -61,8 +91,12 @@ def record(
     left out, with the reason in ``skipped``, where it differs or cannot be traced. ``path=None``: nothing is compiled, only :attr:`tapes` are
     kept. Nothing is written where the block ends by an exception. Needs memory for two passes of each structure. After ``max_structures`` new
     structures, further ones are left to eager, and those that came only once are not compiled: ``skipped`` says so.
+
+    ``tune``: "quick" times up to twelve passes of each kind in eager, between the others, and each compiled pass beside its tape interpreted ("full"
+    takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else "quick". What was slower
+    compiled than by eager is in the package all the same, ``slower`` says which, and a replay leaves such passes to eager.
     """
-    return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures)
+    return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures, tune_of(tune))
 
 
 def _refuse_several_targets(path: Path) -> None:

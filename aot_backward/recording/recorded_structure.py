@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,18 @@ DEFAULT_ENTRY = "backward"
 
 
 @dataclass
+class PassTimes:
+    """Seconds that passes of one observation took in the script: the shortest. ``engine``: what of an interpreted one the engine took, to find that
+    it knows the pass and to release what was saved."""
+
+    engine: float = math.inf
+    interpreted: float = math.inf  # the rest of it
+    eager: float = math.inf
+    times_interpreted: int = 0
+    times_in_eager: int = 0
+
+
+@dataclass
 class ExamplePass:
     """The values of one pass, to check the compiled one against: its tensors, and each operation's results, by their numbers on the tape."""
 
@@ -24,6 +37,7 @@ class ExamplePass:
     shapes: tuple[tuple[int, ...], ...]  # of all its tensors
     sizes: tuple[int, ...]
     values: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    times: PassTimes = field(default_factory=PassTimes)
 
 
 @dataclass
@@ -33,7 +47,8 @@ class RecordedStructure:
     tape: Tape
     observations: dict[Observation, int] = field(default_factory=dict)  # and how many passes looked like it
     examples: dict[Any, list[tuple[Observation, ExamplePass]]] = field(default_factory=dict)  # by Observation.kind()
-    seconds: float = float("inf")  # of the fastest interpreted pass
+    times: dict[Observation, PassTimes] = field(default_factory=dict)
+    seconds: float = math.inf  # of the fastest interpreted pass
     contexts: dict[int, PlainContext] = field(default_factory=dict)  # of custom functions that may be traced, by the number of the hook
     line: str = ""  # of the script, where the first such pass was called
     layers: dict[int, str] = field(default_factory=dict)  # names of the parameters among the inputs

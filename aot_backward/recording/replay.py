@@ -19,10 +19,11 @@ from .observed_replay import ObservedReplay
 class MissSavingReplay(ObservedReplay):
     """The context of ``replay(save_misses=FILE)``."""
 
-    def __init__(self, package: Package, entry: str | None, file: Path, *, strict: bool, max_structures: int):
+    def __init__(self, package: Package, entry: str | None, file: Path, *, strict: bool, max_structures: int, always: bool):
         check_destination(file)
-        super().__init__(package, entry, strict=strict, max_structures=max_structures)
+        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always)
         self.file = file
+        self.looks_at_all = True
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -42,14 +43,17 @@ def replay(
     signature: Policy | None = None,
     key: Key | None = None,
     max_structures: int = MAX_STRUCTURES,
+    always: bool = False,
 ) -> Replaying:
     """:func:`aot_backward_runtime.replay`, which can also save the passes that it interpreted.
 
     ``save_misses``: a file to which, when the context closes, the graphs of the interpreted passes are written; ``aot-backward compile FILE
     -o PACKAGE`` (:func:`aot_backward.recording.miss_file.compile_misses`) adds them, on this machine or another. Only then is a tracer imported,
-    after the last pass. Needs memory for two passes of each structure that is missed.
+    after the last pass, and no pass goes to eager for its speed. Needs memory for two passes of each structure that is missed.
     """
     if save_misses is None:
-        return runtime_replay(path, entry=entry, strict=strict, imports=imports, signature=signature, key=key, max_structures=max_structures)
+        return runtime_replay(
+            path, entry=entry, strict=strict, imports=imports, signature=signature, key=key, max_structures=max_structures, always=always
+        )
     package = load(path, imports=imports, signature=signature, key=key)
-    return MissSavingReplay(package, entry, Path(save_misses), strict=strict, max_structures=max_structures)
+    return MissSavingReplay(package, entry, Path(save_misses), strict=strict, max_structures=max_structures, always=always)

@@ -16,7 +16,7 @@ from .blocks import SHOWN, code, facts, folded, line, section
 from .entry_state import program_state
 from .graph_views import order_in_words, owner, variant_title
 from .markup import Child, Html, element
-from .wording import Words, ambient_in_words, counted, speed_in_words, verdict_in_words
+from .wording import Words, ambient_in_words, counted, pass_speed_in_words, speed_in_words, verdict_in_words
 
 
 def entries(archive: Archive) -> Html:
@@ -153,6 +153,7 @@ def _pass(number: int, v: PassSpec, archive: Archive) -> Html:
         ("Only where", [line(c) for c in (*words.conditions(), *ambient_in_words(v.ambient))]),
         ("Numbers", ", ".join(f"{n:g}" for n in v.scalars)),
         *_compared(v.verdict, v.verdicts, archive),
+        ("Speed when it was recorded", list(map(line, pass_speed_in_words(v.speed))) if v.speed else None),
     ]
     return facts(rows)
 

@@ -198,6 +198,11 @@ def _quiet_search_for_cuda() -> Iterator[None]:
         logger.disabled = before
 
 
+def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
+    """Of the gradients that go into an autograd node (``Node._input_metadata``, 2.11 to 2.15)."""
+    return tuple(tuple(map(int, metadata.shape)) for metadata in node._input_metadata)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,7 @@ from aot_backward_runtime.errors import AotBackwardError
 from tests.support import golden_packages as golden
 torch.set_num_threads(1)
 def call(kind, path):
-    if kind == "passes":
+    if kind in ("passes", "timed"):
         from aot_backward_runtime import replay
         with replay(path):
             return [t for each in golden.backward_passes((3, 5)) for t in each]
@@ -76,7 +76,7 @@ for line in sys.stdin.read().splitlines():
         print("right" if right else "wrong", flush=True)
 """
 
-FILES = {"pair": "1.0-pair", "passes": "1.1-passes", "step": "1.2-step", "orders": "1.3-orders", "targets": "1.4-targets"}
+FILES = {"pair": "1.0-pair", "passes": "1.1-passes", "step": "1.2-step", "orders": "1.3-orders", "targets": "1.4-targets", "timed": "1.8-passes"}
 Edit = Callable[[Any], object]
 
 
@@ -168,6 +168,8 @@ LIES: Mapping[str, tuple[str, Edit, str]] = {
     "no update": ("step", drop(f"{FIT}/step/update"), "plans|accumulates gradients"),
     "a pass's operands exchanged": ("passes", swap(f"{PASS}/segments/0/operands/2", f"{PASS}/segments/0/operands/4"), "takes tensor 2"),
     "a pass's results exchanged": ("passes", put(f"{PASS}/segments/0/results", [8, 12, 23, 19]), "gives %v19 as %v23"),
+    "a pass that was timed in another way": ("timed", put(f"{PASS}/speed/timings/2/name", "min_cut"), "was timed as"),
+    "a pass that is run in another way": ("timed", put(f"{PASS}/speed/chosen", "min_cut"), "is said to be here"),
     "a second derivative of something else": (
         "orders",
         swap(f"{TWICE}/double/gives/1", f"{TWICE}/double/gives/3"),

@@ -59,6 +59,8 @@ def test_recorded_passes_are_read(path: Path) -> None:
     (variant,) = structure.variants
     assert [n.rpartition("::")[2] for n in structure.nodes].count("AddmmBackward0") == 2
     assert variant.verdict.status == "verified" and [(s.minimum, s.maximum) for s in variant.symbols] == [(2, None)]
+    timed = path.name >= "1.8"
+    assert (variant.speed is not None) == timed and (not timed or variant.speed.sizes == ("s0=6",))
 
 
 @pytest.mark.parametrize("path", STEPS, ids=lambda p: p.name)

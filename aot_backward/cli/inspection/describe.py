@@ -160,6 +160,7 @@ def _structure(structure: StructureSpec) -> dict[str, Any]:
 
 
 def _pass(spec: PassSpec) -> dict[str, Any]:
+    from aot_backward_runtime.format.manifest_json import plain
     from aot_backward_runtime.passes.pass_contract import PassContract
 
     contract = PassContract(spec)
@@ -175,6 +176,7 @@ def _pass(spec: PassSpec) -> dict[str, Any]:
         "ambient": dataclasses.asdict(spec.ambient),
         "verdict": dataclasses.asdict(spec.verdict),
         "further_verdicts": [dataclasses.asdict(v) for v in spec.verdicts],
+        "speed": plain(spec.speed) if spec.speed else None,
     }
 
 

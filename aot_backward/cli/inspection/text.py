@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from aot_backward.report.wording import speed_in_words
+from aot_backward.report.wording import pass_speed_in_words, speed_in_words
 from aot_backward_runtime.format.manifest import Speed
 from aot_backward_runtime.format.manifest_json import read_as
 
@@ -142,6 +142,10 @@ def _show_structure(s: dict[str, Any], targets: list[str]) -> None:
         say(f"      runs {', then '.join(v['steps']) or 'nothing'}")
         for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
             say(f"      compared with the recorded numbers{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
+        if v["speed"]:
+            say("      timed when it was recorded:")
+        for words in pass_speed_in_words(read_as(Speed, v["speed"])) if v["speed"] else ():
+            say(f"        {words}")
 
 
 def _show_conditions(guards: list[str], ambient: dict[str, Any], indent: str) -> None:

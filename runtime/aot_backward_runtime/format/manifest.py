@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.8  2026-11-23  ``PassSpec.speed``
     1.7  2026-11-23  ``VariantSpec.speed``
     1.6  2026-11-23  nothing here: sketches and digests among the stored examples
     1.5  2026-11-22  ``Manifest.operators``: what registers the operators that PyTorch itself does not have
@@ -16,9 +17,11 @@ Changes (newest first):
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 7)
+FORMAT_VERSION = (1, 8)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -151,7 +154,7 @@ class Timing:
     :attr:`Speed.sizes`.
     ``saved``: bytes that the forward keeps for the backward at the example's sizes; -1 for eager."""
 
-    name: str  # "eager", or the candidate: "default", "min_cut" (partitioners), "whole" (all in one graph)
+    name: str  # "eager", or the candidate: "default", "min_cut" (partitioners), "whole" (all in one graph); of a recorded pass see PassSpec
     microseconds: tuple[float, ...]
     saved: int = -1
 
@@ -180,6 +183,11 @@ class Speed:
         """The time of the code in the package over eager's, at each of the sizes."""
         times = {t.name: t.microseconds for t in self.timings}
         return tuple(ours / max(eager, 1e-9) for ours, eager in zip(times[self.chosen], times["eager"], strict=True))
+
+    @property
+    def means(self) -> Mapping[str, float]:
+        """Microseconds, by name: the geometric mean over the sizes."""
+        return {t.name: math.prod(max(m, 1e-9) ** (1 / len(t.microseconds)) for m in t.microseconds) for t in self.timings}
 
 
 @dataclass(frozen=True)
@@ -265,7 +273,11 @@ class Segment:
 @dataclass(frozen=True)
 class PassSpec:
     """A recorded pass compiled under guards. ``sizes``: what each of the pass's sizes must be, a number or an expression in the symbols.
-    ``verdicts``: as in :class:`VariantSpec`."""
+    ``verdicts``: as in :class:`VariantSpec`.
+
+    ``speed``: what such a pass took in the process that recorded it: by eager, with its tape interpreted, and compiled. ``chosen``: what took
+    least, which is what a replay does with such passes. The whole of ``backward()`` counts; what the compiled pass takes is what the interpreted
+    one took there, times the ratio of the two on the recorded values."""
 
     inputs: tuple[TensorSpec, ...]
     sizes: tuple[Size, ...]
@@ -276,6 +288,7 @@ class PassSpec:
     verdict: Verdict
     segments: tuple[Segment, ...]
     verdicts: tuple[Verdict, ...] = ()
+    speed: Speed | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class EngineHook:
         self.runs_in = 0  # the thread of the pass
         self.roots: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
+        self.began = self.reached = self.left = 0.0  # when the pass was called, when the engine called what is bound, and when that returned
         self.largest = 0  # nodes of the largest structure that was recorded
         self._left = 0  # walks since the engine's cache was empty that ended without a program
 
@@ -55,6 +57,16 @@ class EngineHook:
 
     def left_to_eager(self, reason: str) -> None:
         raise NotImplementedError
+
+    def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        """Whether a pass that is called now goes to eager before the engine looks at it: None, or what :meth:`ran_in_eager` is to be told."""
+        return None
+
+    def ran_in_eager(self, what: Any, seconds: float) -> None:
+        """``what``: of :meth:`prefers_eager`."""
+
+    def ended(self) -> None:
+        """After a pass that the engine had."""
 
     def clear_cache(self) -> None:
         """Forgets what was bound; the next pass of each structure is a binding pass again."""
@@ -111,6 +123,11 @@ class EngineHook:
 
     def run(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
+        if not args[2] and (what := self.prefers_eager(roots, args[3])) is not None:
+            start = time.perf_counter()
+            result = self._without(roots, args, kwargs)
+            self.ran_in_eager(what, time.perf_counter() - start)
+            return result
         if args[2]:
             self.left_to_eager("create_graph=True: the engine keeps such passes to itself")
             return self._without(roots, args, kwargs)
@@ -134,9 +151,11 @@ class EngineHook:
             if self._left >= _LEFT_LEAST and (self._left >= _LEFT_BEHIND or self._left * self.largest >= _LEFT_NODES):
                 self.clear_cache()
             self.inside, self.running, self.runs_in = True, False, threading.get_ident()
-            self.roots, self.targets = roots, args[3]
+            self.roots, self.targets, self.began = roots, args[3], time.perf_counter()
             try:
-                return _eager(roots, *args, **kwargs)
+                result = _eager(roots, *args, **kwargs)
+                self.ended()
+                return result
             except Exception as error:
                 if self.running:
                     raise
@@ -183,6 +202,9 @@ def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 
 class _Engine:
     """Stands for PyTorch's engine object: callbacks queued by a hook of one of our passes are ours to run."""
+
+    def __init__(self) -> None:
+        self.run_backward = _engine.run_backward  # found at once
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         if _hooks and _hooks[-1].outside and _hooks[-1].runs_in == threading.get_ident():

@@ -34,14 +34,16 @@ class Report:
     """What became of the backward passes of a context.
 
     ``bindings``: passes that met a structure for the first time; ``hits``: further ones that the package served; ``misses``: those that were
-    interpreted, by reason; ``eager``: those that the engine would not have, by reason. ``saved``: seconds by which the hits were faster than
-    running the same tapes uncompiled, as measured when they were recorded.
+    interpreted, by reason; ``eager``: those that the engine would not have, by reason; ``slower``: those for which the package has code that was
+    slower than eager, or than interpreting them, when it was compiled, and which therefore ran so. ``saved``: seconds by which the hits were faster
+    than eager was when they were recorded; where it was not timed then, than their tapes uncompiled.
     """
 
     bindings: int = 0
     hits: int = 0
     misses: Reasons = field(default_factory=Reasons)
     eager: Reasons = field(default_factory=Reasons)
+    slower: Reasons = field(default_factory=Reasons)
     engine: Reasons = field(default_factory=Reasons)  # what the engine said of the first passes that its cache did not have
     saved: float = 0.0
 
@@ -51,13 +53,15 @@ class Report:
             "hits": self.hits,
             "misses": self.misses.shown(),
             "eager": self.eager.shown(),
+            "slower": self.slower.shown(),
             "engine": self.engine.shown(),
             "seconds_saved": round(self.saved, 6),
         }
 
     def __str__(self) -> str:
-        missed, eager = sum(self.misses.values()), sum(self.eager.values())
-        lines = [f"{self.bindings} bound, {self.hits} hits, {missed} misses, {eager} left to eager; {self.saved:.3f} s saved"]
-        for what, reasons in (("miss", self.misses), ("eager", self.eager), ("engine", self.engine)):
+        missed, eager, slower = sum(self.misses.values()), sum(self.eager.values()), sum(self.slower.values())
+        not_faster = f", {slower} not faster compiled" if slower else ""
+        lines = [f"{self.bindings} bound, {self.hits} hits, {missed} misses, {eager} left to eager{not_faster}; {self.saved:.3f} s saved"]
+        for what, reasons in (("miss", self.misses), ("eager", self.eager), ("slower", self.slower), ("engine", self.engine)):
             lines += [f"  {what} x{count}: {reason}" for reason, count in reasons.shown().items()]
         return "\n".join(lines)

@@ -23,7 +23,8 @@ from ..loader import Package, load
 from ..operators import describe_missing_operators, unregistered
 from ..package.signature_policy import Key, Policy
 from . import origin
-from .compiled_pass import Match
+from .call_sites import CallSites
+from .compiled_pass import CompiledPass, Match
 from .custom_function import PlainContext, digest_of
 from .engine_hook import EngineHook
 from .interpreter import Run
@@ -46,8 +47,19 @@ _LARGEST_SKIP = 128  # passes of unknown structure between two that are recorded
 class Replaying(EngineHook):
     """The context of :func:`replay`. ``report``: a :class:`Report`; ``tapes``: what was met, in order."""
 
-    def __init__(self, package: Package | None, entry: str | None = None, *, strict: bool = False, max_structures: int = MAX_STRUCTURES):
+    def __init__(
+        self,
+        package: Package | None,
+        entry: str | None = None,
+        *,
+        strict: bool = False,
+        max_structures: int = MAX_STRUCTURES,
+        always: bool = False,
+    ):
         super().__init__()
+        self.always = always
+        self.looks_at_all = strict or always
+        self.sites = CallSites()
         self.table = StructureTable(package, entry, max_structures, self._stop_explaining)
         self.strict = strict
         self.report = Report()
@@ -92,6 +104,12 @@ class Replaying(EngineHook):
         if self.table.full and not self.strict and not self._is_worth_recording():
             raise Refused(self.table.why_full())
         return Recorder(lambda names: eager_order(self.roots, self.targets, names), self._bind)
+
+    def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        return "" if not self.looks_at_all and self.sites.is_faster_in_eager(roots) else None
+
+    def ran_in_eager(self, what: Any, seconds: float) -> None:
+        self.report.slower.note("left to eager, which ran passes called from there faster when they were recorded")
 
     def left_to_eager(self, reason: str) -> None:
         self.report.eager.note(reason)
@@ -144,7 +162,12 @@ class Replaying(EngineHook):
         except InputError as error:
             miss = str(error)
         else:
+            if not self.looks_at_all:
+                self.sites.note(self.roots, eager_is_faster=match.variant.faster_in_eager)
+            if match.variant.faster_interpreted and not self.always:
+                return self._interpret_faster(structure, operands, match.variant, binding)
             return self._run_compiled(structure, operands, match, binding, start)
+        self.sites.note(self.roots, eager_is_faster=False)
         miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_ADVICE}"
         if self.strict:
             raise MissError(f"{miss} (replay was told to be strict)")
@@ -156,7 +179,10 @@ class Replaying(EngineHook):
         results = match.variant.run(operands, match, self.calling_out, self._missed)
         if not binding:
             self.report.hits += 1
-            self.report.saved += structure.spec.seconds - (time.perf_counter() - start)
+            if match.variant.times:
+                self.report.saved += match.variant.times["eager"] * 1e-6 - (time.perf_counter() - self.began)
+            else:
+                self.report.saved += structure.spec.seconds - (time.perf_counter() - start)
             self._hits_in_a_row += 1
             if self._hits_in_a_row == _QUIET_AFTER_HITS:
                 self._set_verbose_logging(False)
@@ -168,7 +194,17 @@ class Replaying(EngineHook):
         layer = self.layers.name(operands.inputs[leaf]) if leaf is not None else ""
         return f"{f'at or after {layer}, ' if layer else ''}backward called at {origin.line()}"
 
+    def _interpret_faster(self, structure: Structure, operands: Operands, variant: CompiledPass, binding: bool) -> list[torch.Tensor | None]:
+        if not binding:
+            took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in variant.times.items())
+            self.report.slower.note(f"interpreted, which was faster when {structure.tape.fingerprint()[:12]} was recorded: {took}")
+        return self.run_tape(structure, operands)
+
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
+        """Runs a pass that the package has nothing for."""
+        return self.run_tape(structure, operands)
+
+    def run_tape(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
         run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.calling_out)
         return run.execute(structure.tape.ops, structure.tape.outputs)
 
@@ -220,7 +256,7 @@ class _BoundPass:
         self, inputs: list[torch.Tensor], sizes: list[int], scalars: list[Any], hooks: tuple[Any, ...], packed: tuple[Any, ...] = ()
     ) -> list[torch.Tensor | None]:
         session = self.session
-        session.running = True
+        session.running, session.reached = True, time.perf_counter()
         binding, self.binding = self.binding, False
         self.served = not binding
         if not binding and (self.tape.order_matters or (self.structure.spec is None and self.tape.order_rounds)):
@@ -232,6 +268,7 @@ class _BoundPass:
         results = session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)
         if session.callbacks:
             session.final_callbacks()
+        session.left = time.perf_counter()
         return results
 
 
@@ -244,18 +281,23 @@ def replay(
     signature: Policy | None = None,
     key: Key | None = None,
     max_structures: int = MAX_STRUCTURES,
+    always: bool = False,
 ) -> Replaying:
     """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
 
     Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`); those that the engine
-    refuses run in eager. After ``max_structures`` structures that the package does not hold, further ones are left to eager, so that a script
+    refuses run in eager. So do those whose code was slower than eager when it was recorded, unless ``always`` says otherwise, or ``strict``, which
+    looks at every pass; where interpreting was faster than the code, they are interpreted.
+
+    After ``max_structures`` structures that the package does not hold, further ones are left to eager, so that a script
     whose structure keeps changing costs neither time nor memory without bound; what is bound goes on being served.
 
     The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are those of
     :func:`load`; a pass that calls operators which nobody has registered when it runs is interpreted. Raises what that raises, and
     :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
     """
-    return Replaying(load(path, imports=imports, signature=signature, key=key), entry, strict=strict, max_structures=max_structures)
+    package = load(path, imports=imports, signature=signature, key=key)
+    return Replaying(package, entry, strict=strict, max_structures=max_structures, always=always)
 
 
 class _IgnoringLogger:

@@ -1,0 +1,144 @@
+"""What a compiled pass takes, beside what its tape takes interpreted and what eager took in the script.
+
+The pass itself ran in the script alone. There eager's passes and interpreted ones were timed (``timed_passes.py``); here, on the recorded values, the
+compiled pass is timed beside its tape interpreted, in turns. What the compiled one would have taken there follows from the two.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from aot_backward_runtime.compatibility import processor_name
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.expressions import evaluate
+from aot_backward_runtime.format.manifest import PassSpec, Speed, StructureSpec, Timing
+from aot_backward_runtime.native.guards import dtype_of
+from aot_backward_runtime.native.library import Library
+from aot_backward_runtime.passes.interpreter import Run
+from aot_backward_runtime.passes.pass_contract import Operands, PassContract
+from aot_backward_runtime.passes.structure import Structure
+from aot_backward_runtime.passes.tape import CALLS_OUT, Op
+
+from ..capture.ambient import current_ambient
+from ..checks import stopwatch
+from ..packaging.tuning import SECONDS, TIE
+from .pass_check import holds_for
+from .recorded_structure import ExamplePass
+from .trace import TracedProgram
+
+EAGER, INTERPRETED, COMPILED = "eager", "interpreted", "compiled"
+_LEAST = 2, 4  # passes that were timed in the script, interpreted and in eager
+log = logging.getLogger("aot_backward")
+
+
+def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], tune: str, target: str) -> Speed | None:
+    """Microseconds of a whole pass at the sizes of the recorded ones; None where too few were timed, or their code cannot run without the script."""
+    tape = program.structure.tape
+    calls = [op for op in tape.ops if op.kind in CALLS_OUT]
+    if any(tape.ops[n].kind in CALLS_OUT for s in spec.segments if s.library for n in s.ops):
+        return None  # a custom function's backward, of which the script alone has what it reads
+    times: dict[str, list[float]] = {EAGER: [], INTERPRETED: [], COMPILED: []}
+    labels: list[str] = []
+    for example in program.examples:
+        seen = example.times
+        values = PassContract(spec).symbol_values(example.shapes, example.sizes)
+        if seen.times_interpreted < _LEAST[0] or seen.times_in_eager < _LEAST[1] or not holds_for(spec, example, values):
+            continue
+        try:
+            here = stopwatch.microseconds(_calls(program, spec, libraries, example), SECONDS[tune], sample=0)
+        except Exception as error:  # no reason to lose a pass that is right
+            log.info("%s could not be timed: %s", program.name, error)
+            continue
+        engine, interpreted = seen.engine * 1e6, seen.interpreted * 1e6
+        if calls:  # what they took is in the script's time alone
+            compiled = max(interpreted - here[INTERPRETED] + here[COMPILED], here[COMPILED])
+        else:
+            compiled = interpreted * here[COMPILED] / here[INTERPRETED]
+        for name, microseconds in ((EAGER, seen.eager * 1e6), (INTERPRETED, engine + interpreted), (COMPILED, engine + compiled)):
+            times[name].append(round(microseconds, 1))
+        labels.append(", ".join(f"{k}={v}" for k, v in values.items()))
+    if not labels:
+        return None
+    total = {name: math.prod(each) for name, each in times.items()}
+    best = min(total, key=lambda name: total[name])
+    return Speed(
+        chosen=COMPILED if total[best] > TIE ** len(labels) * total[COMPILED] else best,
+        timings=tuple(Timing(name, tuple(each)) for name, each in times.items()),
+        sizes=tuple(labels),
+        threads=torch.get_num_threads(),
+        processor=processor_name(),
+        tune=tune,
+        target=target,
+        torch=torch.__version__,
+        others=stopwatch.others_running(),
+    )
+
+
+def slower(program: TracedProgram, speed: Speed) -> Iterator[str]:
+    """In words, where the compiled pass is not the fastest."""
+    if speed.chosen != COMPILED:
+        took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in speed.means.items())
+        yield f"{program.name}: {took}{program.structure.location()}"
+
+
+def _calls(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], example: ExamplePass) -> dict[str, stopwatch.Call]:
+    """The pass, interpreted and compiled, on the recorded values and leaves of its own."""
+    tape = program.structure.tape
+    device = spec.inputs[0].device if spec.inputs else "cpu"
+    constants = {key: tensor for graph in program.graphs for key, tensor in graph.constants.values()}
+    here = replace(spec, ambient=current_ambient(device))
+    structure = Structure(tape, StructureSpec(program.fingerprint, tape.nodes, len(tape.ops), (here,)), libraries, constants)
+    leaves = {op.operands[0].index for op in tape.ops if op.kind == "accumulate"}
+    values = PassContract(spec).symbol_values(example.shapes, example.sizes)
+    inputs = []
+    for i, wanted in enumerate(spec.inputs):
+        given = example.inputs.get(i)
+        if given is None:
+            strides = tuple(evaluate(s, values) for s in wanted.stride)
+            given = torch.empty_strided(example.shapes[i], strides, dtype=dtype_of(wanted.dtype), device=wanted.device)
+        inputs.append(given.detach().requires_grad_(wanted.requires_grad) if i in leaves else given)
+    operands = Operands(inputs, list(example.sizes), list(program.observation.scalars), (), ())
+
+    def interpreted() -> None:
+        with torch.no_grad():
+            _forget(inputs, leaves)
+            _Recalled(operands, example).execute(tape.ops, tape.outputs)
+
+    def compiled() -> None:
+        with torch.no_grad():
+            _forget(inputs, leaves)
+            match = structure.match(operands)
+            match.variant.check_leaves(operands)
+            match.variant.execute(_Recalled(operands, example), match, _refuse)
+
+    return {INTERPRETED: interpreted, COMPILED: compiled}
+
+
+class _Recalled(Run):
+    """A pass in which hooks and custom functions give what they gave in the script."""
+
+    def __init__(self, operands: Operands, example: ExamplePass):
+        super().__init__(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed)
+        self._example = example
+
+    def step(self, op: Op) -> None:
+        if op.kind in CALLS_OUT:
+            for number in op.results:
+                if number >= 0:
+                    self.values[number] = self._example.values[number]
+        else:
+            super().step(op)
+
+
+def _forget(inputs: Sequence[torch.Tensor], leaves: Iterable[int]) -> None:
+    for i in leaves:
+        inputs[i].grad = None
+
+
+def _refuse(reason: str) -> None:
+    raise ExportError(reason)

@@ -1,0 +1,220 @@
+"""A replay runs compiled code only where it was the fastest way when it was recorded: what is timed, what goes to eager, and what is said."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import aot_backward as ab
+from aot_backward.recording import pass_speed
+from aot_backward_runtime import load
+from aot_backward_runtime.errors import MissError
+from aot_backward_runtime.format.manifest import PassSpec, Speed, Timing
+
+from ..conftest import aot_backward
+from ..support.exports import shared
+
+Grads = list[list[torch.Tensor]]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def small(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def passes(net: nn.Module, batches: Sequence[int]) -> Grads:
+    """All of them called from one line."""
+    out = []
+    for i, n in enumerate(batches):
+        x = torch.randn(n, 4, generator=torch.Generator().manual_seed(i))
+        for p in net.parameters():
+            p.grad = None
+        net(x).square().mean().backward()
+        out.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    return out
+
+
+def same(expected: Grads, actual: Grads) -> None:
+    for e_step, a_step in zip(expected, actual, strict=True):
+        for e, a in zip(e_step, a_step, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-7)
+
+
+def the_pass(path: Path) -> PassSpec:
+    (structure,) = load(path).manifest.entries["backward"].structures
+    (variant,) = structure.variants
+    return variant
+
+
+def said(chosen: str) -> Callable[..., Speed]:
+    """In the place of what measures a compiled pass: one that says that ``chosen`` was ten times as fast."""
+    timings = tuple(Timing(name, (10.0 if name == chosen else 100.0,)) for name in ("eager", "interpreted", "compiled"))
+    return lambda *_: Speed(chosen, timings, ("",), 1, "a processor", "quick", "cpu", torch.__version__, 0)
+
+
+def recorded(chosen: str) -> Path:
+    """:func:`passes` of :func:`small`, of which ``chosen`` is said to be the fastest way. Do not write to it."""
+
+    def make(path: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pass_speed, "measure", said(chosen))
+            with ab.record(path, tune="quick") as recording:
+                passes(small(), (3, 3, 5))
+        assert not recording.skipped
+        assert [chosen in words and "backward called at" in words for words in recording.slower] == ([] if chosen == "compiled" else [True])
+
+    return shared(f"pass-speed-{chosen}", make)
+
+
+def test_what_a_pass_takes_is_measured_and_kept(tmp_path: Path) -> None:
+    """Every gradient is eager's meanwhile, whichever way a pass runs, and each hook is called once."""
+    path, batches, net, called = tmp_path / "bw.pt2", (3, 5, *[6] * 40), small(), []
+    expected = passes(net, batches)
+    net[2].weight.register_hook(lambda g: called.append(tuple(g.shape)))
+    with ab.record(path, tune="quick") as recording:
+        same(expected, passes(net, batches))
+    assert called == [(2, 8)] * len(batches)
+    assert recording.in_eager == 20 and recording.recorded == 22 and not recording.skipped
+    speed = the_pass(path).speed
+    assert speed is not None and [t.name for t in speed.timings] == ["eager", "interpreted", "compiled"]
+    assert speed.chosen in speed.means and min(speed.means.values()) > 1
+    assert speed.sizes == ("s0=6",) and speed.tune == "quick" and speed.threads == torch.get_num_threads()
+    assert [speed.chosen] * len(recording.slower) == [speed.chosen for _ in recording.slower if speed.chosen != "compiled"]
+
+
+def test_nothing_is_timed_where_it_is_not_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "bw.pt2"
+    with ab.record(path, tune="none") as recording:
+        passes(small(), (3, 5, *[6] * 20))
+    assert recording.in_eager == 0 and recording.recorded == 22 and the_pass(path).speed is None
+    with pytest.raises(ab.ExportError, match="tune is 'much'; expected one of 'none', 'quick', 'full'"):
+        ab.record(path, tune="much")
+
+
+def test_passes_that_look_alike_and_are_not_are_all_recorded(tmp_path: Path) -> None:
+    """The limit of a clamp is in no shape and no name: each of these is a structure of its own, and none is timed under another's name."""
+    weight = torch.ones(3, requires_grad=True)
+    with ab.record(tmp_path / "bw.pt2", tune="quick") as recording:
+        for i in range(12):
+            (weight * 2).clamp(max=1 + i % 3).sum().backward()
+    assert recording.in_eager == 0 and recording.recorded == 12 and len(recording.structures) == 3
+
+
+def test_what_eager_did_faster_goes_to_eager() -> None:
+    path, batches, net = recorded("eager"), [3] * 40, small()
+    expected = passes(net, batches)
+    with ab.replay(path) as replaying:
+        same(expected, passes(net, batches))
+    report = replaying.report
+    assert (report.bindings, report.hits, sum(report.slower.values())) == (1, 2, 37) and not report.misses and not report.eager
+    assert "37 not faster compiled" in str(report) and report.to_json()["slower"]
+    for more in ({"always": True}, {"strict": True}):
+        with ab.replay(path, **more) as replaying:
+            same(expected, passes(net, batches))
+        assert replaying.report.hits == 39 and not replaying.report.slower
+
+
+def test_what_was_faster_interpreted_is_interpreted() -> None:
+    path, batches, net = recorded("interpreted"), [3] * 20, small()
+    expected = passes(net, batches)
+    with ab.replay(path) as replaying:
+        same(expected, passes(net, batches))
+    assert replaying.report.hits == 0 and sum(replaying.report.slower.values()) == 19 and not replaying.report.misses
+    assert "interpreted 10 µs, compiled 100 µs" in str(replaying.report)
+    with ab.replay(path, always=True) as replaying:
+        same(expected, passes(net, batches))
+    assert replaying.report.hits == 19 and not replaying.report.slower
+
+
+def test_what_is_fastest_compiled_is_a_hit_each_time() -> None:
+    path, batches, net = recorded("compiled"), [3] * 20, small()
+    expected = passes(net, batches)
+    with ab.replay(path) as replaying:
+        same(expected, passes(net, batches))
+    assert replaying.report.hits == 19 and not replaying.report.slower
+
+
+def test_a_place_that_goes_on_to_another_structure_is_noticed() -> None:
+    """The package holds nothing for the other one: while its passes go to eager with the first's, one in some 64 is looked at."""
+    path, net, other = recorded("eager"), small(), nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
+    batches = [3] * 200
+    with ab.replay(path) as replaying:
+        passes(net, [3] * 8)
+        same(passes(other, batches), passes(other, batches))
+    assert replaying.report.misses and "SigmoidBackward0" in str(replaying.report)
+    with ab.replay(path, strict=True), pytest.raises(MissError, match="SigmoidBackward0"):
+        passes(net, [3] * 8)
+        passes(other, [3])
+
+
+def test_another_place_is_judged_by_itself() -> None:
+    """Where a line calls backward on several structures of which one is not known to be slower, the engine goes on being asked."""
+    path, net, other = recorded("eager"), small(), nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
+    with ab.replay(path) as replaying:
+        for _ in range(10):
+            for each in (net, other):
+                passes(each, [3])
+    assert replaying.report.hits == 9 and not replaying.report.slower
+    assert sum(replaying.report.misses.values()) == 10
+
+
+def test_eager_is_preferred_in_threads_too() -> None:
+    """A hook of a pass that went to eager waits for another thread's pass."""
+    path, nets = recorded("eager"), [small(), small()]
+    expected = passes(small(), [3] * 10)
+    got: list[Grads] = []
+    done = threading.Event()
+
+    def other() -> None:
+        got.append(passes(nets[1], [3] * 10))
+        done.set()
+
+    with ab.replay(path):
+        passes(nets[0], [3] * 10)
+        thread = threading.Thread(target=other)
+
+        def hook(grad: torch.Tensor) -> None:
+            if not thread.is_alive() and not done.is_set():
+                thread.start()
+                assert done.wait(30)
+
+        nets[0][2].weight.register_hook(hook)
+        same(expected, passes(nets[0], [3] * 10))
+        thread.join()
+    same(expected, got[0])
+
+
+def test_saved_misses_are_all_looked_at(tmp_path: Path) -> None:
+    path, net, other = recorded("eager"), small(), nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
+    with ab.replay(path, save_misses=tmp_path / "missed.bw") as replaying:
+        passes(net, [3] * 8)
+        passes(other, [3] * 3)
+    assert sum(replaying.report.misses.values()) == 3 and replaying.report.hits == 7
+
+
+def test_the_command_line_says_it(tmp_path: Path) -> None:
+    script, path = tmp_path / "train.py", tmp_path / "bw.pt2"
+    script.write_text(
+        "import torch\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))\n"
+        "for i in range(40):\n"
+        "    net(torch.randn(3, 4)).square().mean().backward()\n"
+    )
+    done = aot_backward("record", "-o", path, "--tune", "quick", "--", script)
+    assert done.returncode == 0 and "20 passes of 1 structures recorded and 20 timed in eager" in done.stderr, done.stderr
+    shown = aot_backward("inspect", path)
+    assert "timed when it was recorded" in shown.stdout and "eager" in shown.stdout, shown.stdout
+    described = json.loads(aot_backward("inspect", "--json", path).stdout)
+    (variant,) = described["entries"]["backward"]["structures"][0]["variants"]
+    assert variant["speed"]["chosen"] in ("eager", "compiled", "interpreted") and variant["speed"]["tune"] == "quick"
+    always = aot_backward("replay", "--always", "--json", path, "--", script)
+    assert always.returncode == 0 and json.loads(always.stderr)["hits"] == 38, (
+        always.stderr
+    )  # the first gradients are not added to others: bound twice
