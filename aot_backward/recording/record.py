@@ -43,7 +43,7 @@ class Recording(ObservedReplay):
         self.slower: list[str] = []
 
     def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Row | None:
-        if self.tune == "none":
+        if self.tune == "none" or not self.target.startswith("cpu"):  # on a GPU a pass has only been queued when the call returns
             return None
         row, known = self.timed.due(roots, inputs)
         if known:
@@ -92,9 +92,9 @@ def record(
     kept. Nothing is written where the block ends by an exception. Needs memory for two passes of each structure. After ``max_structures`` new
     structures, further ones are left to eager, and those that came only once are not compiled: ``skipped`` says so.
 
-    ``tune``: "quick" times up to twelve passes of each kind in eager, between the others, and each compiled pass beside its tape interpreted ("full"
-    takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else "quick". What was slower
-    compiled than by eager is in the package all the same, ``slower`` says which, and a replay leaves such passes to eager.
+    ``tune``, on a CPU: "quick" times up to forty passes of each kind in eager, between the others, and each compiled pass beside its tape
+    interpreted ("full" takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else
+    "quick". What was slower compiled than by eager is in the package all the same, ``slower`` says which, and a replay leaves such passes to eager.
     """
     return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures, tune_of(tune))
 

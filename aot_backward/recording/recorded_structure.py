@@ -27,6 +27,7 @@ class PassTimes:
     eager: float = math.inf
     times_interpreted: int = 0
     times_in_eager: int = 0
+    rows: int = 0  # of passes in eager that were begun
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 A pass cannot be run twice, and its structure is known only once the engine has walked it. So each graph is looked at before: where one like it was
 interpreted twice already, of the same nodes, edges and shapes of gradients, the next ten passes that are called from that place and begin alike are
-left to eager and timed, and count if what comes after them is like it again; and ten more after two further ones. In a row, since what an interpreted
+left to eager and timed, and count if the one after them is like it again; and ten more after two further ones. In a row, since what an interpreted
 pass leaves in the processor's caches makes eager slower than it is without us: an MLP's backward takes 130 µs between interpreted ones, 90 otherwise.
 """
 
@@ -21,7 +21,7 @@ from aot_backward_runtime.passes.call_sites import Place, place_of
 
 from .recorded_structure import PassTimes
 
-_BEFORE, _ROW, _ROWS = 2, 10, 2
+_BEFORE, _ROW, _ROWS, _TRIED = 2, 10, 2, 4
 _BEGINNING = 6  # nodes
 _LARGEST = 20_000  # nodes
 _KEPT = 4096
@@ -29,11 +29,10 @@ _KEPT = 4096
 
 @dataclass
 class Row:
-    """Passes from one place that are left to eager, one after another."""
+    """Passes from one place that begin alike and are left to eager."""
 
     times: PassTimes
     likeness: int
-    beginning: int
     seconds: list[float] = field(default_factory=list)
 
 
@@ -42,25 +41,29 @@ class TimedPasses:
 
     def __init__(self) -> None:
         self._times: dict[int, PassTimes | None] = {}  # None: several kinds of passes look alike, and none of them is timed
-        self._rows: dict[Place, Row] = {}
+        self._rows: dict[tuple[Place, int], Row] = {}
         self._here = threading.local()
 
     def due(self, roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[Row | None, bool]:
         """The row to which the pass that is called now belongs, which is run in eager, or None: it is to be interpreted. And whether one like it
         was met."""
-        place, beginning = place_of(roots), _likeness(roots, inputs, _BEGINNING)
-        row = self._rows.get(place)
-        if row is not None and len(row.seconds) < _ROW and row.beginning == beginning:
+        key = place_of(roots), _likeness(roots, inputs, _BEGINNING)
+        row = self._rows.get(key)
+        if row is not None and len(row.seconds) < _ROW:
             return row, True
         self._here.likeness = likeness = _likeness(roots, inputs, _LARGEST)
-        if row is not None and likeness == row.likeness:
-            del self._rows[place]
-            row.times.eager = min(row.times.eager, *row.seconds)
-            row.times.times_in_eager += len(row.seconds)
+        self._here.interpreted = None
+        if row is not None:
+            del self._rows[key]
+            if likeness == row.likeness:
+                row.times.eager = min(row.times.eager, min(row.seconds))
+                row.times.times_in_eager += len(row.seconds)
         times = self._times.get(likeness)
-        if times is None or times.times_in_eager >= _ROW * min(times.times_interpreted // _BEFORE, _ROWS):
+        rows = min(times.times_interpreted // _BEFORE, _TRIED) if times is not None else 0
+        if times is None or times.rows >= rows or times.times_in_eager >= _ROW * _ROWS or len(self._rows) >= _KEPT:
             return None, likeness in self._times
-        self._rows[place] = row = Row(times, likeness, beginning)
+        times.rows += 1
+        self._rows[key] = row = Row(times, likeness)
         return row, True
 
     def interpreted(self, times: PassTimes, seconds: float) -> None:
@@ -74,8 +77,8 @@ class TimedPasses:
 
     def ended(self, engine: float) -> None:
         """What the engine took for that pass."""
-        times, interpreted = getattr(self._here, "interpreted", (None, math.inf))
-        self._here.interpreted = None, math.inf
+        times, interpreted = getattr(self._here, "interpreted", None) or (None, math.inf)
+        self._here.interpreted = None
         if times is not None and interpreted < math.inf:
             times.interpreted, times.engine = min(times.interpreted, interpreted), min(times.engine, engine)
             times.times_interpreted += 1

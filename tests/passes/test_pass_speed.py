@@ -218,3 +218,13 @@ def test_the_command_line_says_it(tmp_path: Path) -> None:
     assert always.returncode == 0 and json.loads(always.stderr)["hits"] == 38, (
         always.stderr
     )  # the first gradients are not added to others: bound twice
+
+
+def test_sizes_in_any_order_are_timed_each_by_itself(tmp_path: Path) -> None:
+    """What comes between two passes of one size does not keep them in eager for ever."""
+    batches = [3, 5, 6, 6, 3, 5, 5, 3, 6] * 16
+    with ab.record(tmp_path / "bw.pt2", tune="quick") as recording:
+        passes(small(), batches)
+    (structure,) = recording.structures.values()
+    assert [t.times_in_eager for t in structure.times.values()] == [20] * 3
+    assert recording.in_eager == 60 and recording.recorded == 84
