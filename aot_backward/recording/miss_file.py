@@ -27,7 +27,7 @@ from aot_backward_runtime.format.atomic_file import replacing
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import PassSpec, SymbolSpec
 from aot_backward_runtime.format.manifest_json import plain, read_as
-from aot_backward_runtime.passes.tape import tape_from_json
+from aot_backward_runtime.tapes.tape import tape_from_json
 
 from ..tensor_file import read_tensors, write_tensors
 from .compile import add_programs

@@ -9,7 +9,7 @@ import torch
 
 from aot_backward_runtime.format.manifest import Ambient
 from aot_backward_runtime.passes.pass_contract import Operands
-from aot_backward_runtime.passes.tape import Tape
+from aot_backward_runtime.tapes.tape import Tape
 
 from ..capture.ambient import current_ambient
 

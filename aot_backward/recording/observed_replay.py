@@ -11,13 +11,13 @@ import torch
 
 from aot_backward_runtime.loader import Package
 from aot_backward_runtime.passes import origin
-from aot_backward_runtime.passes.custom_function import PlainContext
-from aot_backward_runtime.passes.interpreter import Run
 from aot_backward_runtime.passes.pass_contract import Operands
 from aot_backward_runtime.passes.session import Replaying
 from aot_backward_runtime.passes.structure import Structure
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
-from aot_backward_runtime.passes.tape import Tape, slots
+from aot_backward_runtime.tapes.custom_function import PlainContext
+from aot_backward_runtime.tapes.interpreter import Run
+from aot_backward_runtime.tapes.tape import Tape, slots
 
 from .observation import Observation
 from .recorded_structure import ExamplePass, PassTimes, RecordedStructure

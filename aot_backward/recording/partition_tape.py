@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aot_backward_runtime.passes.tape import CALLS_OUT, Slot, Tape, slots
+from aot_backward_runtime.tapes.tape import CALLS_OUT, Slot, Tape, slots
 
 from .recorded_structure import ExamplePass
 
@@ -40,7 +40,7 @@ def partition_tape(
     """The partitions of a pass in the order in which they run.
 
     ``hook_groups``: which hooks are one object. ``trace_customs``: whether custom functions with a traceable backward
-    (:mod:`aot_backward_runtime.passes.custom_function`) become part of the graphs. ``opaque``: nodes by name, and ``single``: operations by
+    (:mod:`aot_backward_runtime.tapes.custom_function`) become part of the graphs. ``opaque``: nodes by name, and ``single``: operations by
     number, that stay as they are.
 
     Everything that eager runs before a hook runs before it, since a hook may read or change any tensor. The exception are hooks that unpack

@@ -15,7 +15,7 @@ from aot_backward_runtime.native.cuda_library import library_on
 from aot_backward_runtime.native.guards import with_strides
 from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.passes.pass_contract import PassContract
-from aot_backward_runtime.passes.tape import Slot
+from aot_backward_runtime.tapes.tape import Slot
 
 from ..checks.tolerance import RELATIVE, compare_graph_result, norm
 from ..packaging.package_writer import library_spec

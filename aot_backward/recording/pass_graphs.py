@@ -1,6 +1,6 @@
 """The compiled partitions of a recorded pass, each traced into a functional ATen graph.
 
-The trace runs the interpreter (:mod:`aot_backward_runtime.passes.interpreter`) on fake tensors, so the graph computes what the interpreter does.
+The trace runs the interpreter (:mod:`aot_backward_runtime.tapes.interpreter`) on fake tensors, so the graph computes what the interpreter does.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Segment, TensorSpec
-from aot_backward_runtime.passes.interpreter import Run
-from aot_backward_runtime.passes.tape import Op, Slot, Tape, slots
+from aot_backward_runtime.tapes.interpreter import Run
+from aot_backward_runtime.tapes.tape import Op, Slot, Tape, slots
 
 from ..capture.bind_graph import lift_constants
 from ..capture.fx_graph import root_of

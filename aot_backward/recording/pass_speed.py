@@ -19,10 +19,10 @@ from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import PassSpec, Speed, StructureSpec, Timing
 from aot_backward_runtime.native.guards import dtype_of
 from aot_backward_runtime.native.library import Library
-from aot_backward_runtime.passes.interpreter import Run
 from aot_backward_runtime.passes.pass_contract import Operands, PassContract
 from aot_backward_runtime.passes.structure import Structure
-from aot_backward_runtime.passes.tape import CALLS_OUT, Op
+from aot_backward_runtime.tapes.interpreter import Run
+from aot_backward_runtime.tapes.tape import CALLS_OUT, Op
 
 from ..capture.ambient import current_ambient
 from ..checks import stopwatch

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from aot_backward_runtime.passes.custom_function import PlainContext
-from aot_backward_runtime.passes.tape import Tape
+from aot_backward_runtime.tapes.custom_function import PlainContext
+from aot_backward_runtime.tapes.tape import Tape
 
 from .observation import Observation
 

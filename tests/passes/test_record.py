@@ -23,7 +23,7 @@ import aot_backward as ab
 from aot_backward.recording.miss_file import compile_misses
 from aot_backward_runtime.entries import autograd_function
 from aot_backward_runtime.native.library import Library
-from aot_backward_runtime.passes.custom_function import digest_of
+from aot_backward_runtime.tapes.custom_function import digest_of
 
 from ..conftest import aot_backward
 from ..support.exports import shared

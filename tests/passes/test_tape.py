@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from aot_backward_runtime import AotBackwardError, PackageError
 from aot_backward_runtime.passes.session import Replaying
-from aot_backward_runtime.passes.tape import Op, Slot, Tape, tape_from_json
+from aot_backward_runtime.tapes.tape import Op, Slot, Tape, tape_from_json
 
 from ..support.backward_passes import SCENARIOS
 from ..support.backward_passes.scenario import leaf
@@ -256,8 +256,8 @@ def test_a_tape_read_elsewhere_compares_and_does_not_run() -> None:
     script = """
 import sys, torch
 from aot_backward_runtime import PackageError
-from aot_backward_runtime.passes.interpreter import Run
-from aot_backward_runtime.passes.tape import tape_from_json
+from aot_backward_runtime.tapes.interpreter import Run
+from aot_backward_runtime.tapes.tape import tape_from_json
 tape = tape_from_json(sys.stdin.read())
 try:
     Run([torch.ones(()) for _ in range(tape.inputs)], [1] * tape.sizes, [], [], []).execute(tape.ops, tape.outputs)

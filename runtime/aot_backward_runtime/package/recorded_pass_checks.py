@@ -1,6 +1,6 @@
 """Whether the recorded passes of a manifest agree with themselves and with the libraries that they call.
 
-That a pass also computes what its tape does is checked when it is bound, in the process that has the tape (``passes/tape_checks.py``)."""
+That a pass also computes what its tape does is checked when it is bound, in the process that has the tape (``tapes/tape_checks.py``)."""
 
 from __future__ import annotations
 

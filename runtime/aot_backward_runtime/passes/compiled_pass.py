@@ -17,10 +17,10 @@ from ..format.manifest import PassSpec, Segment
 from ..native.library import Library
 from ..native.memory import meet
 from ..package.recorded_pass_checks import parse_operand
-from .interpreter import Run
+from ..tapes.interpreter import Run
+from ..tapes.tape import CALLS_OUT, Op, Slot, Tape
+from ..tapes.tape_checks import check_against_tape
 from .pass_contract import Operands, PassContract, check_value
-from .tape import CALLS_OUT, Op, Slot, Tape
-from .tape_checks import check_against_tape
 
 Outside = Callable[[], AbstractContextManager[None]]
 """Entered while a hook or a custom function of the pass is called."""

@@ -16,7 +16,7 @@ import torch
 
 from .. import torch_api
 from ..errors import AotBackwardError, MissError
-from .interpreter import MATERIALIZE
+from ..tapes.interpreter import MATERIALIZE
 
 _hooks: list[EngineHook] = []
 _eager: Callable[..., Any] = torch_api.engine_run_backward

@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..format.expressions import evaluate
 from ..format.manifest import PassSpec, SymbolSpec, TensorSpec
 from ..native.guards import Contract, check_kind, with_strides
-from .tape import Slot, Tape
+from ..tapes.tape import Slot, Tape
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,19 @@ from ..errors import InputError, MissError
 from ..loader import Package, load
 from ..operators import describe_missing_operators, unregistered
 from ..package.signature_policy import Key, Policy
+from ..tapes.custom_function import PlainContext, digest_of
+from ..tapes.interpreter import Run
+from ..tapes.node_order import eager_order
+from ..tapes.recorder import Recorded, Recorder, Refused
+from ..tapes.tape import Tape
 from . import origin
 from .call_sites import CallSites
 from .compiled_pass import CompiledPass, Match
-from .custom_function import PlainContext, digest_of
 from .engine_hook import EngineHook
-from .interpreter import Run
-from .node_order import eager_order
 from .pass_contract import Operands
-from .recorder import Recorded, Recorder, Refused
 from .replay_report import Report
 from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
-from .tape import Tape
 
 log = logging.getLogger("aot_backward.replay")
 _QUIET_AFTER_HITS = 8  # hits in a row after which the engine is no longer asked for its reasons, which cost it time

@@ -14,9 +14,9 @@ from ..format.manifest import PassSpec, StructureSpec
 from ..native.guards import Fast, check_ambient
 from ..native.library import Library
 from ..operators import unregistered
+from ..tapes.tape import Tape
 from .compiled_pass import CompiledPass, Match
 from .pass_contract import Operands
-from .tape import Tape
 
 _ADVICE = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")
 """What the guards advise the caller of an exported entry, who passes the tensors; the caller of a backward pass passes none."""

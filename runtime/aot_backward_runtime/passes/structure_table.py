@@ -10,8 +10,8 @@ from ..errors import InputError
 from ..format.manifest import OperatorSpec, StructureSpec
 from ..loader import Package
 from ..native.library import Library
+from ..tapes.tape import Tape
 from .structure import Structure
-from .tape import Tape
 
 _NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
 MAX_STRUCTURES = 128
