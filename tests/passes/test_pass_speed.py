@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_what_a_pass_takes_is_measured_and_kept(tmp_path: Path) -> None:
     with ab.record(path, tune="quick") as recording:
         same(expected, passes(net, batches))
     assert called == [(2, 8)] * len(batches)
-    assert recording.in_eager == 20 and recording.recorded == 22 and not recording.skipped
+    assert recording.in_eager >= 20 and recording.in_eager + recording.recorded == 42 and not recording.skipped
     speed = the_pass(path).speed
     assert speed is not None and [t.name for t in speed.timings] == ["eager", "interpreted", "compiled"]
     assert speed.chosen in speed.means and min(speed.means.values()) > 1
@@ -139,6 +140,40 @@ def test_what_is_fastest_compiled_is_a_hit_each_time() -> None:
     with ab.replay(path) as replaying:
         same(expected, passes(net, batches))
     assert replaying.report.hits == 19 and not replaying.report.slower
+
+
+def test_a_session_whose_passes_all_go_to_eager_rests() -> None:
+    """Nothing is looked at then, but for one pass in some 64; what is counted adds up, also where the context is left within a rest."""
+    path, net = recorded("eager"), small()
+    for count in (150, 400):
+        expected = passes(net, [3] * count)
+        with ab.replay(path) as replaying:
+            same(expected, passes(net, [3] * count))
+        report = replaying.report
+        assert report.bindings + report.hits + sum(report.slower.values()) == count and not report.misses and not report.eager
+        assert report.slower["left to eager without a look, as all before them were"] > count - 110
+        same(expected, passes(net, [3] * count))
+    with ab.replay(path, strict=True) as replaying:  # the engine's setting is as it was
+        passes(net, [3] * 80)
+    assert replaying.report.hits == 79
+
+
+def test_a_rest_ends_where_compiled_code_is_faster(tmp_path: Path) -> None:
+    """And a pass that the engine would not have is counted as such, in a rest too."""
+    path, slow, net = tmp_path / "bw.pt2", small(), nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
+    path.write_bytes(recorded("eager").read_bytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pass_speed, "measure", said("compiled"))
+        with ab.record(path, tune="quick"):
+            passes(net, (3, 3, 5))
+    with ab.replay(path) as replaying:
+        passes(slow, [3] * 80)
+        leaf = torch.ones(2, requires_grad=True)
+        torch.autograd.grad((leaf**2).sum(), leaf, create_graph=True)
+        same(passes(net, [3] * 400), passes(net, [3] * 400))
+    report = replaying.report
+    assert report.hits > 500 and sum(report.eager.values()) == 1 and not report.misses
+    assert report.bindings + report.hits + sum(report.slower.values()) == 880
 
 
 def test_a_place_that_goes_on_to_another_structure_is_noticed() -> None:
@@ -208,7 +243,9 @@ def test_the_command_line_says_it(tmp_path: Path) -> None:
         "    net(torch.randn(3, 4)).square().mean().backward()\n"
     )
     done = aot_backward("record", "-o", path, "--tune", "quick", "--", script)
-    assert done.returncode == 0 and "20 passes of 1 structures recorded and 20 timed in eager" in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    counted = re.search(r"(\d+) passes of 1 structures recorded and (\d+) timed in eager", done.stderr)
+    assert counted is not None and sum(map(int, counted.groups())) == 40 and int(counted[2]) >= 20, done.stderr
     shown = aot_backward("inspect", path)
     assert "timed when it was recorded" in shown.stdout and "eager" in shown.stdout, shown.stdout
     described = json.loads(aot_backward("inspect", "--json", path).stdout)
@@ -226,5 +263,5 @@ def test_sizes_in_any_order_are_timed_each_by_itself(tmp_path: Path) -> None:
     with ab.record(tmp_path / "bw.pt2", tune="quick") as recording:
         passes(small(), batches)
     (structure,) = recording.structures.values()
-    assert [t.times_in_eager for t in structure.times.values()] == [20] * 3
-    assert recording.in_eager == 60 and recording.recorded == 84
+    assert all(t.times_in_eager >= 20 for t in structure.times.values())
+    assert recording.in_eager >= 60 and recording.in_eager + recording.recorded == 144

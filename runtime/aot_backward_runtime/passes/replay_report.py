@@ -13,8 +13,10 @@ REST = "(other reasons)"
 class Reasons(Counter[str]):
     """How often each reason was given. Of more than 256 different ones the rarer half is added up as :data:`REST`."""
 
-    def note(self, reason: str) -> None:
-        self[reason] += 1
+    def note(self, reason: str, count: int = 1) -> None:
+        if count < 1:
+            return
+        self[reason] += count
         if len(self) > _KEPT:
             rest = self.pop(REST, 0)
             for rare, count in self.most_common()[_KEPT // 2 :]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +58,7 @@ class Replaying(EngineHook):
         super().__init__()
         self.always = always
         self.looks_at_all = strict or always
+        self.may_rest = not self.looks_at_all
         self.sites = CallSites()
         self.table = StructureTable(package, entry, max_structures, self._stop_explaining)
         self.strict = strict
@@ -72,7 +72,6 @@ class Replaying(EngineHook):
         self._to_rebind = 0  # structures that the cache held when it was last emptied, and had a hit, less those bound since
         self._attempts_left = 0  # passes to record until all of those are bound again
         self._skip = 0  # passes until the next attempt after those
-        self._random = random.Random(0)  # noqa: S311 # a fixed step would miss what the script does every second pass
 
     def __enter__(self) -> Replaying:
         super().__enter__()
@@ -111,7 +110,11 @@ class Replaying(EngineHook):
     def ran_in_eager(self, what: Any, seconds: float) -> None:
         self.report.slower.note("left to eager, which ran passes called from there faster when they were recorded")
 
+    def rested(self, count: int) -> None:
+        self.report.slower.note("left to eager without a look, as all before them were", count)
+
     def left_to_eager(self, reason: str) -> None:
+        self.in_a_row = 0
         self.report.eager.note(reason)
         self._log_once(f"a backward pass was left to eager: {reason}")
 
@@ -162,17 +165,22 @@ class Replaying(EngineHook):
         except InputError as error:
             miss = str(error)
         else:
-            if not self.looks_at_all:
-                self.sites.note(self.roots, eager_is_faster=match.variant.faster_in_eager)
+            self._note_site(eager_is_faster=match.variant.faster_in_eager)
             if match.variant.faster_interpreted and not self.always:
                 return self._interpret_faster(structure, operands, match.variant, binding)
             return self._run_compiled(structure, operands, match, binding, start)
-        self.sites.note(self.roots, eager_is_faster=False)
+        self._note_site(eager_is_faster=False)
         miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_ADVICE}"
         if self.strict:
             raise MissError(f"{miss} (replay was told to be strict)")
         self._missed(miss)
         return self.interpret(structure, operands)  # outside of the handler: what a hook raises has no context of ours
+
+    def _note_site(self, *, eager_is_faster: bool) -> None:
+        if not self.looks_at_all:
+            self.sites.note(self.roots, eager_is_faster=eager_is_faster)
+            if not eager_is_faster:
+                self.in_a_row = 0
 
     def _run_compiled(self, structure: Structure, operands: Operands, match: Match, binding: bool, start: float) -> list[torch.Tensor | None]:
         assert structure.spec is not None
