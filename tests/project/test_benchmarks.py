@@ -46,3 +46,21 @@ def test_a_target_that_is_met_is_off_by_nothing(met: bool) -> None:
     result = report.Result("subject", "title", ["name", "ms"], [["a", "1.0"], ["bcd", "10.0"]], targets=[target])
     assert result.text().splitlines()[1:] == ["  name    ms", "  ----  ----", "  a      1.0", "  bcd   10.0"]
     assert (report.targets([result]).split()[-3:] == ["MISSED", "4", "µs"]) is not met
+
+
+def test_the_doors_are_compared_with_the_best_of_eager(tmp_path: Path) -> None:
+    """What was measured is kept a file a model, and is not measured again."""
+    kept = tmp_path / "work" / "doors"
+    kept.mkdir(parents=True)
+    peers = {"eager": 100, "module open": 200, "module fixed": 80, "grad open": 25, "replay open": 50, "foreach": 400, "fused": 300, "step open": 60}
+    times = {p: {"median_s": 1e-6 * t, "min_s": 1e-6 * t, "samples": 3} for p, t in peers.items()}
+    for model, less in (("mlp", ()), ("embedding", ("foreach", "fused", "step open"))):
+        row = {"model": model, "parameters": 420, "rows": 16, "threads": 1, "times": {p: t for p, t in times.items() if p not in less}}
+        (kept / f"{model}.json").write_text(json.dumps({"threads": [1], "quick": True, "rows": [row]}))
+    done = bench("--quick", "--only", "doors", "--threads", 1, "--work", tmp_path / "work", "--reuse")
+    assert done.returncode == 0, done.stderr
+    table = [line.split() for line in done.stdout.splitlines()]
+    assert ["mlp", "420", "16", "1", "100", "200", "25", "50", "400", "300", "60", "1.25", "4.00", "2.00", "5.00"] in table
+    assert ["embedding", "420", "16", "1", "100", "200", "25", "50", "-", "-", "-", "1.25", "4.00", "2.00", "-"] in table
+    assert "module, 16 rows: where the batch is open, 2.50 times as long as where it is fixed" in done.stdout
+    assert "1.25 at worst (mlp, 16 rows, 1 threads); below in 0 of 2" in done.stdout

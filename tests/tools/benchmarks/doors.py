@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Program:
         if name == "forcefield":
             self.model = _Positions(self.model)
         self.loss = Loss(self.model)
-        dims = {a: {d: dim for d, dim in spec.items()} for a, spec in case.dynamic_shapes.items()}
+        dims = case.dynamic_shapes
         self.least = max((dim.min for spec in dims.values() for dim in spec.values()), default=1)
         self.open = {a: {d: Dim(dim.__name__, min=dim.min, max=4096) for d, dim in spec.items()} for a, spec in dims.items()}
 
@@ -196,18 +197,18 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
         args, seconds, rounds = program.args(request["rows"]), request["seconds"], request["rounds"]
         kinds = ("open", "fixed") if request["rows"] == FIXED else ("open",)
         check(args, kinds)
-        within: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {"eager": (lambda: eager(args), None)}
+        within: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {"eager": (partial(eager, args), None)}
         for kind in kinds:
-            within[f"module {kind}"] = (lambda c=through(modules[kind]): c(args), None)
-            within[f"grad {kind}"] = (lambda f=grads[kind]: f(*args), None)
+            within[f"module {kind}"] = (partial(through(modules[kind]), args), None)
+            within[f"grad {kind}"] = (partial(grads[kind], *args), None)
             if kind in steps:
-                within[f"step {kind}"] = (lambda f=steps[kind]: f(*args), None)
-        within["replay open"] = (lambda: eager(args), replayed)
-        within["replay always"] = (lambda: eager(args), lambda: replayed(always=True))
+                within[f"step {kind}"] = (partial(steps[kind], *args), None)
+        within["replay open"] = (partial(eager, args), replayed)
+        within["replay always"] = (partial(eager, args), partial(replayed, always=True))
         for kind, call in eager_steps.items():
-            within[kind] = (lambda c=call: c(args), None)
+            within[kind] = (partial(call, args), None)
         counts = {p: clock.batch_size(call) for p, (call, _) in within.items()}
-        peers = {p: lambda p=p, call=call, context=context: _samples(call, context, counts[p], seconds) for p, (call, context) in within.items()}
+        peers = {p: partial(_samples, call, context, counts[p], seconds) for p, (call, context) in within.items()}
         return {p: clock.summary(s) for p, s in clock.interleaved(peers, rounds).items()}
 
     return answer
@@ -303,8 +304,10 @@ def _conclude(result: Result) -> None:
         if door == "module":
             asked = "module 1.5 times eager, geometric mean, models under a million parameters"
             result.targets.append(Target(asked, f"{mean:.2f}", mean >= 1.5, f"{1.5 - mean:.2f}"))
-        if door != "replay":
-            static = [t[f"{door} open"]["median_s"] / t[f"{door} fixed"]["median_s"] for t in (row["times"] for row, _ in of) if f"{door} fixed" in t]
+        static = [
+            row["times"][f"{door} open"]["median_s"] / row["times"][f"{door} fixed"]["median_s"] for row, _ in of if f"{door} fixed" in row["times"]
+        ]
+        if static:
             mean, most = statistics.geometric_mean(static), max(static)
             result.notes.append(f"{door}, {FIXED} rows: where the batch is open, {mean:.2f} times as long as where it is fixed; {most:.2f} at most")
     for rows in sorted({row["rows"] for row, _ in found}):
