@@ -35,7 +35,7 @@ test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -q -m slow
 
 bench: $(STAMP)
-	@$(BIN)/python -m tests.tools.benchmarks
+	@$(BIN)/python -m tests.tools.benchmarks $(if $(QUICK),--quick)
 
 # Half an hour on two cores. `make coverage MINUTES=20` runs a piece of it; the next call goes on where that one ended. WAY=record: as recorded passes, WAY=onnx: as ONNX graphs.
 coverage: $(STAMP)

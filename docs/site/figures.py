@@ -30,6 +30,7 @@ _MODULE, _GRAD, _EAGER, _TORCH, _OTHER = (
     "#e08a2e",
     "#3aa57a",
 )  # one colour a way, on every plot; legible on both pages
+_STEP = "#c2569b"
 _VERDICTS = {"pass": "#3aa57a", "right": "#3aa57a", "refused": "#e0b23e", "no gradient": "#9aa0ad", "wrong": "#d64545", "crashed": "#8c2f6b"}
 
 
@@ -231,6 +232,32 @@ def _memory(figure: Figure, docs: Path) -> None:
     axes.set_xlabel("peak MB of the process itself over import torch")
 
 
+def _doors(figure: Figure, docs: Path) -> None:
+    _, subject = newest(docs, "doors")
+    colours = {"module": _MODULE, "grad": _GRAD, "step": _STEP, "replay": _OTHER}
+    rows = [r for r in subject["data"] if r["threads"] == 1]
+    sizes = sorted({r["rows"] for r in rows})
+    every = figure.subplots(1, len(sizes), sharey=True, sharex=True)
+    for axes, size in zip(every, sizes, strict=True):
+        chosen = sorted((r for r in rows if r["rows"] == size), key=lambda r: r["model"])
+        for line, row in enumerate(chosen):
+            best = {"step": min((seconds(row, p) for p in ("foreach", "fused") if p in row["times"]), default=0.0)}
+            for door, colour in colours.items():
+                if f"{door} open" in row["times"]:
+                    faster = best.get(door, seconds(row, "eager")) / seconds(row, f"{door} open")
+                    axes.scatter(faster, line, s=14, color=colour, label=door if not line else None, zorder=2)
+        axes.axvline(1, color=_EAGER, linewidth=1.2, linestyle="--")
+        axes.set_yticks(range(len(chosen)), [r["model"] for r in chosen])
+        axes.set_ylim(len(chosen) - 0.5, -0.5)
+        axes.set_xscale("log")
+        axes.set_xticks([0.5, 1, 2, 5, 10, 20])
+        axes.minorticks_off()
+        _plain(axes.xaxis)
+        axes.set_title(f"{size} row{'s' * (size != 1)}")
+    every[len(sizes) // 2].set_xlabel("times as fast as eager, the batch left open")
+    _legend(figure, every[0])
+
+
 def _endurance(figure: Figure, docs: Path) -> None:
     run = [d for _, d in measurements(docs) if "parts" in d][-1]
     axes = figure.subplots()
@@ -285,6 +312,7 @@ def _models(figure: Figure, docs: Path) -> None:
 
 
 FIGURES = {
+    "doors": Plot("How many times as fast as eager each kind of entry and replay is, by model and batch", 7.6, _doors),
     "steps": Plot("Milliseconds of one forward and backward, by model: eager, torch.compile, a module entry, a grad entry", 3.6, _steps),
     "start": Plot("Seconds from the start of a process to its first gradient", 2.2, _start),
     "overhead": Plot("Microseconds that a call of a grad entry costs over the raw runner, by the number of tensors", 3.2, _overhead),

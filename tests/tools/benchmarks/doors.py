@@ -152,7 +152,7 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
     loaded = {kind: aot_backward_runtime.load(packages[kind]) for kind in ("open", "fixed")}
     modules = {kind: p.module("module").train() for kind, p in loaded.items()}
     grads = {kind: p.grad("grad") for kind, p in loaded.items()}
-    steps = {kind: p.step("step") for kind, p in loaded.items() if program.has_step}
+    steps = {kind: aot_backward_runtime.load(packages[kind]).step("step") for kind in loaded if program.has_step}  # trains weights of its own
 
     def eager(args: tuple[torch.Tensor, ...]) -> None:
         for p in parameters:
