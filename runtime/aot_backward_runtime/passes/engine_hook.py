@@ -29,7 +29,7 @@ _LEFT_NODES = 40_000  # ... or this many nodes of such walks, but
 _LEFT_LEAST = 64  # never fewer walks than this: what was bound must be bound again then
 """After these the engine's cache is emptied. It keeps a node of its own for each node that it walks, also of a pass that is then left to
 eager: 470 bytes a node (torch 2.13), and it compares the nodes that follow one node one by one, since its hash leaves their constants out."""
-_IN_A_ROW = 64  # passes that went to eager because it is faster, after which the session rests
+_IN_A_ROW = 16  # passes that went to eager because it is faster, after which the session rests
 _LONGEST_REST = 96  # passes, and a third of that at least: a fixed number would miss what the script does every second pass
 
 
