@@ -140,7 +140,7 @@ class EngineHook:
 
     def run(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
-        if self._resting and not args[2]:
+        if self._resting > 0 and not args[2]:
             self._resting -= 1
             if self._resting > 0:
                 return _eager(roots, *args, **kwargs)

@@ -37,8 +37,9 @@ class Report:
 
     ``bindings``: passes that met a structure for the first time; ``hits``: further ones that the package served; ``misses``: those that were
     interpreted, by reason; ``eager``: those that the engine would not have, by reason; ``slower``: those for which the package has code that was
-    slower than eager, or than interpreting them, when it was compiled, and which therefore ran so. ``saved``: seconds by which the hits were faster
-    than eager was when they were recorded; where it was not timed then, than their tapes uncompiled.
+    slower than eager, or than interpreting them, when it was compiled, and which therefore ran so; those of a rest, in which nothing is looked at,
+    are counted when it ends. ``saved``: seconds by which the hits were faster than eager was when they were recorded; where it was not timed then,
+    than their tapes uncompiled.
     """
 
     bindings: int = 0
