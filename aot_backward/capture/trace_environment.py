@@ -15,6 +15,7 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.process_state import without_convolution_libraries
 from aot_backward_runtime.errors import ExportError
 
+from . import interpolation
 from .layer_patches import traceable_layers
 
 aten = torch.ops.aten
@@ -29,6 +30,7 @@ def tracing() -> Iterator[None]:
         torch_api._compiling_state_context(),
         _checks_as_plain_operators(),
         traceable_layers(),
+        interpolation.axis_by_axis(),
     ):
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond
         yield

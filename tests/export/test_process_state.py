@@ -115,6 +115,7 @@ def replaced() -> Iterator[object]:
     """What a trace replaces, as it is now."""
     yield from (vars(nn.Module)["__setattr__"], vars(torch.Tensor)["register_hook"], "retain_grad" in vars(torch.Tensor))
     yield from (torch.autograd.graph.saved_tensors_hooks.__enter__, torch.autograd.backward, torch_api.decompositions._rnn_helper)
+    yield from (torch_api.decompositions._upsample_linear, torch_api.decompositions.upsample_bicubic2d_default)
     yield from (torch_api.transformer._detect_is_causal_mask, "apply" in vars(torch.utils.checkpoint.CheckpointFunction))
     yield from ("create_node" in vars(torch_api.PythonKeyTracer), torch_api._get_mkldnn_enabled(), torch.get_default_dtype())
 

@@ -1,0 +1,101 @@
+"""Sums along axes, one axis after the other, each as a sum of rows.
+
+Gradients of interpolation (``nn.Upsample``), of ``x[:, index]`` and of ``index_select`` along a later dimension are ``index_put`` with
+``accumulate=True``, whose indices each belong to an axis of their own. Inductor adds such numbers atomically, one by one. With that axis in front the
+same is a sum of rows, each of all the other axes, which :mod:`.row_sums` then leaves to eager's kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .. import torch_api
+from . import graph_edit
+from .row_sums import WIDTH
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AxisSums:
+    """``values`` are added to ``to``; along each axis of ``indices`` to the places that its index says."""
+
+    to: Node
+    values: Node
+    indices: dict[int, Node]
+
+
+def by_rows(module: GraphModule, fake_mode: Any) -> None:
+    """Rewrites ``module`` and the graphs within it."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and (found := _sums(node)):
+            with module.graph.inserting_before(node), fake_mode:
+                node.replace_all_uses_with(_one_axis_after_the_other(module.graph, found))
+            module.graph.erase_node(node)
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            by_rows(child, fake_mode)
+    module.recompile()
+
+
+def _sums(node: Node) -> AxisSums | None:
+    """None where ``node`` adds no floats on a CPU, or an index belongs to several axes, or there is but a sum of rows as it stands."""
+    arguments: Any = node.args
+    if node.target not in (aten.index_put.default, aten._unsafe_index_put.default) or len(arguments) < 4 or not arguments[3]:
+        return None
+    to, indices, values = arguments[:3]
+    value, added = to.meta["val"], values.meta["val"]
+    if value.device.type != "cpu" or value.dtype not in (torch.float32, torch.float64) or added.dtype != value.dtype or added.ndim != value.ndim:
+        return None
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    if not axes or axes == [0] or axes != list(range(axes[0], axes[-1] + 1)) or not torch_api.is_contiguous_or_false(value):
+        return None
+    found: dict[int, Node] = {}
+    for axis in axes:
+        index = indices[axis].meta["val"]
+        own = index.ndim - 1 - (axes[-1] - axis)  # indices are broadcast against each other: the last one's only dimension is the last
+        if own < 0 or index.dtype not in (torch.int64, torch.int32) or any(not _is(n, 1) for i, n in enumerate(index.shape) if i != own):
+            return None
+        if str(index.shape[own]) != str(added.shape[axis]):  # compared as such, sizes would become a guard
+            return None
+        found[axis] = indices[axis]
+    if any(str(a) != str(b) for i, (a, b) in enumerate(zip(added.shape, value.shape, strict=True)) if i not in found):
+        return None
+    sizes = [n if type(n) is int else WIDTH for n in value.shape]
+    if any(math.prod(sizes) < WIDTH * n for n in (sizes[axis] for axis in axes)):
+        return None  # rows too short for that kernel
+    return AxisSums(to, values, found)
+
+
+def _is(size: Any, number: int) -> bool:
+    return type(size) is int and size == number
+
+
+def _one_axis_after_the_other(graph: Graph, sums: AxisSums) -> Node:
+    call = functools.partial(graph_edit.call, graph)
+
+    def size(node: Node, axis: int) -> Any:
+        n = node.meta["val"].shape[axis]
+        return n if type(n) is int else call(aten.sym_size.int, node, axis)
+
+    def in_order(node: Node, order: Sequence[int]) -> Node:
+        return call(aten.clone.default, call(aten.permute.default, node, list(order)), memory_format=torch.contiguous_format)
+
+    value = sums.to.meta["val"]
+    made = sums.values
+    for axis, index in reversed(sums.indices.items()):
+        front = [axis, *(i for i in range(value.ndim) if i != axis)]
+        rows = in_order(made, front)
+        shape = [size(sums.to, axis), *(size(rows, i) for i in range(1, value.ndim))]
+        zeros = call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device, pin_memory=False)
+        flat = call(aten.view.default, index, [size(made, axis)])
+        added = call(aten.index_put.default, zeros, [flat], rows, True)
+        made = call(aten.permute.default, added, [front.index(i) for i in range(value.ndim)])
+    return call(aten.add.Tensor, sums.to, call(aten.clone.default, made, memory_format=torch.contiguous_format))
