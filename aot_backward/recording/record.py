@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ from ..packaging.tuning import tune_of
 from .observed_replay import ObservedReplay
 from .recorded_structure import DEFAULT_ENTRY, PassTimes
 from .timed_passes import Row, TimedPasses
+
+Asked = tuple[Row, Sequence[Any], Sequence[Any]]
+"""A row that a pass belongs to, its roots and its inputs."""
 
 
 class Recording(ObservedReplay):
@@ -42,17 +46,23 @@ class Recording(ObservedReplay):
         self.in_eager = 0
         self.slower: list[str] = []
 
-    def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Row | None:
+    def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Asked | None:
         if self.tune == "none" or not self.target.startswith("cpu"):  # on a GPU a pass has only been queued when the call returns
             return None
-        row, known = self.timed.due(roots, inputs)
+        if self.inside:  # within a hook of another pass, which is timed with it
+            return None
+        try:
+            row, known = self.timed.due(roots, inputs)
+        except Exception:  # sizes of a trace, nodes that hide their names: interpreted, if the engine takes them
+            return None
         if known:
             self._set_verbose_logging(False)  # it would be timed too
-        return row
+        return None if row is None else (row, roots, inputs)
 
-    def ran_in_eager(self, what: Row, seconds: float) -> None:
-        what.seconds.append(seconds)
+    def ran_in_eager(self, what: Asked, seconds: float) -> None:
         self.in_eager += 1
+        with contextlib.suppress(Exception):
+            self.timed.ran_in_eager(*what, seconds)
 
     def interpreted(self, times: PassTimes, seconds: float) -> None:
         self.timed.interpreted(times, seconds)

@@ -35,6 +35,7 @@ class Row:
 
     times: PassTimes
     likeness: int
+    length: int = _ROW
     seconds: list[float] = field(default_factory=list)
 
 
@@ -49,15 +50,16 @@ class TimedPasses:
     def due(self, roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[Row | None, bool]:
         """The row to which the pass that is called now belongs, which is run in eager, or None: it is to be interpreted. And whether one like it
         was met."""
+        self._here.likeness = None
         key = place_of(roots), _likeness(roots, inputs, _BEGINNING)
         row = self._rows.get(key)
-        if row is not None and len(row.seconds) < _ROW:
+        if row is not None and len(row.seconds) < row.length:
             return row, True
         self._here.likeness = likeness = _likeness(roots, inputs, _LARGEST)
         self._here.interpreted = None
         if row is not None:
-            del self._rows[key]
-            if likeness == row.likeness:
+            self._rows.pop(key, None)
+            if row.seconds:
                 row.times.eager = min(row.times.eager, min(row.seconds))
                 row.times.times_in_eager += len(row.seconds)
         times = self._times.get(likeness)
@@ -68,9 +70,18 @@ class TimedPasses:
         self._rows[key] = row = Row(times, likeness)
         return row, True
 
+    def ran_in_eager(self, row: Row, roots: Sequence[Any], inputs: Sequence[Any], seconds: float) -> None:
+        """The row ends where its beginning was all that the pass had in common with it."""
+        if _likeness(roots, inputs, _LARGEST) == row.likeness:
+            row.seconds.append(seconds)
+        else:
+            row.length = len(row.seconds)
+
     def interpreted(self, times: PassTimes, seconds: float) -> None:
         """What interpreting the pass took that was last asked for in this thread."""
-        likeness = getattr(self._here, "likeness", 0)
+        likeness = getattr(self._here, "likeness", None)
+        if likeness is None:
+            return
         if self._times.setdefault(likeness, times) is not times:
             self._times[likeness] = None
         if len(self._times) > _KEPT:

@@ -199,8 +199,12 @@ def _quiet_search_for_cuda() -> Iterator[None]:
 
 
 def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
-    """Of the gradients that go into an autograd node (``Node._input_metadata``, 2.11 to 2.15)."""
-    return tuple(tuple(map(int, metadata.shape)) for metadata in node._input_metadata)
+    """Of the gradients that go into an autograd node (``Node._input_metadata``, 2.11 to 2.15). :class:`TypeError` where a size is no number, as while
+    something is traced: to ask which it is would be a guard."""
+    shapes = tuple(tuple(metadata.shape) for metadata in node._input_metadata)
+    if any(type(n) is not int for shape in shapes for n in shape):
+        raise TypeError("a symbolic size")
+    return shapes
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -265,3 +266,106 @@ def test_sizes_in_any_order_are_timed_each_by_itself(tmp_path: Path) -> None:
     (structure,) = recording.structures.values()
     assert all(t.times_in_eager >= 20 for t in structure.times.values())
     assert recording.in_eager >= 60 and recording.in_eager + recording.recorded == 144
+
+
+def test_what_begins_alike_and_is_another_structure_is_recorded_too() -> None:
+    """A row of passes that are timed ends at the first that differs, however far from its beginning."""
+
+    def net(last: type[nn.Module]) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), last(), *(m for _ in range(4) for m in (nn.Linear(4, 4), nn.ReLU())))
+
+    one, other = net(nn.Tanh), net(nn.Sigmoid)
+    with ab.record(None, tune="quick") as recording:
+        for chosen in [one] * 4 + [other] * 9 + [one] * 3:
+            chosen(torch.ones(3, 4)).square().mean().backward()
+    assert len(recording.structures) == 2 and recording.in_eager + recording.recorded == 16
+
+
+def test_what_is_traced_meanwhile_keeps_its_dynamic_sizes() -> None:
+    net, x = small(), torch.randn(3, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled = torch.compile(lambda x: net(x).square().mean(), backend="aot_eager")
+    with ab.record(None, tune="quick"):
+        compiled(x).backward()
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    same(passes_of(net, x), [expected])
+
+
+def passes_of(net: nn.Module, x: torch.Tensor) -> Grads:
+    net.zero_grad()
+    net(x).square().mean().backward()
+    return [[p.grad for p in net.parameters() if p.grad is not None]]
+
+
+class NamedContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.name = "scale"  # what the node's own name was
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_what_cannot_be_looked_at_is_not_timed() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with ab.record(None, tune="quick") as recording:
+        for _ in range(6):
+            NamedContext.apply(x).sum().backward()
+    assert recording.in_eager == 0 and x.grad is not None and x.grad.tolist() == [12.0] * 3
+
+
+def test_a_pass_within_a_hook_is_timed_with_the_pass_that_it_is_in(tmp_path: Path) -> None:
+    net, weight = small(), torch.ones(3, requires_grad=True)
+
+    def hook(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            (weight * 2).sum().backward()
+
+    net[2].weight.register_hook(hook)
+    with ab.record(None, tune="quick") as recording:
+        passes(net, [3] * 40)
+    (structure,) = (s for s in recording.structures.values() if len(s.tape.nodes) > 5)
+    assert [t.times_in_eager >= 10 and t.eager < 1 for t in structure.times.values()] == [True]
+
+
+def test_a_tie_goes_to_what_the_package_says() -> None:
+    """Interpreting was a little faster on the average, not by enough to be chosen."""
+    timings = tuple(Timing(name, (t,)) for name, t in (("eager", 110.0), ("interpreted", 99.0), ("compiled", 100.0)))
+
+    def make(path: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pass_speed, "measure", lambda *_: Speed("compiled", timings, ("",), 1, "a", "quick", "cpu", torch.__version__, 0))
+            with ab.record(path, tune="quick"):
+                passes(small(), (3, 3, 5))
+
+    with ab.replay(shared("pass-speed-tie", make)) as replaying:
+        passes(small(), [3] * 10)
+    assert replaying.report.hits == 9 and not replaying.report.slower
+
+
+def test_new_structures_in_one_thread_beside_passes_in_eager_in_another() -> None:
+    """The engine's compiler is not taken away while another thread's pass is about to call it: that was a crash."""
+    path, known, done = recorded("eager"), small(), threading.Event()
+
+    def eager() -> None:
+        while not done.is_set():
+            passes(known, [3])
+
+    def new() -> None:
+        try:
+            for depth in range(2, 40):
+                net = nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(4, 4), nn.Tanh())))
+                passes_of(net, torch.ones(3, 4))
+        finally:
+            done.set()
+
+    with ab.replay(path) as replaying:
+        threads = [threading.Thread(target=f) for f in (eager, new)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum(replaying.report.slower.values()) > 0

@@ -49,8 +49,9 @@ class CompiledPass:
         self._calls_out = any(op.kind in CALLS_OUT for op in tape.ops)
         self._leaves = [op.operands[0].index for op in tape.ops if op.kind == "accumulate"]
         self.times = spec.speed.means if spec.speed else {}  # microseconds of a pass by eager, interpreted, compiled
-        self.faster_interpreted = bool(self.times) and self.times["interpreted"] < self.times["compiled"]
-        self.faster_in_eager = spec.speed is not None and spec.speed.chosen == "eager"
+        chosen = spec.speed.chosen if spec.speed else ""
+        self.faster_in_eager = chosen == "eager"
+        self.faster_interpreted = chosen == "interpreted" or (self.faster_in_eager and self.times["interpreted"] < self.times["compiled"])
 
     def check_leaves(self, operands: Operands) -> None:
         """:class:`InputError` where a leaf's present gradient is memory that the pass reads: eager would add to it in between."""

@@ -204,7 +204,7 @@ class EngineHook:
             self._turn.release()
 
     def _fall_asleep(self) -> None:
-        with self._switch:
+        with self._between_passes(), self._switch:
             if not self._rest:
                 self._off += 1
                 torch_api.set_autograd_compiler(None, False)
@@ -220,9 +220,22 @@ class EngineHook:
             if self._off == 0 and not leaves:
                 torch_api.set_autograd_compiler(self.recorder, True)
 
+    @contextlib.contextmanager
+    def _between_passes(self) -> Iterator[None]:
+        """While no other thread's pass is in the engine, which would crash where its compiler is taken away. But for one whose hook is being called:
+        it has its compiler's answer, and its hook may wait for this very thread."""
+        while not (has := self._turn.acquire(timeout=0.02)):
+            if self.outside:
+                break
+        try:
+            yield
+        finally:
+            if has:
+                self._turn.release()
+
     def _without(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The pass by eager, with the hook off for as long as any such pass runs."""
-        with self._switch:
+        with self._between_passes(), self._switch:
             self._off += 1
             if self._off == 1:
                 torch_api.set_autograd_compiler(None, False)
