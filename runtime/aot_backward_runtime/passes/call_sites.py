@@ -9,48 +9,68 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .origin import PASSED_OVER
 
-Place = tuple[str, int, str, int, str]
-"""Files and instructions of the two innermost frames that are neither torch's nor ours, since one may be a library's that is called from several
-places; and the type of the first root."""
+Place = tuple[str, int, int, str, int, int, str]
+"""Files, functions' first lines and instructions of the two innermost frames that are neither torch's nor ours, since one may be a library's that is
+called from several places; and the type of the first root."""
 
 _SURE = 3
+_OTHERS = 0.1  # where more of the passes than this are not faster in eager, structures take turns there, and none goes to eager unseen
+_REMEMBERED = 64  # looks
 _LOOKED_AT = 128  # one in 64 on the average: a fixed step would miss what the script does every second pass
 _KEPT = 1024
 
 
+@dataclass
+class _Seen:
+    """What was found at one place."""
+
+    in_a_row: int = 0  # passes that eager would have run faster
+    looks: int = 0
+    others: float = 0.0  # the part of those looks that found another pass, the last ones counting most
+    until_look: int = _LOOKED_AT
+
+    def note(self, *, eager_is_faster: bool) -> None:
+        self.in_a_row = self.in_a_row + 1 if eager_is_faster else 0
+        self.looks = min(self.looks + 1, _REMEMBERED)
+        self.others += ((not eager_is_faster) - self.others) / self.looks
+
+
 class CallSites:
-    """How many passes in a row came from each place that eager would have run faster."""
+    """Which places passes came from that eager would have run faster."""
 
     def __init__(self) -> None:
-        self._in_a_row: dict[Place, int] = {}
-        self._until_look: dict[Place, int] = {}
+        self._seen: dict[Place, _Seen] = {}
         self._random = random.Random(0)  # noqa: S311
 
     def is_faster_in_eager(self, roots: Sequence[Any]) -> bool:
         """Whether a pass that is called now, with these roots, should go to eager."""
-        if not self._in_a_row:
+        if not self._seen:
             return False
-        place = place_of(roots)
-        if self._in_a_row.get(place, 0) < _SURE:
+        seen = self._seen.get(place_of(roots))
+        if seen is None or seen.in_a_row < _SURE or seen.others > _OTHERS:
             return False
-        left = self._until_look.get(place, _LOOKED_AT)
-        self._until_look[place] = left - 1 if left > 0 else self._random.randrange(1, _LOOKED_AT)
+        left = seen.until_look
+        seen.until_look = left - 1 if left > 0 else self._random.randrange(1, _LOOKED_AT)
         return left > 0
 
     def note(self, roots: Sequence[Any], *, eager_is_faster: bool) -> None:
         """What the engine found of the pass that is under way."""
-        if eager_is_faster:
-            place = place_of(roots)
-            if len(self._in_a_row) < _KEPT or place in self._in_a_row:
-                self._in_a_row[place] = self._in_a_row.get(place, 0) + 1
-        elif self._in_a_row:
-            self._in_a_row.pop(place_of(roots), None)
+        if not eager_is_faster and not self._seen:
+            return
+        place = place_of(roots)
+        seen = self._seen.get(place)
+        if seen is None:
+            if not eager_is_faster or len(self._seen) >= _KEPT:
+                return
+            seen = self._seen[place] = _Seen()
+        seen.note(eager_is_faster=eager_is_faster)
 
 
 def place_of(roots: Sequence[Any]) -> Place:
@@ -61,14 +81,15 @@ def place_of(roots: Sequence[Any]) -> Place:
     above = frame.f_back or frame
     root = roots[0] if roots else None
     node = root.grad_fn if isinstance(root, torch.Tensor) else root
-    return frame.f_code.co_filename, frame.f_lasti, above.f_code.co_filename, above.f_lasti, type(node).__name__
+    code, around = frame.f_code, above.f_code
+    return code.co_filename, code.co_firstlineno, frame.f_lasti, around.co_filename, around.co_firstlineno, above.f_lasti, type(node).__name__
 
 
 _passed_over: set[int] = set()  # by the identity of their modules' names, which stay
 
 
 def _is_passed_over(names: dict[str, Any]) -> bool:
-    if names.get("__name__", "").partition(".")[0] not in PASSED_OVER:
+    if str(names.get("__name__")).partition(".")[0] not in PASSED_OVER:
         return False
     _passed_over.add(id(names))
     return True
