@@ -64,7 +64,7 @@ class ObservedReplay(Replaying):
                 _copy_inputs(structure.tape, operands.inputs),
                 tuple(t.shape for t in observation.inputs),
                 observation.sizes,
-                times=recorded.times.setdefault(observation, PassTimes()),
+                times=recorded.times_of(observation),
             )
             results = self._interpret_and_copy(structure, operands, example)
             self.interpreted(example.times, math.inf)
@@ -74,7 +74,7 @@ class ObservedReplay(Replaying):
             results = self.run_tape(structure, operands)
             seconds = time.perf_counter() - start
             recorded.seconds = min(recorded.seconds, seconds)
-            self.interpreted(recorded.times.setdefault(observation, PassTimes()), seconds)
+            self.interpreted(recorded.times_of(observation), seconds)
         if observation in recorded.observations or len(recorded.observations) < _OBSERVATIONS:
             recorded.observations[observation] = recorded.observations.get(observation, 0) + 1  # not of a pass that raised
         return results

@@ -16,6 +16,8 @@ from .observation import Observation
 DEFAULT_ENTRY = "backward"
 """The name of the ``replay`` entry to which recorded passes are added."""
 
+_TIMED = 64  # different passes of a structure
+
 
 @dataclass
 class PassTimes:
@@ -53,6 +55,15 @@ class RecordedStructure:
     contexts: dict[int, PlainContext] = field(default_factory=dict)  # of custom functions that may be traced, by the number of the hook
     line: str = ""  # of the script, where the first such pass was called
     layers: dict[int, str] = field(default_factory=dict)  # names of the parameters among the inputs
+
+    def times_of(self, observation: Observation) -> PassTimes:
+        """Kept for so many different passes; where there are more, what came once makes room."""
+        if observation not in self.times and len(self.times) >= _TIMED:
+            once = next((o for o, t in self.times.items() if t.times_interpreted <= 1), None)
+            if once is None:
+                return PassTimes()
+            del self.times[once]
+        return self.times.setdefault(observation, PassTimes())
 
     def location(self, node: int | None = None) -> str:
         """Where such a pass, or a node of it, is in the script: `` (TanhBackward0, backward called at train.py:12)``, or nothing."""

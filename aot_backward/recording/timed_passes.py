@@ -1,10 +1,10 @@
 """While a script is recorded: what its passes take in eager, and interpreted.
 
 A pass cannot be run twice, and its structure is known only once the engine has walked it. So each graph is looked at before: where one like it was
-interpreted twice already, of the same nodes, edges and shapes of gradients, the next ten passes that are called from that place and begin alike are
-left to eager and timed, and count if the one after them is like it again; and ten more after two further ones, up to eighty where they are short.
-In a row, since what an interpreted pass leaves in the processor's caches makes eager slower than it is without us: an MLP's backward takes 108 µs
-after an interpreted one, then 82, 77, 75, and 72 by the tenth.
+interpreted twice already, of the same nodes, edges and shapes of gradients, the next ten passes that are called from that place and are like it are
+left to eager and timed; and more after two further ones, 25 in a row where they are short, up to eighty. In a row, since what an interpreted pass
+leaves in the processor's caches makes eager slower than it is without us: an MLP's backward takes 108 µs after an interpreted one, then 82, 77, 75,
+and 72 by the tenth; others need twenty and more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from aot_backward_runtime.passes.call_sites import Place, place_of
 
 from .recorded_structure import PassTimes
 
-_BEFORE, _ROW, _TRIED = 2, 10, 10
+_BEFORE, _ROW, _LONGER, _TRIED = 2, 10, 25, 10
 _LEAST, _MOST, _ENOUGH = 20, 80, 0.05  # passes of a kind that are timed in eager; as many as are wanted to fill so many seconds
+_SHORT = 1e-3  # seconds
 _BEGINNING = 6  # nodes
 _LARGEST = 20_000  # nodes
 _KEPT = 4096
@@ -63,12 +64,17 @@ class TimedPasses:
                 row.times.eager = min(row.times.eager, min(row.seconds))
                 row.times.times_in_eager += len(row.seconds)
         times = self._times.get(likeness)
-        rows = min(times.times_interpreted // _BEFORE, _TRIED) if times is not None else 0
+        rows = min(self._rows_due(times), _TRIED) if times is not None else 0
         if times is None or times.rows >= rows or _is_enough(times) or len(self._rows) >= _KEPT:
             return None, likeness in self._times
         times.rows += 1
-        self._rows[key] = row = Row(times, likeness)
+        self._rows[key] = row = Row(times, likeness, _LONGER if times.times_in_eager and times.eager < _SHORT else _ROW)
         return row, True
+
+    def _rows_due(self, times: PassTimes) -> int:
+        """While passes of another kind are in a row, those that come between them join in: interpreted, they would make eager slower there, too."""
+        others = any(len(row.seconds) < row.length for row in self._rows.values())
+        return -(-times.times_interpreted // _BEFORE) if others else times.times_interpreted // _BEFORE
 
     def ran_in_eager(self, row: Row, roots: Sequence[Any], inputs: Sequence[Any], seconds: float) -> None:
         """The row ends where its beginning was all that the pass had in common with it."""

@@ -170,12 +170,14 @@ def verdict_in_words(verdict: Verdict) -> str:
 
 
 def pass_speed_in_words(speed: Speed) -> Iterator[str]:
-    """``at s0=16: eager 345.8 µs, interpreted 880.2 µs, compiled 290.1 µs``, for each size that was timed; what a replay does; and on what."""
+    """``at s0=16: eager 345.8 µs, interpreted 880.2 µs, compiled 290.1 µs: replay runs the code``, for each size that was timed; and on what."""
+    does = {"eager": "leaves such passes to eager", "interpreted": "interprets such passes", "compiled": "runs the code"}
     for number, label in enumerate(speed.sizes):
         said = [f"{timing.name} {timing.microseconds[number]:,.1f} µs" for timing in speed.timings]
-        yield f"{f'at {label}: ' if label else ''}{', '.join(said)}"
-    chosen = {"eager": "leaves such passes to eager", "interpreted": "interprets such passes", "compiled": "runs the code"}[speed.chosen]
-    yield f"replay {chosen}"
+        chosen = f": replay {does[speed.choices[number].chosen]}" if speed.choices else ""
+        yield f"{f'at {label}: ' if label else ''}{', '.join(said)}{chosen}"
+    if not speed.choices:
+        yield f"replay {does[speed.chosen]}"
     yield _measured_on(speed)
 
 

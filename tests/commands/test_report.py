@@ -221,6 +221,7 @@ def test_every_package_there_ever_was_has_a_page_whose_bytes_add_up(path: Path) 
         "1.6-sketches": ("entries", "x: float32, 130 × 130, contiguous"),
         "1.7-speed": ("entries", "at rows=16: eager"),
         "1.8-passes": ("entries", "at s0=6: eager"),
+        "1.9-passes": ("entries", "at s0=9: eager"),
     }
     name, said = words[path.stem]
     assert said in page.text[name], page.text[name]

@@ -76,7 +76,7 @@ for line in sys.stdin.read().splitlines():
         print("right" if right else "wrong", flush=True)
 """
 
-FILES = {"pair": "1.0-pair", "passes": "1.1-passes", "step": "1.2-step", "orders": "1.3-orders", "targets": "1.4-targets", "timed": "1.8-passes"}
+FILES = {"pair": "1.0-pair", "passes": "1.1-passes", "step": "1.2-step", "orders": "1.3-orders", "targets": "1.4-targets", "timed": "1.9-passes"}
 Edit = Callable[[Any], object]
 
 
@@ -169,6 +169,9 @@ LIES: Mapping[str, tuple[str, Edit, str]] = {
     "a pass's operands exchanged": ("passes", swap(f"{PASS}/segments/0/operands/2", f"{PASS}/segments/0/operands/4"), "takes tensor 2"),
     "a pass's results exchanged": ("passes", put(f"{PASS}/segments/0/results", [8, 12, 23, 19]), "gives %v19 as %v23"),
     "a pass that was timed in another way": ("timed", put(f"{PASS}/speed/timings/2/name", "min_cut"), "was timed as"),
+    "a pass that was chosen for other symbols": ("timed", put(f"{PASS}/speed/choices/0/symbols", {"s1": 6}), "its symbols are s0"),
+    "a pass that is run in another way at one size": ("timed", put(f"{PASS}/speed/choices/1/chosen", "min_cut"), "at one of the sizes"),
+    "a pass of which one choice is missing": ("timed", drop(f"{PASS}/speed/choices/0"), "2 sizes, and 1 choices are made"),
     "a pass that is run in another way": ("timed", put(f"{PASS}/speed/chosen", "min_cut"), "is said to be here"),
     "a second derivative of something else": (
         "orders",

@@ -59,8 +59,10 @@ def test_recorded_passes_are_read(path: Path) -> None:
     (variant,) = structure.variants
     assert [n.rpartition("::")[2] for n in structure.nodes].count("AddmmBackward0") == 2
     assert variant.verdict.status == "verified" and [(s.minimum, s.maximum) for s in variant.symbols] == [(2, None)]
-    timed = path.name >= "1.8"
-    assert (variant.speed is not None) == timed and (not timed or variant.speed.sizes == ("s0=6",))
+    sizes = variant.speed.sizes if variant.speed is not None else ()
+    assert sizes == {"1.1": (), "1.8": ("s0=6",)}.get(path.name[:3], ("s0=6", "s0=9"))
+    choices = variant.speed.choices if variant.speed is not None else ()
+    assert [dict(c.symbols) for c in choices] == ([{"s0": 6}, {"s0": 9}] if path.name >= "1.9" else [])
 
 
 @pytest.mark.parametrize("path", STEPS, ids=lambda p: p.name)

@@ -17,7 +17,7 @@ import aot_backward as ab
 from aot_backward.recording import pass_speed
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import MissError
-from aot_backward_runtime.format.manifest import PassSpec, Speed, Timing
+from aot_backward_runtime.format.manifest import Choice, PassSpec, Speed, Timing
 
 from ..conftest import aot_backward
 from ..support.exports import shared
@@ -55,10 +55,12 @@ def the_pass(path: Path) -> PassSpec:
     return variant
 
 
-def said(chosen: str) -> Callable[..., Speed]:
-    """In the place of what measures a compiled pass: one that says that ``chosen`` was ten times as fast."""
-    timings = tuple(Timing(name, (10.0 if name == chosen else 100.0,)) for name in ("eager", "interpreted", "compiled"))
-    return lambda *_: Speed(chosen, timings, ("",), 1, "a processor", "quick", "cpu", torch.__version__, 0)
+def said(chosen: str, *choices: Choice) -> Callable[..., Speed]:
+    """In the place of what measures a compiled pass: one that says that ``chosen`` was ten times as fast, or what was at each of the sizes."""
+    ways = [choice.chosen for choice in choices] or [chosen]
+    timings = tuple(Timing(name, tuple(10.0 if name == way else 100.0 for way in ways)) for name in ("eager", "interpreted", "compiled"))
+    sizes = tuple("" for _ in ways)
+    return lambda *_: Speed(chosen, timings, sizes, 1, "a processor", "quick", "cpu", torch.__version__, 0, choices=choices)
 
 
 def recorded(chosen: str) -> Path:
@@ -141,6 +143,50 @@ def test_what_is_fastest_compiled_is_a_hit_each_time() -> None:
     with ab.replay(path) as replaying:
         same(expected, passes(net, batches))
     assert replaying.report.hits == 19 and not replaying.report.slower
+
+
+def test_each_size_runs_as_was_best_at_the_nearest(tmp_path: Path) -> None:
+    path, net = tmp_path / "bw.pt2", small()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pass_speed, "measure", said("compiled", Choice({"s0": 4}, "interpreted"), Choice({"s0": 100}, "compiled")))
+        with ab.record(path, tune="quick") as recording:
+            passes(net, (3, 3, 5))
+    assert [" at : " in words and "interpreted" in words for words in recording.slower] == [True]
+    batches = [15] * 10 + [30] * 10
+    with ab.replay(path) as replaying:
+        same(passes(small(), batches), passes(small(), batches))
+    report = replaying.report
+    assert (report.bindings, report.hits, sum(report.slower.values())) == (1, 20, 19) and not report.misses
+
+
+def test_where_structures_take_turns_each_is_looked_at() -> None:
+    """Three of four passes that one line calls are faster in eager; the fourth, which is not, is run compiled nearly each time."""
+    path, net, other = recorded("eager"), small(), nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
+
+    def run() -> Grads:
+        return [grads for i in range(400) for grads in passes(other if i % 4 == 3 else net, [3])]
+
+    expected = run()
+    with ab.replay(path) as replaying:
+        same(expected, run())
+    assert sum(replaying.report.misses.values()) > 60, str(replaying.report)
+
+
+def test_functions_of_one_file_are_places_of_their_own() -> None:
+    """Also where they call backward at the same instruction."""
+    path, net, other = recorded("eager"), small(), nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
+
+    def one(loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def two(loss: torch.Tensor) -> None:
+        loss.backward()
+
+    with ab.replay(path) as replaying:
+        for _ in range(20):
+            for call, model in ((one, net), (two, other)):
+                call(model(torch.ones(3, 4)).square().mean())
+    assert sum(replaying.report.misses.values()) == 20 and sum(replaying.report.slower.values()) >= 15
 
 
 def test_a_session_whose_passes_all_go_to_eager_rests() -> None:
@@ -296,6 +342,13 @@ def passes_of(net: nn.Module, x: torch.Tensor) -> Grads:
     net.zero_grad()
     net(x).square().mean().backward()
     return [[p.grad for p in net.parameters() if p.grad is not None]]
+
+
+def test_what_differs_each_time_is_not_kept_for_ever() -> None:
+    with ab.record(None, tune="quick") as recording:
+        passes(small(), range(2, 202))
+    (structure,) = recording.structures.values()
+    assert recording.recorded == 200 and len(structure.times) <= 64
 
 
 class NamedContext(torch.autograd.Function):

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 8)
+FORMAT_VERSION = (1, 9)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -160,12 +160,20 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What was the fastest of a recorded pass where its symbols have these values."""
+
+    symbols: dict[str, int]
+    chosen: str
+
+
+@dataclass(frozen=True)
 class Speed:
     """What was measured of a variant when it was exported: eager first, then each candidate, in turns in one process. ``chosen``: the candidate whose
     code is in the package. ``sizes``: in words ("batch=16"), "" where nothing is dynamic. ``tune``: what was asked for, "quick" or "full".
     ``target`` and ``torch``: what the measured code was compiled for, and by; a package that was rebuilt has other code. ``others``: how many
     threads that were not the exporter's were running or waiting for a processor; on a busy machine fewer ``threads`` are used. ``slow``: where the
-    chosen code was slower than eager, what took longest in it, in words."""
+    chosen code was slower than eager, what took longest in it, in words. ``choices``: of a recorded pass, at each of the sizes."""
 
     chosen: str
     timings: tuple[Timing, ...]
@@ -177,6 +185,7 @@ class Speed:
     torch: str
     others: int
     slow: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
 
     @property
     def ratios(self) -> tuple[float, ...]:

@@ -47,6 +47,9 @@ def _check_variant(structure: StructureSpec, spec: PassSpec, libraries: Mapping[
         raise PackageError(f"the verdict {spec.verdict.status[:80]!r} is neither 'verified' nor 'not run: reason'")
     check_speed(spec.speed, of_pass=True)
     names = check_symbols_of(spec.symbols, [t.shape for t in spec.inputs], spec.sizes)
+    for choice in spec.speed.choices if spec.speed else ():
+        if set(choice.symbols) != names:
+            raise PackageError(f"it was timed where {', '.join(choice.symbols)[:80]} had other values; its symbols are {', '.join(names)}")
     for tensor in spec.inputs:
         check_sizes(tensor, names)
     for i, size in enumerate(spec.sizes):  # any number: among them are the index of a class to ignore, and dimensions from the end

@@ -52,8 +52,17 @@ def check_speed(speed: Speed | None, *, of_pass: bool = False) -> None:
     known = names == ["eager", "interpreted", "compiled"] if of_pass else names[:1] == ["eager"] and len(set(names)) == len(names)
     if not known or speed.chosen not in (names if of_pass else names[1:]):
         raise PackageError(f"it was timed as {', '.join(map(repr, names))[:80]}, of which {speed.chosen[:40]!r} is said to be here")
-    if not speed.sizes or any(len(t.microseconds) != len(speed.sizes) or min(t.microseconds) < 0 for t in speed.timings):
+    if not speed.sizes or any(len(t.microseconds) != len(speed.sizes) for t in speed.timings):
         raise PackageError(f"it was timed at {len(speed.sizes)} sizes, and there are not as many times")
+    if any(min(t.microseconds) < 0 for t in speed.timings) or speed.threads < 1:
+        raise PackageError(
+            f"it was timed with {speed.threads} threads, and the shortest time is {min(m for t in speed.timings for m in t.microseconds):g} µs"
+        )
+    if speed.choices and (not of_pass or len(speed.choices) != len(speed.sizes)):
+        raise PackageError(f"it was timed at {len(speed.sizes)} sizes, and {len(speed.choices)} choices are made")
+    for choice in speed.choices:
+        if choice.chosen not in names:
+            raise PackageError(f"it was timed as {', '.join(names)}, and {choice.chosen[:40]!r} is said to be the fastest at one of the sizes")
 
 
 def _check_arguments(variant: VariantSpec) -> None:

@@ -20,6 +20,7 @@ from ..package.recorded_pass_checks import parse_operand
 from ..tapes.interpreter import Run
 from ..tapes.tape import CALLS_OUT, Op, Slot, Tape
 from ..tapes.tape_checks import check_against_tape
+from .fastest_way import FastestWays
 from .pass_contract import Operands, PassContract, check_value
 
 Outside = Callable[[], AbstractContextManager[None]]
@@ -48,10 +49,7 @@ class CompiledPass:
         self._libraries = libraries
         self._calls_out = any(op.kind in CALLS_OUT for op in tape.ops)
         self._leaves = [op.operands[0].index for op in tape.ops if op.kind == "accumulate"]
-        self.times = spec.speed.means if spec.speed else {}  # microseconds of a pass by eager, interpreted, compiled
-        chosen = spec.speed.chosen if spec.speed else ""
-        self.faster_in_eager = chosen == "eager"
-        self.faster_interpreted = chosen == "interpreted" or (self.faster_in_eager and self.times["interpreted"] < self.times["compiled"])
+        self.fastest = FastestWays(spec.speed)
 
     def check_leaves(self, operands: Operands) -> None:
         """:class:`InputError` where a leaf's present gradient is memory that the pass reads: eager would add to it in between."""

@@ -28,8 +28,9 @@ from ..tapes.recorder import Recorded, Recorder, Refused
 from ..tapes.tape import Tape
 from . import origin
 from .call_sites import CallSites
-from .compiled_pass import CompiledPass, Match
+from .compiled_pass import Match
 from .engine_hook import EngineHook
+from .fastest_way import FastestWay
 from .pass_contract import Operands
 from .replay_report import Report
 from .structure import Structure
@@ -165,10 +166,11 @@ class Replaying(EngineHook):
         except InputError as error:
             miss = str(error)
         else:
-            self._note_site(eager_is_faster=match.variant.faster_in_eager)
-            if match.variant.faster_interpreted and not self.always:
-                return self._interpret_faster(structure, operands, match.variant, binding)
-            return self._run_compiled(structure, operands, match, binding, start)
+            fastest = match.variant.fastest.at(match.values)
+            self._note_site(eager_is_faster=fastest.in_eager)
+            if fastest.interpreted and not self.always:
+                return self._interpret_faster(structure, operands, fastest, binding)
+            return self._run_compiled(structure, operands, match, fastest, binding, start)
         self._note_site(eager_is_faster=False)
         miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_ADVICE}"
         if self.strict:
@@ -182,13 +184,15 @@ class Replaying(EngineHook):
             if not eager_is_faster:
                 self.in_a_row = 0
 
-    def _run_compiled(self, structure: Structure, operands: Operands, match: Match, binding: bool, start: float) -> list[torch.Tensor | None]:
+    def _run_compiled(
+        self, structure: Structure, operands: Operands, match: Match, fastest: FastestWay, binding: bool, start: float
+    ) -> list[torch.Tensor | None]:
         assert structure.spec is not None
         results = match.variant.run(operands, match, self.calling_out, self._missed)
         if not binding:
             self.report.hits += 1
-            if match.variant.times:
-                self.report.saved += match.variant.times["eager"] * 1e-6 - (time.perf_counter() - self.began)
+            if fastest.times:
+                self.report.saved += fastest.times["eager"] * 1e-6 - (time.perf_counter() - self.began)
             else:
                 self.report.saved += structure.spec.seconds - (time.perf_counter() - start)
             self._hits_in_a_row += 1
@@ -202,9 +206,9 @@ class Replaying(EngineHook):
         layer = self.layers.name(operands.inputs[leaf]) if leaf is not None else ""
         return f"{f'at or after {layer}, ' if layer else ''}backward called at {origin.line()}"
 
-    def _interpret_faster(self, structure: Structure, operands: Operands, variant: CompiledPass, binding: bool) -> list[torch.Tensor | None]:
+    def _interpret_faster(self, structure: Structure, operands: Operands, fastest: FastestWay, binding: bool) -> list[torch.Tensor | None]:
         if not binding:
-            took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in variant.times.items())
+            took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in fastest.times.items())
             self.report.slower.note(f"interpreted, which was faster when {structure.tape.fingerprint()[:12]} was recorded: {took}")
         return self.run_tape(structure, operands)
 

@@ -123,7 +123,7 @@ def export(name: str, path: str, kind: str) -> None:
     program = Program(name)
     if kind == "recorded":
         with ab.record(path) as recording:
-            for rows in (*ROWS, FIXED) * 15:
+            for rows in (*ROWS, FIXED) * 60:
                 args = program.args(rows)
                 program.loss.zero_grad()
                 program.loss(*args).backward()
