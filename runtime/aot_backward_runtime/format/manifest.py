@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.9  2026-11-23  ``Speed.choices`` of a recorded pass
     1.8  2026-11-23  ``PassSpec.speed``
     1.7  2026-11-23  ``VariantSpec.speed``
     1.6  2026-11-23  nothing here: sketches and digests among the stored examples
@@ -285,7 +286,7 @@ class PassSpec:
     ``verdicts``: as in :class:`VariantSpec`.
 
     ``speed``: what such a pass took in the process that recorded it: by eager, with its tape interpreted, and compiled. ``chosen``: what took
-    least, which is what a replay does with such passes. The whole of ``backward()`` counts; what the compiled pass takes is what the interpreted
+    least, and ``choices`` at each of the sizes, which is what a replay does with passes of about that size. The whole of ``backward()`` counts; what the compiled pass takes is what the interpreted
     one took there, times the ratio of the two on the recorded values."""
 
     inputs: tuple[TensorSpec, ...]
