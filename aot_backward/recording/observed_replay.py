@@ -119,8 +119,8 @@ class ObservedReplay(Replaying):
 
 
 def _is_worth_keeping(observation: Observation, kept: Sequence[Observation], seen: Mapping[Observation, int]) -> bool:
-    """Whether the values of this pass are worth keeping: two passes of a kind are, the first, and the one whose sizes differ from it the most; among
-    those one that comes often, since what is timed is timed at the sizes of these."""
+    """Whether the values of this pass are worth keeping: two passes of a kind are, the first, and the one of which the most sizes differ from its;
+    among those the largest that comes often, since what is timed is timed at the sizes of these."""
     if not kept:
         return True
     first, times = kept[0].every_size(), seen.get(observation, 0)
@@ -128,10 +128,12 @@ def _is_worth_keeping(observation: Observation, kept: Sequence[Observation], see
     def differences(other: Observation) -> int:
         return sum(a != b for a, b in zip(other.every_size(), first, strict=True))
 
+    more = differences(observation) - differences(kept[-1])
     if times == 0:
-        return differences(observation) > differences(kept[-1])
-    often = times == _OFTEN and observation not in kept and seen.get(kept[-1], 0) < _OFTEN
-    return often and differences(observation) >= differences(kept[-1])
+        return more > 0
+    if times != _OFTEN or observation in kept or more < 0:
+        return False
+    return seen.get(kept[-1], 0) < _OFTEN or (more == 0 and len(kept) > 1 and sum(observation.every_size()) > sum(kept[-1].every_size()))
 
 
 def _copy_inputs(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -286,8 +286,8 @@ class PassSpec:
     ``verdicts``: as in :class:`VariantSpec`.
 
     ``speed``: what such a pass took in the process that recorded it: by eager, with its tape interpreted, and compiled. ``chosen``: what took
-    least, and ``choices`` at each of the sizes, which is what a replay does with passes of about that size. The whole of ``backward()`` counts; what the compiled pass takes is what the interpreted
-    one took there, times the ratio of the two on the recorded values."""
+    least, and ``choices`` at each of the sizes, which is what a replay does with passes of about that size. The whole of ``backward()`` counts;
+    what the compiled pass takes is what the interpreted one took there, times the ratio of the two on the recorded values."""
 
     inputs: tuple[TensorSpec, ...]
     sizes: tuple[Size, ...]

@@ -30,14 +30,15 @@ _LEFT_LEAST = 64  # never fewer walks than this: what was bound must be bound ag
 """After these the engine's cache is emptied. It keeps a node of its own for each node that it walks, also of a pass that is then left to
 eager: 470 bytes a node (torch 2.13), and it compares the nodes that follow one node one by one, since its hash leaves their constants out."""
 _IN_A_ROW = 16  # passes that went to eager because it is faster, after which the session rests
-_LONGEST_REST = 96  # passes, and a third of that at least: a fixed number would miss what the script does every second pass
+_LONGEST_REST, _DOUBLED = 96, 5  # passes, and a third of that at least (a fixed number would miss what the script does every second pass); each
+# rest after another may be twice as long, so often
 
 
 class EngineHook:
     """What holds the engine's hook. Subclasses say what records a new structure, and count what is left to eager.
 
-    Where eager is faster for all that is called, a session that ``may_rest`` gets out of the way: for some 64 passes nothing is looked at, and then
-    one is. An MLP of 17 nodes takes 70 µs in eager, 85 where each pass is looked up by its place, and 71 with rests.
+    Where eager is faster for all that is called, a session that ``may_rest`` gets out of the way: for some 64 passes nothing is looked at, later for
+    some 2,000, and then one is. An MLP of 17 nodes takes 70 µs in eager, 85 where each pass is looked up by its place, and 71 with rests.
     """
 
     may_rest = False
@@ -208,7 +209,8 @@ class EngineHook:
             if not self._rest:
                 self._off += 1
                 torch_api.set_autograd_compiler(None, False)
-                self._resting = self._rest = self._random.randrange(_LONGEST_REST // 3, _LONGEST_REST)
+                longest = _LONGEST_REST << min(self.in_a_row - _IN_A_ROW, _DOUBLED)
+                self._resting = self._rest = self._random.randrange(longest // 3, longest)
 
     def _wake(self, *, leaves: bool = False) -> None:
         with self._switch:

@@ -33,6 +33,7 @@ ROWS, FIXED = (1, 16, 256), 16
 QUICK = ("mlp", "embedding")
 SMALL = 1_000_000
 LEARNING_RATE = 1e-6  # see training.LEARNING_RATE
+_RECORDED = 120  # passes of each number of rows: as scripts do, one size for a while
 _WARM = 40  # passes before one counts: within a replay the first ones find out what is the fastest
 
 
@@ -124,10 +125,11 @@ def export(name: str, path: str, kind: str) -> None:
     program = Program(name)
     if kind == "recorded":
         with ab.record(path) as recording:
-            for rows in (*ROWS, FIXED) * 60:
+            for rows in ROWS:
                 args = program.args(rows)
-                program.loss.zero_grad()
-                program.loss(*args).backward()
+                for _ in range(_RECORDED):
+                    program.loss.zero_grad()
+                    program.loss(*args).backward()
         if recording.skipped:
             raise RuntimeError(f"{name}: {recording.skipped}")
         return
@@ -191,10 +193,14 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
             torch.manual_seed(3)
             eager(args)
             found["replay"] = {n: p.grad for n, p in program.model.named_parameters()}
-        largest = max(float(e.abs().max()) for e in expected.values() if e is not None)
+        largest = max(float(e.norm()) for e in expected.values() if e is not None)
         for door, gradients in found.items():
             for n, e in expected.items():
-                torch.testing.assert_close(gradients[n], e, rtol=program.relative, atol=0.1 * program.relative * largest, msg=lambda m, d=door, n=n: f"{name}, {d}, {n}: {m}")
+                g = gradients[n]
+                if e is not None and g is not None and float((g - e).norm()) <= program.relative * max(float(e.norm()), 0.1 * largest):
+                    continue
+                if e is not None or g is not None:
+                    raise RuntimeError(f"{name}, {door}: the gradient of {n} is not eager's")
 
     def answer(request: dict[str, Any]) -> Any:
         args, seconds, rounds = program.args(request["rows"]), request["seconds"], request["rounds"]
