@@ -4,14 +4,17 @@
 TORCH ?=
 VENV ?= .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+BASE_STAMP := $(VENV)/.installed
+STAMP := $(VENV)/.native-installed
 DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # The first of these that is there and new enough; the packages ask for 3.11 or newer and pip refuses an older one.
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow bench coverage models fuzz endurance rebuild-matrix cross gpu docs lint venv clean _cross
+C_SOURCES := $(wildcard runtime/native/*/*.[ch] runtime/native/*/*.inc)
+
+.PHONY: demo test test-slow native bench coverage models fuzz fuzz-native endurance rebuild-matrix cross gpu docs lint venv clean _cross
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -34,6 +37,11 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -q -m slow
 
+# The C library, by gcc alone, and its tests.
+native: $(STAMP)
+	@$(MAKE) --no-print-directory -C runtime/native BUILD=$(CURDIR)/build/native
+	@$(BIN)/python -m pytest tests/native -n 2
+
 bench: $(STAMP)
 	@$(BIN)/python -m tests.tools.benchmarks $(if $(QUICK),--quick)
 
@@ -49,6 +57,10 @@ models: $(STAMP)
 # Twenty minutes on one core: spoilt packages, training states and signatures. What an earlier run has tried is not tried again.
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.tools.fuzz --count 110000 --docs docs/fuzzing
+
+# The same through the C library, under sanitizers: a million in an hour and a half on one core.
+fuzz-native: $(STAMP)
+	@$(BIN)/python -m tests.tools.fuzz.native --docs docs/fuzzing-native
 
 # A quarter of an hour on one core: a million calls of each kind, loads, bindings, changing structures; fails where memory, descriptors or folders grow.
 endurance: $(STAMP)
@@ -73,7 +85,7 @@ gpu:
 	@PYTHONPATH=.:runtime:exporters $(GPU_PYTHON) -m tests.tools.gpu --docs $(or $(DOCS),docs/benchmarks/$$(date +%F)-gpu)
 
 # The pages of docs/ as a site. A link, an anchor or a public name that leads nowhere is an error; nothing is fetched, neither here nor by a reader.
-docs: $(DOCS_STAMP)
+docs: $(DOCS_STAMP) $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "open build/site/index.html"
 
@@ -81,11 +93,12 @@ lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 
 venv: $(STAMP)
 
 # Without --no-compile pip writes the bytecode of every module of every package: a minute of processor time beside 50 s for all else.
-$(STAMP): pyproject.toml runtime/pyproject.toml constraints.txt
+$(BASE_STAMP): pyproject.toml runtime/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer with venv: apt-get install python3 python3-venv, or make PYTHON=…" >&2; exit 1; }
 	@command -v g++ >/dev/null || { echo "error: no C++ compiler: apt-get install g++" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -93,7 +106,12 @@ $(STAMP): pyproject.toml runtime/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e ./runtime -e '.[test]'
 	@touch $@
 
-$(DOCS_STAMP): $(STAMP)
+# The C library as a wheel, in the environment: exports are tried without PyTorch, and the tests of its Python run.
+$(STAMP): $(BASE_STAMP) runtime/native/pyproject.toml runtime/native/CMakeLists.txt $(C_SOURCES) $(wildcard runtime/native/python/*/*)
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) ./runtime/native
+	@touch $@
+
+$(DOCS_STAMP): $(BASE_STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 

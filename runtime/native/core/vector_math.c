@@ -1,0 +1,34 @@
+#include "core.h"
+
+#include <math.h>
+#include <string.h>
+
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed in registers that the target has, as compiled code passes them */
+
+#define WIDTH 16
+#define F 4
+#define D 2
+#define TARGET
+#include "vector_math.inc"
+
+#define WIDTH 32
+#define F 8
+#define D 4
+#define TARGET __attribute__((target("avx2,fma")))
+#include "vector_math.inc"
+
+#define WIDTH 64
+#define F 16
+#define D 8
+#define TARGET __attribute__((target("avx512f,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")))
+#include "vector_math.inc"
+
+void exponentials_f(float *row, int64_t count, float by) {
+  static void (*const of[])(float *, int64_t, float) = {row_f_16, row_f_32, row_f_64};
+  of[cpu_level() - 1](row, count, by);
+}
+
+void exponentials_d(double *row, int64_t count, double by) {
+  static void (*const of[])(double *, int64_t, double) = {row_d_16, row_d_32, row_d_64};
+  of[cpu_level() - 1](row, count, by);
+}

@@ -1,0 +1,598 @@
+#define _POSIX_C_SOURCE 200809L
+#include "manifest.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "manifest_checks.h"
+
+/* --- fields ----------------------------------------------------------------------------------------------------------------------------------- */
+
+/* Where a value stands, innermost first; put into words only where something is wrong. */
+typedef struct place {
+  const struct place *in;
+  const char *name; /* of a field or key, or NULL: an item of an array */
+  uint32_t number;
+} place;
+
+typedef struct {
+  arena *a;
+  manifest *m;
+} reader;
+
+static const char *where(const reader *r, const place *p) {
+  if (!p) return "manifest";
+  const char *outside = where(r, p->in); /* as deep as the schema is nested */
+  return p->name ? arena_print(r->a, "%s.%s", outside, shown(p->name, strlen(p->name))) : arena_print(r->a, "%s[%" PRIu32 "]", outside, p->number);
+}
+
+#define WRONG(r, p, text, ...) arena_fail((r)->a, AOTB_FORMAT, "%s: " text, where(r, p), __VA_ARGS__)
+
+static const json *typed(const reader *r, const place *p, const json *value, json_kind kind) {
+  if (!value || value->kind != kind) WRONG(r, p, "expected %s, got %s", json_words(&(json){.kind = kind}), json_words(value));
+  return value;
+}
+
+/* The field of that kind; NULL where it is not there and need not be. */
+static const json *field(const reader *r, const place *p, const json *object, const char *name, json_kind kind, bool needed) {
+  const json *value = json_get(object, name);
+  place here = {p, name, 0};
+  if (!value && needed) WRONG(r, p, "the field '%s' is missing", name);
+  return value ? typed(r, &here, value, kind) : NULL;
+}
+
+static const char *text_of(const reader *r, const place *p, const json *object, const char *name, const char *otherwise) {
+  const json *value = field(r, p, object, name, JSON_STRING, !otherwise);
+  return value ? value->text : otherwise;
+}
+
+static bool truth(const reader *r, const place *p, const json *object, const char *name, int otherwise) { /* -1: must be there */
+  const json *value = json_get(object, name);
+  place here = {p, name, 0};
+  if (!value && otherwise >= 0) return otherwise;
+  if (!value) WRONG(r, p, "the field '%s' is missing", name);
+  if (value->kind != JSON_TRUE && value->kind != JSON_FALSE) WRONG(r, &here, "expected true or false, got %s", json_words(value));
+  return value->kind == JSON_TRUE;
+}
+
+static int64_t integer(const reader *r, const place *p, const json *object, const char *name, const int64_t *otherwise) {
+  const json *value = field(r, p, object, name, JSON_INTEGER, !otherwise);
+  return value ? value->integer : *otherwise;
+}
+
+static double number(const reader *r, const place *p, const json *value) {
+  if (!value || (value->kind != JSON_INTEGER && value->kind != JSON_NUMBER)) WRONG(r, p, "expected a number, got %s", json_words(value));
+  return value->kind == JSON_INTEGER ? (double)value->integer : value->number;
+}
+
+static const json *list(const reader *r, const place *p, const json *object, const char *name, bool needed) {
+  static const json none = {.kind = JSON_ARRAY};
+  const json *value = field(r, p, object, name, JSON_ARRAY, needed);
+  return value ? value : &none;
+}
+
+static texts texts_of(const reader *r, const place *p, const json *object, const char *name, bool needed) {
+  const json *items = list(r, p, object, name, needed);
+  texts out = {items->count, TAKE(r->a, items->count + 1u, const char *)};
+  for (uint32_t i = 0; i < out.count; i++) out.at[i] = typed(r, &(place){&(place){p, name, 0}, NULL, i}, &items->items[i], JSON_STRING)->text;
+  return out;
+}
+
+static const uint32_t *numbers_of(const reader *r, const place *p, const json *object, const char *name, bool needed, uint32_t *count) {
+  const json *items = list(r, p, object, name, needed);
+  uint32_t *out = TAKE(r->a, items->count + 1u, uint32_t);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place here = {&(place){p, name, 0}, NULL, i};
+    int64_t value = typed(r, &here, &items->items[i], JSON_INTEGER)->integer;
+    if (value < 0 || value > UINT32_MAX) WRONG(r, &here, "%" PRId64 " counts nothing", value);
+    out[i] = (uint32_t)value;
+  }
+  *count = items->count;
+  return out;
+}
+
+/* --- parts ------------------------------------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+  const char *const *names;
+  uint32_t count;
+} symbols;
+
+static expression size_of(const reader *r, const place *p, const json *value, symbols s) {
+  if (value->kind == JSON_INTEGER) return expression_number(r->a, value->integer);
+  return expression_read(r->a, typed(r, p, value, JSON_STRING)->text, s.names, s.count);
+}
+
+static const expression *sizes_of(const reader *r, const place *p, const json *object, const char *name, symbols s, uint32_t *rank) {
+  const json *items = list(r, p, object, name, true);
+  expression *out = TAKE(r->a, items->count + 1u, expression);
+  for (uint32_t i = 0; i < items->count; i++) out[i] = size_of(r, &(place){&(place){p, name, 0}, NULL, i}, &items->items[i], s);
+  *rank = items->count;
+  return out;
+}
+
+static const dtype *dtype_of(const reader *r, const place *p, const json *object) {
+  const char *name = text_of(r, p, object, "dtype", NULL);
+  const dtype *found = dtype_named(name);
+  if (!found) WRONG(r, p, "the dtype '%s' is not one that this library knows", shown(name, strlen(name)));
+  return found;
+}
+
+static tensor_spec tensor(const reader *r, const place *p, const json *value, symbols s) {
+  typed(r, p, value, JSON_OBJECT);
+  tensor_spec out = {.name = text_of(r, p, value, "name", NULL), .type = dtype_of(r, p, value)};
+  const char *device = text_of(r, p, value, "device", NULL);
+  uint32_t strides;
+  out.shape = sizes_of(r, p, value, "shape", s, &out.rank);
+  out.stride = sizes_of(r, p, value, "stride", s, &strides);
+  out.requires_grad = truth(r, p, value, "requires_grad", false);
+  out.on_cpu = !strcmp(device, "cpu");
+  if (!out.on_cpu && strcmp(device, "cuda")) WRONG(r, p, "the device '%s' is unknown", shown(device, strlen(device)));
+  if (out.rank != strides) WRONG(r, p, "%" PRIu32 " sizes and %" PRIu32 " strides", out.rank, strides);
+  out.shape_texts = TAKE(r->a, out.rank + 1u, const char *);
+  for (uint32_t d = 0; d < out.rank; d++) out.shape_texts[d] = out.shape[d].text;
+  for (uint32_t i = 0; i < out.rank; i++)
+    if ((!out.shape[i].code && out.shape[i].number < 0) || (!out.stride[i].code && out.stride[i].number < 0))
+      WRONG(r, p, "%s has a negative size or stride", shown(out.name, strlen(out.name)));
+  return out;
+}
+
+static tensor_specs tensors(const reader *r, const place *p, const json *object, const char *name, symbols s) {
+  const json *items = list(r, p, object, name, true);
+  tensor_specs out = {items->count, TAKE(r->a, items->count + 1u, tensor_spec)};
+  for (uint32_t i = 0; i < out.count; i++) out.at[i] = tensor(r, &(place){&(place){p, name, 0}, NULL, i}, &items->items[i], s);
+  return out;
+}
+
+static source source_of(const reader *r, const place *p, const char *text, symbols s) {
+  static const struct {
+    const char *word;
+    origin from;
+  } words[] = {{"result:", FROM_RESULT}, {"input:", FROM_INPUT}, {"saved:", FROM_SAVED}, {"cotangent:", FROM_COTANGENT}};
+  source out = {.text = text};
+  if (!*text) return out;
+  if (!strncmp(text, "size:", 5)) {
+    out.from = FROM_SIZE;
+    out.size = expression_read(r->a, text + 5, s.names, s.count);
+    return out;
+  }
+  if (!strncmp(text, "parameter:", 10) && text[10]) {
+    out.from = FROM_PARAMETER;
+    return out;
+  }
+  for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+    size_t n = strlen(words[i].word);
+    if (strncmp(text, words[i].word, n)) continue;
+    const char *digits = text + n;
+    size_t length = strspn(digits, "0123456789");
+    if (!length || digits[length] || length > 9 || (*digits == '0' && length > 1)) break;
+    out.from = words[i].from;
+    out.number = (uint32_t)strtoul(digits, NULL, 10);
+    return out;
+  }
+  WRONG(r, p, "'%s' is nothing that a plan speaks of", shown(text, strlen(text)));
+}
+
+static sources sources_of(const reader *r, const place *p, const json *object, const char *name, bool needed, symbols s) {
+  texts words = texts_of(r, p, object, name, needed);
+  sources out = {words.count, TAKE(r->a, words.count + 1u, source)};
+  for (uint32_t i = 0; i < out.count; i++) out.at[i] = source_of(r, &(place){&(place){p, name, 0}, NULL, i}, words.at[i], s);
+  return out;
+}
+
+static plan_spec *plan(const reader *r, const place *in, const json *object, const char *name, symbols s) {
+  const json *value = json_get(object, name);
+  if (!value || value->kind == JSON_NULL) return NULL;
+  place p = {in, name, 0};
+  typed(r, &p, value, JSON_OBJECT);
+  plan_spec *out = TAKE(r->a, 1, plan_spec);
+  const json *call = json_get(value, "call");
+  if (!call) WRONG(r, &p, "the field '%s' is missing", "call");
+  if (call->kind != JSON_NULL) {
+    place here = {&p, "call", 0};
+    typed(r, &here, call, JSON_OBJECT);
+    out->library_name = text_of(r, &here, call, "library", NULL);
+    out->library = manifest_library(r->m, out->library_name);
+    if (!out->library)
+      WRONG(r, &here, "refers to the library '%s', which the manifest does not have", shown(out->library_name, strlen(out->library_name)));
+    out->operands = sources_of(r, &here, call, "operands", true, s);
+  }
+  out->outputs = sources_of(r, &p, value, "outputs", false, s);
+  out->saved = sources_of(r, &p, value, "saved", false, s);
+  out->reads = texts_of(r, &p, value, "reads", false);
+  out->writes = texts_of(r, &p, value, "writes", false);
+  out->consumes = numbers_of(r, &p, value, "consumes", false, &out->consumes_count);
+  const json *gradients = list(r, &p, value, "gradients", false);
+  out->gradient_count = gradients->count;
+  out->gradients = TAKE(r->a, gradients->count + 1u, gradient_spec);
+  for (uint32_t i = 0; i < gradients->count; i++) {
+    place here = {&(place){&p, "gradients", 0}, NULL, i};
+    const json *g = typed(r, &here, &gradients->items[i], JSON_OBJECT);
+    gradient_spec *to = &out->gradients[i];
+    to->of = text_of(r, &here, g, "of", NULL);
+    to->from = source_of(r, &here, text_of(r, &here, g, "source", NULL), s);
+    to->cotangents = numbers_of(r, &here, g, "cotangents", false, &to->cotangent_count);
+  }
+  return out;
+}
+
+static void read_symbols(const reader *r, const place *in, const json *object, variant_spec *v) {
+  const json *items = list(r, in, object, "symbols", true);
+  v->symbol_count = items->count;
+  v->symbols = TAKE(r->a, items->count + 1u, symbol_spec);
+  v->symbol_names = TAKE(r->a, items->count + 1u, const char *);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place p = {&(place){in, "symbols", 0}, NULL, i};
+    const json *value = typed(r, &p, &items->items[i], JSON_OBJECT), *most = json_get(value, "maximum");
+    static const int64_t one = 1, zero = 0;
+    symbol_spec *s = &v->symbols[i];
+    s->name = v->symbol_names[i] = text_of(r, &p, value, "name", NULL);
+    s->label = text_of(r, &p, value, "label", NULL);
+    s->input = integer(r, &p, value, "input", NULL);
+    s->dim = integer(r, &p, value, "dim", NULL);
+    s->minimum = integer(r, &p, value, "minimum", NULL);
+    if (!most) WRONG(r, &p, "the field '%s' is missing", "maximum");
+    s->bounded = most->kind != JSON_NULL;
+    s->maximum = s->bounded ? integer(r, &p, value, "maximum", NULL) : INT64_MAX;
+    s->scale = integer(r, &p, value, "scale", &one);
+    s->offset = integer(r, &p, value, "offset", &zero);
+  }
+}
+
+static void read_variant(const reader *r, const place *p, const json *value, variant_spec *v) {
+  typed(r, p, value, JSON_OBJECT);
+  read_symbols(r, p, value, v);
+  symbols s = {v->symbol_names, v->symbol_count};
+  v->mode = text_of(r, p, value, "mode", NULL);
+  v->inputs = tensors(r, p, value, "inputs", s);
+  v->outputs = tensors(r, p, value, "outputs", s);
+  v->cotangents = tensors(r, p, value, "cotangents", s);
+  v->differentiable = numbers_of(r, p, value, "differentiable", true, &v->differentiable_count);
+  texts guards = texts_of(r, p, value, "guards", true);
+  v->guard_count = guards.count;
+  v->guards = TAKE(r->a, guards.count + 1u, expression);
+  for (uint32_t i = 0; i < guards.count; i++) v->guards[i] = expression_read(r->a, guards.at[i], s.names, s.count);
+  place here = {p, "ambient", 0};
+  const json *ambient = field(r, p, value, "ambient", JSON_OBJECT, true);
+  v->ambient.autocast = text_of(r, &here, ambient, "autocast", "");
+  v->ambient.deterministic = truth(r, &here, ambient, "deterministic", false);
+  v->ambient.matmul_precision = text_of(r, &here, ambient, "matmul_precision", "highest");
+  const json *verdicts = list(r, p, value, "verdicts", false);
+  v->verdict_count = 1 + verdicts->count;
+  v->verdicts = TAKE(r->a, v->verdict_count, const char *);
+  here.name = "verdict";
+  v->verdicts[0] = text_of(r, &here, field(r, p, value, "verdict", JSON_OBJECT, true), "status", NULL);
+  for (uint32_t i = 0; i < verdicts->count; i++) {
+    place each = {&(place){p, "verdicts", 0}, NULL, i};
+    v->verdicts[1 + i] = text_of(r, &each, typed(r, &each, &verdicts->items[i], JSON_OBJECT), "status", NULL);
+  }
+  v->forward = plan(r, p, value, "forward", s);
+  v->backward = plan(r, p, value, "backward", s);
+  v->inference = plan(r, p, value, "inference", s);
+  v->gradient = plan(r, p, value, "gradient", s);
+  v->step = plan(r, p, value, "step", s);
+  v->accumulate = plan(r, p, value, "accumulate", s);
+  const json *shared = list(r, p, value, "shared", false);
+  v->shared_count = shared->count;
+  v->shared = TAKE(r->a, shared->count + 1u, shared_spec);
+  for (uint32_t i = 0; i < shared->count; i++) {
+    place each = {&(place){p, "shared", 0}, NULL, i};
+    const json *item = typed(r, &each, &shared->items[i], JSON_OBJECT), *offset = json_get(item, "offset");
+    v->shared[i].output = integer(r, &each, item, "output", NULL);
+    v->shared[i].base = integer(r, &each, item, "base", NULL);
+    if (!offset) WRONG(r, &each, "the field '%s' is missing", "offset");
+    v->shared[i].offset = size_of(r, &each, offset, s);
+    if (json_get(item, "stride")) v->shared[i].stride = sizes_of(r, &each, item, "stride", s, &v->shared[i].rank);
+  }
+}
+
+/* --- training steps --------------------------------------------------------------------------------------------------------------------------- */
+
+static void read_intervals(const reader *r, const place *in, const json *object, number_spec *n) {
+  const json *items = list(r, in, object, "allowed", false);
+  n->allowed_count = items->count;
+  n->allowed = TAKE(r->a, items->count + 1u, interval);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place p = {&(place){in, "allowed", 0}, NULL, i};
+    const json *value = typed(r, &p, &items->items[i], JSON_OBJECT), *low = json_get(value, "low"), *high = json_get(value, "high");
+    interval *to = &n->allowed[i];
+    to->has_low = low && low->kind != JSON_NULL;
+    to->has_high = high && high->kind != JSON_NULL;
+    to->low = to->has_low ? number(r, &p, low) : 0;
+    to->high = to->has_high ? number(r, &p, high) : 0;
+    to->low_open = truth(r, &p, value, "low_open", true);
+    to->high_open = truth(r, &p, value, "high_open", true);
+  }
+}
+
+static step_spec *step_of(const reader *r, const place *in, const json *value) {
+  place p = {in, "step", 0};
+  step_spec *out = TAKE(r->a, 1, step_spec);
+  typed(r, &p, value, JSON_OBJECT);
+  out->optimizer = text_of(r, &p, value, "optimizer", NULL);
+  out->defaults = text_of(r, &p, value, "defaults", NULL);
+  const json *items = list(r, &p, value, "groups", true);
+  out->group_count = items->count;
+  out->groups = arena_take(r->a, items->count + 1u, sizeof *out->groups);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place each = {&(place){&p, "groups", 0}, NULL, i};
+    const json *group = typed(r, &each, &items->items[i], JSON_OBJECT);
+    out->groups[i].parameters = texts_of(r, &each, group, "parameters", true);
+    out->groups[i].options = text_of(r, &each, group, "options", NULL);
+  }
+  items = list(r, &p, value, "numbers", true);
+  out->number_count = items->count;
+  out->numbers = TAKE(r->a, items->count + 1u, number_spec);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place each = {&(place){&p, "numbers", 0}, NULL, i};
+    const json *item = typed(r, &each, &items->items[i], JSON_OBJECT);
+    number_spec *n = &out->numbers[i];
+    n->group = integer(r, &each, item, "group", NULL);
+    n->position = integer(r, &each, item, "position", NULL);
+    n->key = text_of(r, &each, item, "key", NULL);
+    n->value = number(r, &each, json_get(item, "value"));
+    read_intervals(r, &each, item, n);
+  }
+  items = list(r, &p, value, "state", true);
+  out->slot_count = items->count;
+  out->slots = TAKE(r->a, items->count + 1u, slot_spec);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place each = {&(place){&p, "state", 0}, NULL, i};
+    static const int64_t none = -1;
+    const json *item = typed(r, &each, &items->items[i], JSON_OBJECT);
+    out->slots[i] = (slot_spec){text_of(r, &each, item, "key", NULL), text_of(r, &each, item, "state", NULL),
+                                texts_of(r, &each, item, "parameters", true), integer(r, &each, item, "starts_as", &none)};
+  }
+  items = list(r, &p, value, "gradients", false);
+  out->gradient_count = items->count;
+  out->gradients = arena_take(r->a, items->count + 1u, sizeof *out->gradients);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place each = {&(place){&p, "gradients", 0}, NULL, i};
+    const json *item = typed(r, &each, &items->items[i], JSON_OBJECT);
+    out->gradients[i].parameter = text_of(r, &each, item, "parameter", NULL);
+    out->gradients[i].state = text_of(r, &each, item, "state", NULL);
+  }
+  out->update = plan(r, &p, value, "update", (symbols){NULL, 0});
+  out->fresh = truth(r, &p, value, "fresh", true);
+  out->norm = truth(r, &p, value, "norm", false);
+  out->finite = truth(r, &p, value, "finite", false);
+  out->in_place = truth(r, &p, value, "in_place", false);
+  return out;
+}
+
+/* --- entries, libraries, weights -------------------------------------------------------------------------------------------------------------- */
+
+static uint32_t weight_number(const reader *r, const place *p, const char *key) {
+  for (uint32_t low = 0, high = r->m->weight_count; low < high;) {
+    uint32_t middle = low + (high - low) / 2;
+    int order = strcmp(key, r->m->weights[middle].key);
+    if (!order) return middle;
+    if (order < 0) high = middle;
+    else low = middle + 1;
+  }
+  WRONG(r, p, "refers to the weight '%s', which the manifest does not have", shown(key, strlen(key)));
+}
+
+static bool read_entry(const reader *r, const place *p, const json *value, entry_spec *e) {
+  typed(r, p, value, JSON_OBJECT);
+  const char *kind = text_of(r, p, value, "kind", NULL);
+  if (!strcmp(kind, "module")) e->kind = ENTRY_MODULE;
+  else if (!strcmp(kind, "grad")) e->kind = ENTRY_GRAD;
+  else if (!strcmp(kind, "step")) e->kind = ENTRY_STEP;
+  else return false; /* recorded passes, or what a later version has */
+  e->name = value->key;
+  e->single = truth(r, p, value, "single", false);
+  e->has_aux = truth(r, p, value, "has_aux", false);
+  e->training = truth(r, p, value, "training", true);
+  e->wrt = texts_of(r, p, value, "wrt", false);
+  e->names = texts_of(r, p, value, "names", false);
+  e->standalone = text_of(r, p, value, "standalone", "");
+  const json *items = list(r, p, value, "state", true);
+  e->state_count = items->count;
+  e->state = TAKE(r->a, items->count + 1u, state_spec);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place each = {&(place){p, "state", 0}, NULL, i};
+    const json *item = typed(r, &each, &items->items[i], JSON_OBJECT);
+    state_spec *s = &e->state[i];
+    s->name = text_of(r, &each, item, "name", NULL);
+    s->weight_name = text_of(r, &each, item, "weight", NULL);
+    s->weight = weight_number(r, &each, s->weight_name);
+    s->parameter = truth(r, &each, item, "parameter", -1);
+    s->requires_grad = truth(r, &each, item, "requires_grad", -1);
+  }
+  const json *step = json_get(value, "step");
+  if (step && step->kind != JSON_NULL) e->step_of = step_of(r, p, step);
+  items = list(r, p, value, "variants", true);
+  e->variant_count = items->count;
+  e->variants = TAKE(r->a, items->count + 1u, variant_spec);
+  for (uint32_t i = 0; i < items->count; i++) read_variant(r, &(place){&(place){p, "variants", 0}, NULL, i}, &items->items[i], &e->variants[i]);
+  return true;
+}
+
+static void read_build(const reader *r, const place *p, const json *value, build_spec *b) {
+  typed(r, p, value, JSON_OBJECT);
+  b->member = text_of(r, p, value, "member", NULL);
+  b->metadata = text_of(r, p, value, "metadata", NULL);
+  b->extern_file = text_of(r, p, value, "extern", NULL);
+  b->needed = texts_of(r, p, value, "needed", true);
+  b->operators = texts_of(r, p, value, "operators", false);
+  b->glibc = text_of(r, p, value, "glibc", NULL);
+  b->glibcxx = text_of(r, p, value, "glibcxx", NULL);
+  const json *items = list(r, p, value, "constants", true);
+  b->constant_count = items->count;
+  b->constants = TAKE(r->a, items->count + 1u, constant_spec);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place each = {&(place){p, "constants", 0}, NULL, i};
+    const json *item = typed(r, &each, &items->items[i], JSON_OBJECT);
+    constant_spec *c = &b->constants[i];
+    c->name = text_of(r, &each, item, "name", NULL);
+    c->weight_name = text_of(r, &each, item, "weight", NULL);
+    c->weight = weight_number(r, &each, c->weight_name);
+  }
+}
+
+/* The symbols of a library's tensors are those of the variant that calls it: every word that begins like a symbol's name is taken for one, and what
+ * values they have is looked at where a plan is compared with its library. */
+static symbols words_in(const reader *r, const json *library) {
+  static const char *const fields[] = {"inputs", "outputs"}, *const sizes[] = {"shape", "stride"};
+  const char **names = NULL;
+  uint32_t count = 0, room = 0;
+  for (int f = 0; f < 2; f++) {
+    const json *items = json_get(library, fields[f]);
+    for (uint32_t i = 0; items && items->kind == JSON_ARRAY && i < items->count; i++)
+      for (int s = 0; s < 2; s++) {
+        const json *values = json_get(&items->items[i], sizes[s]);
+        for (uint32_t k = 0; values && values->kind == JSON_ARRAY && k < values->count; k++) {
+          if (values->items[k].kind != JSON_STRING) continue;
+          for (const char *t = values->items[k].text; *t;) {
+            size_t n = strspn(t, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789");
+            if (!n) {
+              t++;
+              continue;
+            }
+            bool is_symbol = (*t < '0' || *t > '9') && !(n == 3 && (!strncmp(t, "max", 3) || !strncmp(t, "min", 3)));
+            for (uint32_t j = 0; is_symbol && j < count; j++) is_symbol = strlen(names[j]) != n || memcmp(names[j], t, n);
+            if (is_symbol) {
+              if (count == 4096) arena_fail(r->a, AOTB_FORMAT, "a library with more than 4096 symbols");
+              if (count == room) {
+                const char **more = TAKE(r->a, room = room ? 2 * room : 8, const char *);
+                if (count) memcpy(more, names, count * sizeof *more);
+                names = more;
+              }
+              names[count++] = arena_text(r->a, t, n);
+            }
+            t += n;
+          }
+        }
+      }
+  }
+  return (symbols){names, count};
+}
+
+static void read_library(const reader *r, const place *p, const json *value, library_spec *l) {
+  typed(r, p, value, JSON_OBJECT);
+  l->name = value->key;
+  symbols s = words_in(r, value);
+  l->symbol_names = s.names;
+  l->symbol_count = s.count;
+  l->inputs = tensors(r, p, value, "inputs", s);
+  l->outputs = tensors(r, p, value, "outputs", s);
+  const json *builds = list(r, p, value, "builds", false);
+  l->build_count = 1 + builds->count;
+  l->builds = TAKE(r->a, l->build_count, build_spec);
+  read_build(r, p, value, &l->builds[0]);
+  for (uint32_t i = 0; i < builds->count; i++) read_build(r, &(place){&(place){p, "builds", 0}, NULL, i}, &builds->items[i], &l->builds[1 + i]);
+}
+
+static int by_key(const void *x, const void *y) { return strcmp(((const weight_spec *)x)->key, ((const weight_spec *)y)->key); }
+
+static const int64_t *integers(const reader *r, const place *p, const json *object, const char *name, uint32_t *count) {
+  const json *items = list(r, p, object, name, true);
+  int64_t *out = TAKE(r->a, items->count + 1u, int64_t);
+  for (uint32_t i = 0; i < items->count; i++) out[i] = typed(r, &(place){&(place){p, name, 0}, NULL, i}, &items->items[i], JSON_INTEGER)->integer;
+  *count = items->count;
+  return out;
+}
+
+static void read_weights(const reader *r, const json *all) {
+  r->m->weight_count = all->count;
+  r->m->weights = TAKE(r->a, all->count + 1u, weight_spec);
+  for (uint32_t i = 0; i < all->count; i++) {
+    const json *value = &all->items[i];
+    place p = {&(place){NULL, "weights", 0}, value->key, 0};
+    typed(r, &p, value, JSON_OBJECT);
+    weight_spec *w = &r->m->weights[i];
+    uint32_t strides;
+    w->key = value->key;
+    w->type = dtype_of(r, &p, value);
+    w->sha256 = text_of(r, &p, value, "sha256", NULL);
+    w->shape = integers(r, &p, value, "shape", &w->rank);
+    w->stride = integers(r, &p, value, "stride", &strides);
+    if (w->rank != strides || w->rank > 64) WRONG(r, &p, "%" PRIu32 " sizes and %" PRIu32 " strides", w->rank, strides);
+    w->shape_texts = TAKE(r->a, w->rank + 1u, const char *);
+    for (uint32_t d = 0; d < w->rank; d++) w->shape_texts[d] = arena_print(r->a, "%" PRId64, w->shape[d]);
+    const json *fill = json_get(value, "fill");
+    w->filled = fill && fill->kind != JSON_NULL;
+    if (w->filled) w->fill = number(r, &p, fill);
+  }
+  qsort(r->m->weights, r->m->weight_count, sizeof *r->m->weights, by_key);
+}
+
+static void read_target(const reader *r, const place *p, const json *value, target_spec *t) {
+  typed(r, p, value, JSON_OBJECT);
+  t->device = text_of(r, p, value, "device", NULL);
+  t->machine = text_of(r, p, value, "machine", "x86_64");
+  t->name = text_of(r, p, value, "name", "");
+  t->cpu_flags = texts_of(r, p, value, "cpu_flags", false);
+}
+
+static void read_version(const reader *r, const json *all) {
+  const json *version = json_get(all, "format_version");
+  if (!version || version->kind != JSON_ARRAY || version->count != 2 || version->items[0].kind != JSON_INTEGER ||
+      version->items[1].kind != JSON_INTEGER)
+    arena_fail(r->a, AOTB_FORMAT, "manifest.json: format_version is no [major, minor]");
+  if (version->items[0].integer != 1)
+    arena_fail(r->a, AOTB_INCOMPATIBLE, "package format %" PRId64 ".%" PRId64 "; this library reads 1.x", version->items[0].integer,
+               version->items[1].integer);
+  r->m->minor = version->items[1].integer;
+  texts features = texts_of(r, NULL, all, "required_features", true);
+  for (uint32_t i = 0; i < features.count; i++)
+    if (strcmp(features.at[i], "fill") && strcmp(features.at[i], "consumes"))
+      arena_fail(r->a, AOTB_INCOMPATIBLE, "needs the feature '%s', which this library does not know: install a newer one",
+                 shown(features.at[i], strlen(features.at[i])));
+}
+
+void manifest_read(manifest *m, const archive *z, const char *text, size_t length) {
+  *m = (manifest){0};
+  reader reading = {z->a, m}, *r = &reading;
+  json all = json_read(r->a, "manifest.json", text, length);
+  typed(r, NULL, &all, JSON_OBJECT);
+  read_version(r, &all);
+  m->producer = text_of(r, NULL, &all, "producer", NULL);
+  m->torch = text_of(r, NULL, &all, "torch", NULL);
+  m->has_weights = truth(r, NULL, &all, "has_weights", true);
+  const json *items = field(r, NULL, &all, "members", JSON_OBJECT, true);
+  m->member_count = items->count;
+  m->members = arena_take(r->a, items->count + 1u, sizeof *m->members);
+  for (uint32_t i = 0; i < items->count; i++) {
+    place p = {&(place){NULL, "members", 0}, items->items[i].key, 0};
+    const json *value = typed(r, &p, &items->items[i], JSON_OBJECT);
+    int64_t size = integer(r, &p, value, "size", NULL);
+    if (size < 0) WRONG(r, &p, "%" PRId64 " bytes", size);
+    m->members[i].name = value->key;
+    m->members[i].size = (uint64_t)size;
+    m->members[i].sha256 = text_of(r, &p, value, "sha256", NULL);
+  }
+  check_members(m, z);
+  items = list(r, NULL, &all, "targets", false);
+  m->target_count = 1 + items->count;
+  m->targets = TAKE(r->a, m->target_count, target_spec);
+  read_target(r, &(place){NULL, "target", 0}, field(r, NULL, &all, "target", JSON_OBJECT, true), &m->targets[0]);
+  for (uint32_t i = 0; i < items->count; i++) read_target(r, &(place){&(place){NULL, "targets", 0}, NULL, i}, &items->items[i], &m->targets[1 + i]);
+  read_weights(r, field(r, NULL, &all, "weights", JSON_OBJECT, true));
+  items = field(r, NULL, &all, "libraries", JSON_OBJECT, true);
+  m->library_count = items->count;
+  m->libraries = TAKE(r->a, items->count + 1u, library_spec);
+  for (uint32_t i = 0; i < items->count; i++)
+    read_library(r, &(place){&(place){NULL, "libraries", 0}, items->items[i].key, 0}, &items->items[i], &m->libraries[i]);
+  items = field(r, NULL, &all, "entries", JSON_OBJECT, true);
+  m->entries = TAKE(r->a, items->count + 1u, entry_spec);
+  for (uint32_t i = 0; i < items->count; i++)
+    if (read_entry(r, &(place){&(place){NULL, "entries", 0}, items->items[i].key, 0}, &items->items[i], &m->entries[m->entry_count]))
+      m->entry_count++;
+  check_manifest(m, z);
+}
+
+library_spec *manifest_library(const manifest *m, const char *name) {
+  for (uint32_t i = 0; i < m->library_count; i++)
+    if (!strcmp(m->libraries[i].name, name)) return &m->libraries[i];
+  return NULL;
+}
+
+const char *manifest_digest(const manifest *m, const char *name) {
+  for (uint32_t i = 0; i < m->member_count; i++)
+    if (!strcmp(m->members[i].name, name)) return m->members[i].sha256;
+  return NULL;
+}

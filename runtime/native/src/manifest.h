@@ -1,0 +1,205 @@
+/* The manifest of a package, read into structs: the fields that a caller from C needs, of entries of kind module, grad and step. The names are those of
+ * runtime/aot_backward_runtime/format/manifest.py, which is the schema. Recorded passes belong to a Python program; their entries are left out. */
+#ifndef AOTB_MANIFEST_H
+#define AOTB_MANIFEST_H
+#include "archive.h"
+#include "dtypes.h"
+#include "expression.h"
+#include "json.h"
+
+typedef struct {
+  uint32_t count;
+  const char **at;
+} texts;
+
+typedef struct {
+  const char *name;
+  const dtype *type;
+  bool on_cpu, requires_grad;
+  uint32_t rank;
+  const expression *shape, *stride; /* in elements */
+  const char **shape_texts;
+} tensor_spec;
+
+typedef struct {
+  uint32_t count;
+  tensor_spec *at;
+} tensor_specs;
+
+typedef struct {
+  const char *name, *label;
+  int64_t input, dim, minimum, maximum, scale, offset; /* size = scale * symbol + offset */
+  bool bounded;
+} symbol_spec;
+
+typedef struct {
+  const char *sha256;
+  const dtype *type;
+  uint32_t rank;
+  const int64_t *shape, *stride;
+  const char **shape_texts;
+  bool filled;
+  double fill;
+  const char *key;
+} weight_spec;
+
+typedef enum { FROM_NOTHING, FROM_RESULT, FROM_INPUT, FROM_SAVED, FROM_COTANGENT, FROM_PARAMETER, FROM_SIZE } origin;
+
+typedef struct {
+  origin from;
+  uint32_t number;  /* of a result, input, saved tensor, incoming gradient; of a parameter: in the entry's state */
+  const char *text; /* as it stands: "result:3" */
+  expression size;  /* of FROM_SIZE */
+} source;
+
+typedef struct {
+  uint32_t count;
+  source *at;
+} sources;
+
+typedef struct {
+  const char *of; /* "parameter:NAME" or "input:I" */
+  source from;    /* FROM_NOTHING: there is none, as in eager */
+  uint32_t cotangent_count;
+  const uint32_t *cotangents;
+} gradient_spec;
+
+typedef struct {
+  const char *library_name;
+  struct library_spec *library; /* NULL: nothing is called */
+  sources operands, outputs, saved;
+  texts reads, writes;
+  uint32_t gradient_count, consumes_count;
+  gradient_spec *gradients;
+  const uint32_t *consumes;
+} plan_spec;
+
+typedef struct {
+  const char *name, *weight_name;
+  uint32_t weight;
+} constant_spec;
+
+typedef struct {
+  const char *member, *metadata, *extern_file;
+  uint32_t constant_count;
+  constant_spec *constants;
+  texts needed, operators;
+  const char *glibc, *glibcxx;
+} build_spec;
+
+typedef struct library_spec {
+  const char *name;
+  tensor_specs inputs, outputs;
+  uint32_t build_count, symbol_count;
+  const char *const *symbol_names; /* that its sizes need */
+  build_spec *builds;              /* one for each target of the package, the first one's first */
+} library_spec;
+
+typedef struct {
+  const char *name, *weight_name;
+  uint32_t weight;
+  bool parameter, requires_grad;
+} state_spec;
+
+typedef struct {
+  int64_t output, base;
+  expression offset;
+  uint32_t rank;
+  const expression *stride;
+} shared_spec;
+
+typedef struct {
+  const char *autocast, *matmul_precision;
+  bool deterministic;
+} ambient_spec;
+
+typedef struct {
+  const char *mode;
+  tensor_specs inputs, outputs, cotangents;
+  uint32_t differentiable_count, symbol_count, guard_count, shared_count;
+  const uint32_t *differentiable;
+  symbol_spec *symbols;
+  const char **symbol_names;
+  expression *guards;
+  shared_spec *shared;
+  ambient_spec ambient;
+  uint32_t verdict_count;
+  const char **verdicts; /* their status, one for each target */
+  plan_spec *forward, *backward, *inference, *gradient, *step, *accumulate;
+} variant_spec;
+
+typedef struct {
+  bool has_low, has_high, low_open, high_open;
+  double low, high;
+} interval;
+
+typedef struct {
+  int64_t group, position;
+  const char *key;
+  double value;
+  uint32_t allowed_count;
+  interval *allowed;
+} number_spec;
+
+typedef struct {
+  const char *key, *state;
+  texts parameters;
+  int64_t starts_as;
+} slot_spec;
+
+typedef struct {
+  const char *optimizer, *defaults;
+  uint32_t group_count, number_count, slot_count, gradient_count;
+  struct {
+    texts parameters;
+    const char *options;
+  } *groups;
+  number_spec *numbers;
+  slot_spec *slots;
+  struct {
+    const char *parameter, *state;
+  } *gradients;
+  plan_spec *update;
+  bool fresh, norm, finite, in_place;
+} step_spec;
+
+typedef enum { ENTRY_MODULE, ENTRY_GRAD, ENTRY_STEP } entry_kind;
+
+typedef struct {
+  const char *name;
+  entry_kind kind;
+  bool has_aux, single, training; /* training: the mode it is loaded in */
+  uint32_t state_count, variant_count;
+  state_spec *state;
+  variant_spec *variants;
+  texts wrt, names;
+  step_spec *step_of;
+  const char *standalone; /* "verified": that backend gave the stored results; else why not, or "" where it was not tried */
+} entry_spec;
+
+typedef struct {
+  const char *device, *machine, *name;
+  texts cpu_flags;
+} target_spec;
+
+typedef struct {
+  int64_t minor;
+  const char *producer, *torch;
+  bool has_weights;
+  uint32_t target_count, entry_count, library_count, weight_count, member_count;
+  target_spec *targets;
+  entry_spec *entries;
+  library_spec *libraries;
+  weight_spec *weights;
+  struct {
+    const char *name, *sha256;
+    uint64_t size;
+  } *members;
+} manifest;
+
+/* Reads and checks all of it against itself and the members of the archive. */
+void manifest_read(manifest *m, const archive *z, const char *text, size_t length);
+
+library_spec *manifest_library(const manifest *m, const char *name);
+const char *manifest_digest(const manifest *m, const char *name);
+#endif

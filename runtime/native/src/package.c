@@ -1,0 +1,232 @@
+#define _GNU_SOURCE
+#include "package.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <gnu/libc-version.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include "elf.h"
+#include "sha256.h"
+#include "signature.h"
+
+#define MANIFEST "extra/aot_backward/manifest.json"
+static const uint64_t LARGEST_MANIFEST = 64 << 20;
+
+const uint8_t *package_member(const struct aotb_package *p, arena *a, const char *name, size_t *size) {
+  const member *found = archive_find(&p->z, name);
+  if (!found) arena_fail(a, AOTB_FORMAT, "corrupt: member %s is missing", name);
+  uint8_t *out = arena_take(a, (size_t)found->size + 1, 1);
+  char digest[65];
+  sha256 h;
+  archive at = p->z;
+  at.a = a;
+  archive_bytes(&at, found->offset, out, (size_t)found->size);
+  sha256_begin(&h);
+  sha256_add(&h, out, (size_t)found->size);
+  sha256_end(&h, digest);
+  const char *expected = manifest_digest(&p->m, name);
+  if (!expected || strcmp(digest, expected))
+    arena_fail(a, AOTB_FORMAT, "corrupt: member %s: SHA-256 is %s, expected %s", name, digest, expected ? expected : "none");
+  *size = (size_t)found->size;
+  return out;
+}
+
+/* --- the processor ---------------------------------------------------------------------------------------------------------------------------- */
+
+/* The flags of the first processor as /proc/cpuinfo writes them, with a space before and behind. */
+static const char *processor_flags(arena *a) {
+  FILE *file = fopen("/proc/cpuinfo", "re");
+  char *line = NULL, *out = NULL;
+  size_t room = 0;
+  while (file && !out && getline(&line, &room, file) > 0) {
+    char *colon = strchr(line, ':'), *end = strchr(line, '\n');
+    if (strncmp(line, "flags", 5) || !colon) continue;
+    if (end) *end = ' ';
+    size_t n = strlen(colon + 1);
+    if (n < 1 << 16) out = arena_text(a, colon + 1, n);
+  }
+  free(line);
+  if (file) fclose(file);
+  return out ? out : " ";
+}
+
+static bool has_flag(const char *flags, const char *flag) {
+  size_t n = strlen(flag);
+  for (const char *at = flags; n && (at = strstr(at, flag)); at += n)
+    if (at > flags && at[-1] == ' ' && at[n] == ' ') return true;
+  return false;
+}
+
+/* The highest version of glibc, or libstdc++'s, that code for the target asks for. */
+static void highest(const manifest *m, uint32_t target, bool glibcxx, int out[3]) {
+  memset(out, 0, 3 * sizeof *out);
+  for (uint32_t i = 0; i < m->library_count; i++) {
+    int version[3];
+    const build_spec *b = &m->libraries[i].builds[target];
+    if (version_read(glibcxx ? b->glibcxx : b->glibc, version) && version_order(version, out) > 0) memcpy(out, version, sizeof version);
+  }
+}
+
+/* Why the code for a target cannot run here, or NULL. */
+static const char *problem(struct aotb_package *p, uint32_t number, const char *flags) {
+  const target_spec *t = &p->m.targets[number];
+  struct utsname system;
+  int asked[3], here[3];
+  if (strcmp(t->device, "cpu")) return "it was built for a GPU";
+  if (uname(&system) || strcmp(system.machine, "x86_64") || strcmp(t->machine, "x86_64"))
+    return arena_print(&p->a, "it was built for %s, and only x86_64 is supported", shown(t->machine, strlen(t->machine)));
+  for (uint32_t i = 0; i < t->cpu_flags.count; i++)
+    if (!has_flag(flags, t->cpu_flags.at[i]))
+      return arena_print(&p->a, "it needs the CPU flag %s, which this processor lacks", shown(t->cpu_flags.at[i], strlen(t->cpu_flags.at[i])));
+  highest(&p->m, number, false, asked);
+  if (version_read(gnu_get_libc_version(), here) && version_order(asked, here) > 0)
+    return arena_print(&p->a, "it needs glibc %d.%d, this machine has %s", asked[0], asked[1], gnu_get_libc_version());
+  return NULL;
+}
+
+/* Of the targets whose flags this processor has, the one with the most. */
+static void choose_target(struct aotb_package *p) {
+  const char *flags = processor_flags(&p->a), *why = NULL;
+  bool found = false;
+  for (uint32_t i = 0; i < p->m.target_count; i++) {
+    const char *wrong = problem(p, i, flags);
+    if (wrong) {
+      if (!why) why = wrong;
+      continue;
+    }
+    if (!found || p->m.targets[i].cpu_flags.count > p->m.targets[p->target].cpu_flags.count) p->target = i;
+    found = true;
+  }
+  if (!found && p->m.library_count) arena_fail(&p->a, AOTB_INCOMPATIBLE, "it cannot run here: %s", why);
+}
+
+/* Code of one torch runs on that torch's minor version alone: layouts of C++ objects and the semantics of operators move with it. */
+static void check_torch(struct aotb_package *p) {
+  int built[3];
+  char minor[32];
+  size_t n = strcspn(p->m.torch, "+");
+  snprintf(minor, sizeof minor, "%.*s", (int)(n < 31 ? n : 31), p->m.torch);
+  for (char *c = minor; *c; c++)
+    if (*c != '.' && (*c < '0' || *c > '9')) *c = 0; /* 2.13.0a0, 2.13.0rc1 */
+  if (!p->m.library_count || !p->backend->torch[0]) return;
+  if (!version_read(minor, built) || built[0] != p->backend->torch[0] || built[1] != p->backend->torch[1])
+    arena_fail(&p->a, AOTB_INCOMPATIBLE, "it was built with torch %s, and %s is torch %d.%d: aot-backward rebuild it there",
+               shown(p->m.torch, strlen(p->m.torch)), p->backend->path, p->backend->torch[0], p->backend->torch[1]);
+}
+
+/* --- open and close --------------------------------------------------------------------------------------------------------------------------- */
+
+/* The digest of the whole file, of which the manifest that was read must be a part: the file may be written to meanwhile. */
+static const char *digest_of_file(struct aotb_package *p, const member *m, const char *text) {
+  enum { CHUNK = 1 << 20 };
+  uint8_t *chunk = arena_take(&p->a, CHUNK, 1);
+  char *out = arena_take(&p->a, 65, 1);
+  sha256 h;
+  sha256_begin(&h);
+  for (uint64_t offset = 0; offset < p->z.size; offset += CHUNK) {
+    size_t size = p->z.size - offset < CHUNK ? (size_t)(p->z.size - offset) : CHUNK;
+    archive_bytes(&p->z, offset, chunk, size);
+    sha256_add(&h, chunk, size);
+    uint64_t from = m->offset > offset ? m->offset : offset, to = m->offset + m->size < offset + size ? m->offset + m->size : offset + size;
+    if (from < to && memcmp(chunk + (from - offset), text + (from - m->offset), (size_t)(to - from)))
+      arena_fail(&p->a, AOTB_FORMAT, "corrupt: it was written to while it was read; open it again");
+  }
+  sha256_end(&h, out);
+  return out;
+}
+
+static void read_all(struct aotb_package *p, const char *public_key) {
+  archive_read(&p->z, &p->a, p->z.file);
+  const member *found = archive_find(&p->z, MANIFEST);
+  if (!found) arena_fail(&p->a, AOTB_FORMAT, "corrupt: it has no member %s: is it a package of aot-backward?", MANIFEST);
+  if (found->size > LARGEST_MANIFEST)
+    arena_fail(&p->a, AOTB_FORMAT, "corrupt: its manifest has %llu bytes; at most %llu are read", (unsigned long long)found->size,
+               (unsigned long long)LARGEST_MANIFEST);
+  char *text = arena_take(&p->a, (size_t)found->size + 1, 1);
+  archive_bytes(&p->z, found->offset, text, (size_t)found->size);
+  uint32_t crc = crc32_of(text, (size_t)found->size);
+  if (crc != found->crc) arena_fail(&p->a, AOTB_FORMAT, "corrupt: its manifest's CRC is %08x, expected %08x", crc, found->crc);
+  if (public_key) signature_check(&p->a, p->path, digest_of_file(p, found, text), public_key);
+  manifest_read(&p->m, &p->z, text, (size_t)found->size);
+  choose_target(p);
+}
+
+aotb_status aotb_open(const char *path, const aotb_options *options, aotb_package **out) {
+  *out = NULL;
+  struct aotb_package *p = calloc(1, sizeof *p);
+  char *copy = strdup(path);
+  if (!p || !copy) {
+    free(p);
+    free(copy);
+    return aotb_fail(AOTB_MEMORY, "package %s: no memory", path);
+  }
+  p->path = copy;
+  p->a.path = copy;
+  p->references = 1;
+  p->z.file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* opening a named pipe would wait for a writer */
+  if (p->z.file < 0) {
+    aotb_status status = aotb_fail(AOTB_IO, "package %s: %s", path, strerror(errno));
+    free(p->path);
+    free(p);
+    return status;
+  }
+  jmp_buf back;
+  p->a.back = &back;
+  int status = setjmp(back);
+  if (status) {
+    package_drop(p);
+    return (aotb_status)status;
+  }
+  read_all(p, options ? options->public_key : NULL);
+  p->backend = backend_open(&p->a, options ? options->backend : NULL);
+  p->unchecked = options && options->unchecked;
+  check_torch(p);
+  p->a.back = NULL;
+  *out = p;
+  return AOTB_OK;
+}
+
+void package_keep(struct aotb_package *p) { __atomic_add_fetch(&p->references, 1, __ATOMIC_RELAXED); }
+
+void package_drop(struct aotb_package *p) {
+  if (__atomic_sub_fetch(&p->references, 1, __ATOMIC_ACQ_REL)) return;
+  close(p->z.file);
+  arena_free(&p->a);
+  free(p->path);
+  free(p);
+}
+
+void aotb_close(aotb_package *p) {
+  if (p) package_drop(p);
+}
+
+uint32_t aotb_entries(const aotb_package *p) { return p->m.entry_count; }
+
+const char *aotb_entry(const aotb_package *p, uint32_t number) { return number < p->m.entry_count ? p->m.entries[number].name : NULL; }
+
+const char *kind_name(entry_kind kind) { return kind == ENTRY_GRAD ? "grad" : kind == ENTRY_STEP ? "step" : "module"; }
+
+const char *aotb_entry_kind(const aotb_package *p, uint32_t number) {
+  return number < p->m.entry_count ? kind_name(p->m.entries[number].kind) : NULL;
+}
+
+aotb_status aotb_seed(aotb_package *p, uint64_t seed) {
+  arena own = {.path = p->path};
+  jmp_buf back;
+  own.back = &back;
+  int status = setjmp(back);
+  if (!status) backend_seed(&own, p->backend, seed);
+  arena_free(&own);
+  return (aotb_status)status;
+}
+
+aotb_status aotb_threads(aotb_package *p, int count) {
+  if (count < 1) return aotb_fail(AOTB_INPUT, "%d threads; expected at least 1", count);
+  backend_threads(p->backend, count);
+  return AOTB_OK;
+}

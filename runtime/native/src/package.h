@@ -1,0 +1,26 @@
+/* An open package: its archive and manifest, the target that fits this processor, and its weights. */
+#ifndef AOTB_PACKAGE_H
+#define AOTB_PACKAGE_H
+#include "archive.h"
+#include "backend.h"
+#include "manifest.h"
+
+struct aotb_package {
+  arena a;
+  archive z;
+  manifest m;
+  uint32_t target; /* of the manifest's */
+  const backend *backend;
+  bool unchecked; /* standalone runs entries that were not compared on it */
+  char *path;
+  unsigned references; /* the caller's and those of its functions */
+};
+
+/* A member whole, in the arena, compared with its digest. */
+const uint8_t *package_member(const struct aotb_package *p, arena *a, const char *name, size_t *size);
+
+const char *kind_name(entry_kind kind);
+
+void package_keep(struct aotb_package *p);
+void package_drop(struct aotb_package *p);
+#endif

@@ -1,0 +1,525 @@
+"""Each operator of the standalone backend beside libtorch's of the same name and C interface: values, dtypes, shapes, and strides, on which compiled
+code relies without looking."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import scipy
+import torch
+
+from ..support import c_library
+
+FLOATS = [torch.float32, torch.float64]
+HALVES = [torch.bfloat16, torch.float16]
+_CODES = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6, torch.float64: 7,
+    torch.bool: 11, torch.bfloat16: 15,
+}  # fmt: skip
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+@functools.cache
+def core() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(c_library.build() / "libaotb_core.so"))
+    library.core_error.restype = ctypes.c_char_p
+    return library
+
+
+@functools.cache
+def libtorch() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+class Optional:
+    """An argument that C has as a pointer, or NULL."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class Refused(Exception):
+    pass
+
+
+class Handle:
+    """A tensor of one of the libraries, over the memory of ``tensor``."""
+
+    def __init__(self, library: ctypes.CDLL, tensor: torch.Tensor | None = None):
+        self.library, self.keep, self.pointer = library, tensor, ctypes.c_void_p()
+        if tensor is None:
+            return
+        rank = tensor.dim()
+        sizes, strides = (ctypes.c_int64 * max(1, rank))(*tensor.shape), (ctypes.c_int64 * max(1, rank))(*tensor.stride())
+        made = library.aoti_torch_create_tensor_from_blob(
+            ctypes.c_void_p(tensor.data_ptr()),
+            ctypes.c_int64(rank),
+            sizes,
+            strides,
+            ctypes.c_int64(0),
+            _CODES[tensor.dtype],
+            0,
+            0,
+            ctypes.byref(self.pointer),
+        )
+        assert made == 0
+
+    def _ask(self, name: str, kind: Any) -> Any:
+        out = kind()
+        assert self.library[f"aoti_torch_get_{name}"](self.pointer, ctypes.byref(out)) == 0
+        return out.value if hasattr(out, "value") else out
+
+    def read(self) -> torch.Tensor | None:
+        """A copy, with its strides. None: the result was not asked for; libtorch's is an undefined tensor, which has no strides."""
+        if not self.pointer or self.library.aoti_torch_get_strides(self.pointer, ctypes.byref(ctypes.POINTER(ctypes.c_int64)())):
+            return None
+        rank, pointer = self._ask("dim", ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)
+        shape, strides = self._ask("sizes", pointer)[:rank], self._ask("strides", pointer)[:rank]
+        dtype = _DTYPES[self._ask("dtype", ctypes.c_int32)]
+        out = torch.empty_strided(shape, strides, dtype=dtype)
+        if 0 not in shape:
+            reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            ctypes.memmove(out.data_ptr(), self._ask("data_ptr", ctypes.c_void_p), reach * dtype.itemsize)
+        return out
+
+    def drop(self) -> None:
+        self.library.aoti_torch_delete_tensor_object(self.pointer)
+
+
+def call(library: ctypes.CDLL, name: str, arguments: Sequence[Any], results: int) -> list[torch.Tensor | None]:
+    """What ``aoti_torch_cpu_NAME`` gives. int: int64_t; float: double; bool: int32_t; list: a pointer and a count; str: const char *."""
+    handles: list[Handle] = []
+    given: list[Any] = []
+
+    def tensor(value: torch.Tensor) -> ctypes.c_void_p:
+        handles.append(Handle(library, value))
+        return handles[-1].pointer
+
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            given.append(tensor(value))
+        elif isinstance(value, bool):
+            given.append(ctypes.c_int32(value))
+        elif isinstance(value, int):
+            given.append(ctypes.c_int64(value))
+        elif isinstance(value, float):
+            given.append(ctypes.c_double(value))
+        elif isinstance(value, str):
+            given.append(ctypes.c_char_p(value.encode()))
+        elif isinstance(value, list):
+            kind = ctypes.c_int32 if value and isinstance(value[0], bool) else ctypes.c_int64
+            given += [(kind * max(1, len(value)))(*value), ctypes.c_int64(len(value))]
+        elif value is None or value.value is None:
+            given.append(None)
+        elif isinstance(value.value, torch.Tensor):
+            given.append(ctypes.pointer(tensor(value.value)))
+        elif isinstance(value.value, list):
+            pointer = ctypes.POINTER(ctypes.c_int64)((ctypes.c_int64 * len(value.value))(*value.value))
+            given += [ctypes.pointer(pointer), ctypes.c_int64(len(value.value))]
+        else:
+            given.append(ctypes.pointer(ctypes.c_int32(value.value) if isinstance(value.value, (bool, int)) else ctypes.c_double(value.value)))
+    made = [Handle(library) for _ in range(results)]
+    try:
+        if library[f"aoti_torch_cpu_{name}"](*given, *(ctypes.byref(h.pointer) for h in made)):
+            raise Refused(library.core_error().decode() if library is core() else name)
+        return [h.read() for h in made]
+    finally:
+        for handle in handles:
+            handle.drop()
+        for h in made:
+            if h.pointer:
+                h.drop()
+
+
+def assert_like(actual: torch.Tensor, expected: torch.Tensor, ulps: float) -> None:
+    """Same dtype, shape and strides; values to so many units in the last place of 1, or of the largest: they come of numbers around 1."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert [s for s, n in zip(actual.stride(), actual.shape, strict=True) if n > 1] == [
+        s for s, n in zip(expected.stride(), expected.shape, strict=True) if n > 1
+    ]
+    if not expected.is_floating_point() or not ulps:
+        assert torch.equal(actual, expected)
+    elif expected.numel():
+        largest = max([1.0, *expected[expected.isfinite()].abs().flatten().tolist()])
+        torch.testing.assert_close(actual, expected, rtol=0, atol=ulps * torch.finfo(expected.dtype).eps * largest, equal_nan=True)
+
+
+def both(name: str, *arguments: Any, results: int = 1, ulps: float = 16) -> None:
+    ours, theirs = call(core(), name, arguments, results), call(libtorch(), name, arguments, results)
+    for a, e in zip(ours, theirs, strict=True):
+        assert (a is None) == (e is None)
+        if a is not None and e is not None:
+            assert_like(a, e, ulps)
+
+
+def in_place(name: str, out: torch.Tensor, *arguments: Any, ulps: float = 16) -> None:
+    """As ``both``, of a function that writes its first argument."""
+    ours = torch.full_like(out, 0).as_strided_(out.size(), out.stride()).copy_(out) if out.is_contiguous() else out.clone()
+    theirs = out.clone()
+    call(core(), name, [ours, *arguments], 0)
+    call(libtorch(), name, [theirs, *arguments], 0)
+    assert_like(ours, theirs, ulps)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, layout: str = "row-major") -> torch.Tensor:
+    """Numbers whose strides are those of ``layout``."""
+    x = torch.randn(shape, dtype=torch.float64).to(dtype)
+    if layout == "transposed":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "gaps":
+        return torch.zeros(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., 1 : shape[-1] + 1].copy_(x)
+    if layout == "expanded":
+        return x[..., :1].expand(shape)
+    if layout == "channels last":
+        return x.to(memory_format=torch.channels_last)
+    return x
+
+
+LAYOUTS = ["row-major", "transposed", "gaps", "expanded"]
+# Sizes around the edges of the blocks that the kernels work in, and those where a product is a vector's, or empty.
+SIZES = [
+    (1, 1, 1),
+    (5, 7, 3),
+    (16, 16, 16),
+    (33, 65, 17),
+    (1, 40, 9),
+    (40, 1, 9),
+    (12, 24, 300),
+    (16, 48, 130),
+    (7, 33, 257),
+    (30, 512, 40),
+    (16, 256, 70),
+    (130, 70, 50),
+    (0, 4, 3),
+    (4, 0, 3),
+    (4, 5, 0),
+]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *HALVES], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_matrix_products(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = size
+    for a in LAYOUTS if m * n * k else LAYOUTS[:1]:
+        for b in LAYOUTS if m * n * k else LAYOUTS[:1]:
+            x, y = drawn(m, k, dtype=dtype, layout=a), drawn(k, n, dtype=dtype, layout=b)
+            in_place("mm_out", torch.zeros(m, n, dtype=dtype), x, y, ulps=2 + k)
+            for beta, alpha in ((1.0, 1.0), (0.0, 2.0), (0.5, -1.0)):
+                for c in (drawn(n, dtype=dtype), drawn(m, n, dtype=dtype), drawn(m, 1, dtype=dtype)):
+                    in_place("addmm_out", torch.zeros(m, n, dtype=dtype), c, x, y, beta, alpha, ulps=2 + k)
+
+
+def test_matrix_products_by_a_library_of_the_machines() -> None:
+    """In a process of its own: which library it is, is found out once. NumPy's wheels bring OpenBLAS along."""
+    folders = (Path(module.__file__).parent.with_name(f"{module.__name__}.libs") for module in (numpy, scipy))
+    found = [path for folder in folders for path in folder.glob("libscipy_openblas*")]
+    if not found:
+        pytest.skip("neither NumPy nor SciPy brings OpenBLAS along here")
+    for path in found:
+        program = (
+            "import ctypes, sys, torch\n"
+            "from tests.native import test_operators as t\n"
+            "before = open('/proc/self/maps').read().count(sys.argv[1])\n"
+            "for dtype in t.FLOATS:\n"
+            "    for a in t.LAYOUTS:\n"
+            "        for b in t.LAYOUTS:\n"
+            "            x, y = t.drawn(150, 170, dtype=dtype, layout=a), t.drawn(170, 160, dtype=dtype, layout=b)\n"
+            "            t.in_place('mm_out', torch.zeros(150, 160, dtype=dtype), x, y, ulps=172)\n"
+            "            t.in_place('addmm_out', torch.zeros(150, 160, dtype=dtype), t.drawn(160, dtype=dtype), x, y, 0.5, 2.0, ulps=172)\n"
+            "print(before, open('/proc/self/maps').read().count(sys.argv[1]) > 0)"
+        )
+        environment = {**os.environ, "AOT_BACKWARD_BLAS": str(path), "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run([sys.executable, "-c", program, path.name], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0 and done.stdout.endswith(" True\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *HALVES], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [0, 1, 5])
+def test_products_of_batches(batch: int, layout: str, dtype: torch.dtype) -> None:
+    x, y = drawn(batch, 6, 9, dtype=dtype, layout=layout), drawn(batch, 9, 4, dtype=dtype)
+    in_place("bmm_out", torch.zeros(batch, 6, 4, dtype=dtype), x, y, ulps=12)
+    in_place("bmm_out", torch.zeros(batch, 6, 4, dtype=dtype), x, y[:1].expand(batch, 9, 4) if batch else y, ulps=12)
+    in_place("bmm_out", torch.zeros(batch, 6, 4, dtype=dtype), x.transpose(0, 1).contiguous().transpose(0, 1), y, ulps=12)
+    in_place("baddbmm_out", torch.zeros(batch, 6, 4, dtype=dtype), drawn(batch, 6, 1, dtype=dtype), x, y, 0.5, 2.0, ulps=12)
+
+
+# input, weight, stride, padding, dilation, groups
+CONVOLUTIONS = {
+    "plain": ((2, 3, 8, 9), (4, 3, 3, 3), 1, 0, 1, 1),
+    "padded": ((2, 3, 8, 9), (4, 3, 3, 3), 1, 1, 1, 1),
+    "strided": ((3, 4, 11, 10), (6, 4, 3, 2), 2, 1, 1, 1),
+    "dilated": ((1, 2, 12, 12), (4, 2, 3, 3), 1, 2, 2, 1),
+    "one by one": ((2, 8, 5, 5), (16, 8, 1, 1), 1, 0, 1, 1),
+    "groups": ((2, 6, 7, 7), (8, 3, 3, 3), 1, 1, 1, 2),
+    "depthwise": ((2, 6, 9, 9), (6, 1, 3, 3), 2, 1, 1, 6),
+    "one channel": ((2, 1, 8, 8), (4, 1, 3, 3), 1, 0, 1, 1),
+    "a line": ((2, 3, 16), (5, 3, 4), 2, 1, 1, 1),
+    "a line in groups": ((2, 4, 16), (4, 1, 3), 1, 1, 1, 4),
+    "one image": ((1, 3, 6, 6), (2, 3, 6, 6), 1, 0, 1, 1),
+}
+
+
+def spread(value: int, weight: Sequence[int]) -> list[int]:
+    return [value] * (len(weight) - 2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions(case: str, bias: bool, dtype: torch.dtype) -> None:
+    shape, weight, stride, padding, dilation, groups = CONVOLUTIONS[case]
+    for x_layout in ("row-major", "channels last") if len(shape) == 4 else ("row-major", "transposed"):
+        for w_layout in ("row-major", "channels last") if len(shape) == 4 else ("row-major",):
+            x, w = drawn(*shape, dtype=dtype, layout=x_layout), drawn(*weight, dtype=dtype, layout=w_layout)
+            b = drawn(weight[0], dtype=dtype) if bias else None
+            numbers = [spread(stride, weight), spread(padding, weight), spread(dilation, weight), False, spread(0, weight), groups]
+            both("convolution", x, w, Optional(b), *numbers, ulps=64)
+            y = torch.ops.aten.convolution(x, w, b, *numbers)
+            for mask in ([True, True, bias], [False, True, bias], [True, False, False]):
+                both("convolution_backward", torch.randn_like(y), x, w, Optional([weight[0]]), *numbers, mask, results=3, ulps=64)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("stride, padding, dilation, more", [(1, 0, 1, 0), (2, 1, 1, 1), (3, 0, 2, 1)])
+def test_transposed_convolutions(stride: int, padding: int, dilation: int, more: int, groups: int, dtype: torch.dtype) -> None:
+    for shape, weight in (((2, 4, 5, 6), (4, 3, 3, 3)), ((2, 4, 7), (4, 2, 3))):
+        x, w, b = drawn(*shape, dtype=dtype), drawn(*weight, dtype=dtype), drawn(weight[1] * groups, dtype=dtype)
+        numbers = [spread(stride, weight), spread(padding, weight), spread(dilation, weight), True, spread(more, weight), groups]
+        both("convolution", x, w, Optional(b), *numbers, ulps=64)
+        y = torch.ops.aten.convolution(x, w, b, *numbers)
+        both("convolution_backward", torch.randn_like(y), x, w, Optional([len(b)]), *numbers, [True, True, True], results=3, ulps=64)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", ["row-major", "channels last", "gaps"])
+@pytest.mark.parametrize(
+    "kernel, stride, padding, dilation, ceil", [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 2, 1, 1, True), (2, 3, 0, 2, True), (3, 1, 1, 2, False)]
+)
+def test_max_pooling(kernel: int, stride: int, padding: int, dilation: int, ceil: bool, layout: str, dtype: torch.dtype) -> None:
+    x = drawn(2, 3, 10, 9, dtype=dtype, layout=layout)
+    x[0, 0, 3, 4] = math.nan
+    numbers = [[kernel] * 2, [stride] * 2, [padding] * 2, [dilation] * 2, ceil]
+    both("max_pool2d_with_indices", x, *numbers, results=2, ulps=0.1)
+    y, places = torch.ops.aten.max_pool2d_with_indices(x, *numbers)
+    both("max_pool2d_with_indices_backward", torch.randn_like(y), x, *numbers, places)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("lengths", [(5, 5), (1, 7), (33, 33), (64, 20)], ids=str)
+def test_attention(lengths: tuple[int, int], causal: bool, dtype: torch.dtype) -> None:
+    name, (length, s) = "_scaled_dot_product_flash_attention_for_cpu", lengths
+    if causal and length != s:
+        return
+    for layout in ("heads", "lengths"):
+        shapes = [(2, 3, n, 8) for n in (length, s, s)]
+        q, k, v = (
+            drawn(*shape, dtype=dtype) if layout == "heads" else drawn(shape[0], shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
+            for shape in shapes
+        )
+        for mask in (None, *([] if causal else [drawn(2, 3, length, s, dtype=dtype), drawn(2, 1, length, s, dtype=dtype).expand(2, 3, length, s)])):
+            for scale in (None, 0.3):
+                arguments = [0.0, causal, Optional(mask), Optional(scale)]
+                both(name, q, k, v, *arguments, results=2, ulps=64)
+                out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+                both(f"{name}_backward", torch.randn_like(out), q, k, v, out, sums, *arguments, results=3, ulps=256)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("how", ["sum", "amax", "amin"])
+def test_scatter_reduce(how: str, dtype: torch.dtype) -> None:
+    for shape, dim in (((9,), 0), ((9, 5), 0), ((9, 5), 1), ((4, 3, 6), 1)):
+        for layout in ("row-major", "gaps"):
+            out = drawn(*shape, dtype=dtype)
+            count = [n + 20 if d == dim else n for d, n in enumerate(shape)]
+            index, src = torch.randint(shape[dim], count), drawn(*count, dtype=dtype, layout=layout)
+            for given in (index, index.narrow(-1, 0, 1).expand(count)):
+                ours, theirs = out.clone(), out.clone()
+                call(core(), "scatter_reduce_two_out", [ours, ours, dim, given, src, how, True], 0)
+                call(libtorch(), "scatter_reduce_two_out", [theirs, theirs, dim, given, src, how, True], 0)
+                assert_like(ours, theirs, 16)
+
+
+def test_an_index_out_of_bounds_is_refused() -> None:
+    out = torch.zeros(4)
+    with pytest.raises(Refused, match="index 4 is out of bounds for dimension 0 with size 4"):
+        call(core(), "scatter_reduce_two_out", [out, out, 0, torch.tensor([4]), torch.ones(1), "sum", True], 0)
+
+
+@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("mode", [0, 1], ids=["sum", "mean"])
+@pytest.mark.parametrize("last", [True, False])
+def test_embedding_bags(last: bool, mode: int, index: torch.dtype) -> None:
+    weight, offsets = drawn(20, 6), torch.tensor([0, 3, 3, 8, *([11] if last else [])], dtype=index)
+    indices = torch.randint(20, (11,), dtype=index)
+    both("_embedding_bag", weight, indices, offsets, False, mode, False, None, last, -1, results=4)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_running_sums(dim: int, dtype: torch.dtype) -> None:
+    x = drawn(4, 7, 5) * 10
+    for given in (x.to(dtype), x.to(dtype).transpose(0, 2), x.to(dtype)[:, ::2]):
+        both("cumsum", given, dim, Optional(None))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_topk(dim: int, largest: bool, dtype: torch.dtype) -> None:
+    x = drawn(6, 9, dtype=dtype)
+    x[2, 3] = math.nan
+    for given in (x, x.t().contiguous().t()):
+        for k in (0, 1, 5):
+            both("topk", given, k, dim, largest, True, results=2, ulps=0.1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dropout_has_eagers_masks(dtype: torch.dtype) -> None:
+    for x in (drawn(7, 33, dtype=dtype), drawn(7, 33, dtype=dtype, layout="transposed"), drawn(2, 3, 4, 5, dtype=dtype, layout="channels last")):
+        for p, train in ((0.3, True), (0.0, True), (1.0, True), (0.5, False)):
+            core().core_seed(ctypes.c_uint64(11))
+            torch.manual_seed(11)
+            both("native_dropout", x, p, Optional(train), results=2, ulps=1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (16,), (37,), (4, 16)], ids=str)
+def test_normal_numbers_are_eagers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    core().core_seed(ctypes.c_uint64(5))
+    torch.manual_seed(5)
+    code = Optional(_CODES[dtype])
+    for _ in range(2):  # a number may be kept for the next call
+        ours = call(core(), "randn", [list(shape), code, None, None, False, None], 1)
+        theirs = torch.randn(shape, dtype=dtype)
+        assert ours[0] is not None
+        torch.testing.assert_close(ours[0], theirs, rtol=8 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+    state = (ctypes.c_uint8 * 5056)()
+    core().core_random_state(state)
+    drawn_next, mine = torch.rand(3), torch.empty(0)
+    torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
+    mine = torch.rand(3)
+    assert torch.equal(mine, drawn_next)
+
+
+def test_copies_and_constants() -> None:
+    for x in (
+        drawn(3, 4),
+        drawn(3, 4, layout="transposed"),
+        drawn(2, 3, 4, 5, layout="channels last"),
+        drawn(3, 4, layout="gaps"),
+        torch.randint(9, (3, 2)),
+        torch.tensor(2.5),
+    ):
+        for library in (core(), libtorch()):
+            source, made = Handle(library, x), Handle(library)
+            assert library.aoti_torch_clone(source.pointer, ctypes.byref(made.pointer)) == 0
+            copy = made.read()
+            assert copy is not None
+            assert_like(copy, x.clone(), 0)
+            source.drop()
+            made.drop()
+
+
+# --- functions on vectors -------------------------------------------------------------------------------------------------------------------------
+
+_DOMAINS: dict[str, tuple[float, float]] = {
+    "acos": (-1, 1), "asin": (-1, 1), "acosh": (1, 50), "atanh": (-0.999, 0.999), "log": (1e-30, 1e30), "log2": (1e-30, 1e30), "log10": (1e-30, 1e30),
+    "log1p": (-0.99, 1e5),
+    "exp": (-87, 88), "exp2": (-120, 120), "expm1": (-80, 80), "sinh": (-80, 80), "cosh": (-80, 80),
+    "lgamma": (0.01, 50), "pow": (0.01, 20), "erfc": (-5, 9),
+}  # fmt: skip
+
+
+def exported() -> list[str]:
+    names = subprocess.run(
+        ["nm", "-D", "--defined-only", str(c_library.build() / "libaotb_core.so")], capture_output=True, text=True, check=True
+    ).stdout.split()
+    return sorted(n for n in names if n.startswith("Sleef_"))
+
+
+def parts(name: str) -> tuple[str, str, int]:
+    """``Sleef_atan2f8_u10``: atan2, f, 8."""
+    head = name.removeprefix("Sleef_").rpartition("_")[0]
+    lanes = next(n for n in (16, 8, 4, 2) if head.endswith((f"f{n}", f"d{n}")))
+    head = head.removesuffix(str(lanes))
+    return head[:-1], head[-1], lanes
+
+
+@functools.cache
+def vectors() -> ctypes.CDLL:
+    """Each function in a loop over arrays: void NAME(const T *x, const T *y, T *out, long count)."""
+    folder = c_library.build()
+    lines = ["typedef float f; typedef double d;"]
+    for name in exported():
+        function, kind, lanes = parts(name)
+        size = lanes * (4 if kind == "f" else 8)
+        target = {16: "sse2", 32: "avx2,fma", 64: "avx512f,avx512vl,avx512dq,avx2,fma"}[size]
+        two = function in ("atan2", "pow", "hypot")
+        lines.append(f"""typedef {kind} v_{name} __attribute__((vector_size({size}), aligned({size // lanes})));
+typedef {kind} w_{name} __attribute__((vector_size({size})));
+w_{name} {name}(w_{name}{f", w_{name}" if two else ""});
+__attribute__((target("{target}"))) void loop_{name}(const {kind} *x, const {kind} *y, {kind} *out, long count) {{
+  for (long i = 0; i < count; i += {lanes})
+    *(v_{name} *)(out + i) = {name}(*(const v_{name} *)(x + i){f", *(const v_{name} *)(y + i)" if two else ""});
+}}""")
+    source, made = folder / "vectors.c", folder / f"vectors-{torch.randint(1 << 30, ()).item()}.so"
+    source.write_text("\n".join(lines))
+    done = subprocess.run(
+        ["gcc", "-O1", "-shared", "-fPIC", "-Wno-psabi", str(source), "-o", str(made), f"-L{folder}", "-laotb_core", f"-Wl,-rpath,{folder}"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(made))
+
+
+def exactly(function: str) -> Callable[..., torch.Tensor]:
+    return torch.lgamma if function == "lgamma" else getattr(torch, function)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16, 2])
+def test_functions_on_vectors(lanes: int) -> None:
+    flags = Path("/proc/cpuinfo").read_text()
+    tried = 0
+    for name in exported():
+        function, kind, width = parts(name)
+        if width != lanes or (width * (4 if kind == "f" else 8) == 64 and "avx512dq" not in flags):
+            continue
+        dtype = torch.float32 if kind == "f" else torch.float64
+        low, high = _DOMAINS.get(function, (-20, 20))
+        x = (torch.rand(4096, dtype=torch.float64) * (high - low) + low).to(dtype)
+        if function in ("log", "log2", "log10"):
+            x = torch.exp(torch.rand(4096, dtype=torch.float64) * 60 - 30).to(dtype)
+        special = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-30, 3e4, -3e4, 1e-3], dtype=dtype)
+        x[: len(special)] = special
+        y = torch.rand(4096, dtype=torch.float64).mul(4).sub(2).to(dtype)
+        out = torch.empty_like(x)
+        vectors()[f"loop_{name}"](*(ctypes.c_void_p(t.data_ptr()) for t in (x, y, out)), ctypes.c_long(4096))
+        exact = exactly(function)(x.double(), y.double()) if function in ("atan2", "pow", "hypot") else exactly(function)(x.double())
+        assert torch.equal(out.isnan(), exact.isnan()), name
+        finite = exact.isfinite() & (exact.abs() <= torch.finfo(dtype).max)
+        assert torch.equal(out[~finite & ~exact.isnan()].double(), exact[~finite & ~exact.isnan()].to(dtype).double()), name
+        unit = torch.maximum(exact[finite].abs() * torch.finfo(dtype).eps, torch.tensor(torch.finfo(dtype).tiny, dtype=torch.float64))
+        limit = 4.0 if function not in ("lgamma",) else 1e3  # beside its zeros lgamma has no digits left
+        off = ((out[finite].double() - exact[finite]).abs() / unit).max().item()
+        assert off <= limit, f"{name}: off by {off} units in the last place"
+        tried += 1
+    assert tried or lanes == 16

@@ -1,0 +1,127 @@
+"""Whether an entry runs without PyTorch is tried when it is exported; the backend refuses what was not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import aot_backward_native as abn
+import pytest
+import torch
+from torch import nn
+
+import aot_backward as ab
+from aot_backward.checks import standalone
+from aot_backward.packaging.rebuild import rebuild
+from aot_backward_runtime.package.archive import open_package
+
+from ..support import c_library, golden_files
+from .test_functions import kinds
+
+PAIR = golden_files.FOLDER / "1.0-pair.pt2"
+
+
+def test_an_export_says_what_runs_without_pytorch() -> None:
+    found = {name: entry.standalone for name, entry in open_package(kinds()).manifest.entries.items()}
+    waves = found.pop("waves")
+    assert waves.startswith("calls ") and {"aten._fft_r2c", "aten.abs", "aten.slice_scatter"} <= {*waves.removeprefix("calls ").split(", ")}
+    assert found == dict.fromkeys(("attention", "bag", "conv"), "verified")
+
+
+def test_what_was_not_tried_or_did_not_run_is_refused() -> None:
+    words = r"waves does not run on the backend standalone: it calls aten\._fft_c2c, aten\._fft_r2c, .*: open the package with the backend libtorch"
+    with pytest.raises(abn.IncompatibleError, match=words):
+        abn.load(kinds()).grad("waves")
+    with pytest.raises(abn.IncompatibleError, match="entry loss was not tried on the backend standalone when it was exported"):
+        abn.load(PAIR).grad()
+    x = torch.randn(4, 3)
+    with c_library.opened(PAIR) as package, package.function("loss") as loss:
+        value, _ = abn.load(PAIR, unchecked=True).grad()(x)
+        torch.testing.assert_close(torch.from_dlpack(value) if hasattr(value, "__dlpack__") else torch.tensor(value), loss.run(x)[0])
+
+
+def test_an_export_for_it_fails_with_what_stands_in_the_way(tmp_path: Path) -> None:
+    def volume(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.det(x).square()
+
+    words = r"entry 'volume' calls aten\._linalg_det, aten\.linalg_lu_solve: nothing runs so without PyTorch, nothing was written"
+    with pytest.raises(ab.ExportError, match=words):
+        ab.export(tmp_path / "x.pt2", {"volume": ab.Grad(volume, [ab.Variant((torch.eye(3) + 1,))])}, runtime="standalone", tune="none")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"runtime": "tpu"}, "runtime is 'tpu'"),
+        ({"runtime": "standalone", "weights": False}, "leave weights=False out"),
+        ({"runtime": "standalone", "target": "cuda"}, "CPUs"),
+    ],
+)
+def test_a_runtime_that_cannot_be_had(more: dict, words: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ab.ExportError, match=words):
+        ab.export(tmp_path / "x.pt2", {"f": ab.Grad(torch.sum, [ab.Variant((torch.ones(3),))])}, **more)
+
+
+def test_without_the_c_library_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(standalone, "is_installed", lambda: False)
+    entries = {"f": ab.Grad(lambda x: x.square().sum(), [ab.Variant((torch.ones(3),))])}
+    ab.export(tmp_path / "f.pt2", entries, tune="none")
+    assert open_package(tmp_path / "f.pt2").manifest.entries["f"].standalone == ""
+    with pytest.raises(ab.ExportError, match="pip install aot-backward-native"):
+        ab.export(tmp_path / "g.pt2", entries, tune="none", runtime="standalone")
+
+
+def test_wrong_results_are_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The check would notice a backend that computes something else."""
+    results = standalone._results
+    monkeypatch.setattr(standalone, "_results", lambda *args: {n: None if t is None else t + 1e-3 for n, t in results(*args).items()})
+    net = nn.Linear(3, 2)
+    step = ab.Step(
+        net, [ab.Variant((torch.randn(5, 3), torch.randint(2, (5,))))], torch.optim.SGD(net.parameters(), 0.1), loss_fn=nn.functional.cross_entropy
+    )
+    ab.export(tmp_path / "fit.pt2", {"fit": step}, tune="none")
+    said = open_package(tmp_path / "fit.pt2").manifest.entries["fit"].standalone
+    assert said.startswith("is wrong: variant 0: ") and " is off by 0.00" in said
+    monkeypatch.undo()
+    rebuild(tmp_path / "fit.pt2", tmp_path / "again.pt2")
+    assert open_package(tmp_path / "again.pt2").manifest.entries["fit"].standalone == "verified"
+
+
+def test_native_code_that_ends_the_process_does_not_end_the_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    process = tmp_path / "process.py"
+    process.write_text("import os, sys\nsys.stdin.buffer.read()\nos.kill(os.getpid(), 11)\n")
+    monkeypatch.setattr(standalone, "_PROCESS", process)
+    ab.export(tmp_path / "f.pt2", {"f": ab.Grad(lambda x: x.square().sum(), [ab.Variant((torch.ones(3),))])}, tune="none")
+    assert open_package(tmp_path / "f.pt2").manifest.entries["f"].standalone == "fails: the process ended with status -11"
+
+
+def test_dtypes_that_the_buffer_protocol_lacks_and_constants_that_are_no_state(tmp_path: Path) -> None:
+    table = torch.randn(3)
+
+    def held(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * table).sum() + y.float().square().sum()
+
+    example = torch.randn(2, 3), torch.randn(4, 2).bfloat16()
+    ab.export(tmp_path / "held.pt2", {"held": ab.Grad(held, [ab.Variant(example)])}, tune="none", runtime="standalone")
+    value, gradients = abn.load(tmp_path / "held.pt2").grad()(*example)
+    x, y = (t.clone().requires_grad_() for t in example)
+    held(x, y).backward()
+    torch.testing.assert_close(torch.from_numpy(gradients["x"]), x.grad)
+    torch.testing.assert_close(torch.from_dlpack(gradients["y"]), y.grad)
+    again = abn.tensor("bfloat16", (4, 2), gradients["y"].tobytes())
+    assert value.shape == () and again.shape == (4, 2) and again.tobytes() == gradients["y"].tobytes()
+    with pytest.raises(ValueError, match="3 bytes for a tensor of dtype bfloat16"):
+        abn.tensor("bfloat16", (4, 2), b"abc")
+
+
+def test_it_is_shown() -> None:
+    argv = [sys.executable, "-m", "aot_backward.cli", "inspect", str(kinds())]
+    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert (
+        "without PyTorch: yes, with the stored results" in text and "without PyTorch: no: it calls aten._fft_c2c, aten._fft_r2c, aten.abs, " in text
+    )
+    described = json.loads(subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True).stdout)
+    assert {n: e["standalone"] for n, e in described["entries"].items()}["attention"] == "verified"
