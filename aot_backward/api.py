@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .entries import Entries, Grad, Module, Step, Variant
 from .packaging.builder import Build
 from .packaging.contents import Contents
 from .packaging.package_writer import check_destination, write_package
+from .packaging.standalone import check_runtime, with_standalone
 from .packaging.tuning import say_slower, tune_of
 
 
@@ -36,6 +38,7 @@ def export(
     weights: bool = True,
     portable: bool = True,
     tune: str | None = None,
+    runtime: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Compiles ``entries`` ahead of time, compares each with eager, and writes one package to ``path``.
@@ -48,6 +51,8 @@ def export(
     ``tune``: how many ways to compile a variant are tried, each timed beside eager, of which the fastest is shipped: "quick", those that the graph
     gives reason for; "full", all; "none". Without it what ``$AOT_BACKWARD_TUNE`` says, else "quick". What was measured is in the package
     (``VariantSpec.speed``), and what is slower than eager is logged as a warning.
+    ``runtime="standalone"``: every entry must run without PyTorch (``docs/native.md``); :class:`ExportError` names the operators that stand in the
+    way. Otherwise it is tried where ``aot-backward-native`` is installed, and the package says what came of it (``EntrySpec.standalone``).
     The modules are left as they were: parameters, buffers, ``.grad``, modes and the random state.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
@@ -57,14 +62,18 @@ def export(
         raise ExportError("nothing to export: entries is empty")
     check_entries(entries)
     tune = tune_of(tune)
+    check_runtime(runtime, target, weights)
     check_destination(path)
     if target.startswith("cuda:"):
         return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, tune=tune, progress=progress)
-    say_slower(_checked_package(path, entries, target, weights=weights, portable=portable, tune=tune, progress=progress or silent))
+    progress = progress or silent
+    say_slower(_checked_package(path, entries, target, weights=weights, portable=portable, tune=tune, runtime=runtime, progress=progress))
     return path
 
 
-def _checked_package(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, progress: Progress) -> Manifest:
+def _checked_package(
+    path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, progress: Progress, runtime: str | None = None
+) -> Manifest:
     """Writes the package, for targets of which one is this machine's kind."""
     parameters = [t for program in _programs(entries) for t in program.parameters()]
     size = sum(t.nbytes for t in parameters if t.layout is torch.strided and not nn.parameter.is_lazy(t))
@@ -76,8 +85,11 @@ def _checked_package(path: Path, entries: Entries, target: str, *, weights: bool
         manifest = build.manifest(weights)
         examples: dict[str, torch.Tensor] = {}
         manifest = build.check(manifest, contents.packages(manifest), examples)
+        write = partial(write_package, artifacts=contents.artifacts, weights=contents.weights, examples=examples)
+        libraries = {stem: artifact.library for stem, artifact in contents.artifacts.items()}
+        manifest = with_standalone(manifest, write, libraries, examples, Path(folder), required=runtime == "standalone", progress=progress)
         progress("write", 0, 1)
-        written = write_package(path, manifest, contents.artifacts, contents.weights, examples, contents.portables)
+        written = write(path, manifest, graphs=contents.portables)
         progress("write", 1, 1)
     operators.say(written.operators)
     return manifest

@@ -441,6 +441,21 @@ def results_as_stored(package: Package, entry: str, example: Example, stored: Ma
     """What :func:`_store` keeps, of the artifact, as far as ``stored``, one variant's part, has it. The entry's state is put back."""
     with state_kept(package, entry):
         results = steps_of_entry(package, entry, example, False, lambda name, tensor: f"sketch/{name}" in stored)
+    return _as_stored(results, stored)
+
+
+def steps_as_stored(
+    before: Mapping[str, torch.Tensor], losses: dict[str, torch.Tensor], after: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """The same of another runtime's :data:`STEPS` steps; the state's tensors go by the names of :class:`StepResults`."""
+
+    def sketched(name: str, tensor: torch.Tensor) -> bool:
+        return f"sketch/{name}" in stored
+
+    return _as_stored(_results(losses, _flat({}, {}, before, sketched), _flat({}, {}, after, sketched)), stored)
+
+
+def _as_stored(results: StepResults, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
     found: dict[str, torch.Tensor | None] = {}
     for name in stored_results.names_of(stored):
         if name in results.losses:

@@ -57,6 +57,13 @@ class Program(click.ParamType):
     metavar="WHICH",
     help="Export only the entry of this name, or all of this kind: module, grad or step. May be given several times.",
 )
+@click.option(
+    "--runtime",
+    type=click.Choice(["torch", "standalone"]),
+    default="torch",
+    show_default=True,
+    help="standalone: fail where an entry does not run without PyTorch, and name the operators that stand in the way.",
+)
 @click.option("--format", "form", type=click.Choice(["pt2", "onnx"]), default="pt2", show_default=True, help="A package, or ONNX graphs.")
 @external_data_option
 @click.option("--json", "as_json", is_flag=True, help="With --format onnx: what was written as one JSON object on standard output.")
@@ -71,6 +78,7 @@ def export(
     weights: bool,
     tune: str,
     wanted: tuple[str, ...],
+    runtime: str,
     form: str,
     external_data: bool | None,
     as_json: bool,
@@ -96,13 +104,13 @@ def export(
         say(files, as_json)
         return
     with shown() as progress:
-        export_package(output, entries, target=target, weights=weights, portable=portable, tune=tune, progress=progress)
+        export_package(output, entries, target=target, weights=weights, portable=portable, tune=tune, runtime=runtime, progress=progress)
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB): {', '.join(entries)}")
 
 
 def _check_options(context: click.Context, form: str) -> None:
     """:class:`click.UsageError` for an option that does not apply to the format."""
-    idle = ("target", "portable", "weights", "tune") if form == "onnx" else ("external_data", "as_json")
+    idle = ("target", "portable", "weights", "tune", "runtime") if form == "onnx" else ("external_data", "as_json")
     for parameter in context.command.params:
         if parameter.name in idle and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{parameter.opts[0]} means nothing with --format {form}", context)

@@ -11,6 +11,7 @@ import datetime
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from ..checks import graph_check
 from .contents import load_unwritten
 from .package_writer import check_destination, write_package
 from .rebuilt_graphs import RebuiltGraphs, on_device
+from .standalone import with_standalone
 
 NARROWED = "narrowed by rebuilding"
 """The key of the manifest's note on sizes that this compiler does not serve, and the package's did."""
@@ -79,9 +81,12 @@ def rebuild(
             rebuilt.compile()
             examples = _stored_examples(rebuilt)
             manifest = _check(rebuilt, _manifest(rebuilt), examples)
+        write = partial(write_package, artifacts=rebuilt.artifacts, weights=rebuilt.stored_weights(), examples=examples)
+        libraries = {stem: artifact.library for stem, artifact in rebuilt.artifacts.items()}
+        manifest = with_standalone(manifest, write, libraries, examples, Path(folder), required=False, progress=progress)
         progress("write", 0, 1)
         graphs = {name: archive.read_member(spec.graph) for name, spec in archive.manifest.libraries.items()} if with_graphs else {}
-        write_package(path, manifest, rebuilt.artifacts, rebuilt.stored_weights(), examples, graphs)
+        write(path, manifest, graphs=graphs)
         progress("write", 1, 1)
     return path
 
@@ -141,7 +146,7 @@ def _manifest(rebuilt: RebuiltGraphs) -> Manifest:
         torch=torch.__version__,
         target=rebuilt.specs[0],
         targets=rebuilt.specs[1:],
-        entries={name: on_device(entry, device) for name, entry in rebuilt.entries.items()},
+        entries={name: dataclasses.replace(on_device(entry, device), standalone="") for name, entry in rebuilt.entries.items()},
         libraries={name: on_device(library, device) for name, library in rebuilt.libraries().items()},
         members={},
         created=datetime.datetime.now(datetime.UTC).date().isoformat(),

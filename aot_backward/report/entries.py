@@ -16,7 +16,7 @@ from .blocks import SHOWN, code, facts, folded, line, section
 from .entry_state import program_state
 from .graph_views import order_in_words, owner, variant_title
 from .markup import Child, Html, element
-from .wording import Words, ambient_in_words, counted, pass_speed_in_words, speed_in_words, verdict_in_words
+from .wording import Words, ambient_in_words, counted, pass_speed_in_words, speed_in_words, standalone_in_words, verdict_in_words
 
 
 def entries(archive: Archive) -> Html:
@@ -34,6 +34,7 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
         ("Frozen", folded(list(map(code, frozen)), "parameters") if frozen else None),
         ("Gradients of", folded(list(map(code, entry.names)), "gradients") if entry.names else None),
         *_step(entry),
+        ("Without PyTorch", standalone_in_words(entry.standalone) if entry.kind != "replay" else None),
     ]
     parts = [_variant(number, v, entry, archive) for number, v in enumerate(entry.variants)]
     parts += [_structure(s, archive) for s in entry.structures]

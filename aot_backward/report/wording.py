@@ -169,6 +169,13 @@ def verdict_in_words(verdict: Verdict) -> str:
     return f"{verdict.status}{worst}{sizes}"
 
 
+def standalone_in_words(standalone: str) -> str:
+    """Whether an entry runs without PyTorch, as ``EntrySpec.standalone`` says."""
+    if standalone == "verified":
+        return "yes, with the stored results"
+    return f"no: it {standalone}" if standalone else "not tried when it was exported"
+
+
 def pass_speed_in_words(speed: Speed) -> Iterator[str]:
     """``at s0=16: eager 345.8 µs, interpreted 880.2 µs, compiled 290.1 µs: replay runs the code``, for each size that was timed; and on what."""
     does = {"eager": "leaves such passes to eager", "interpreted": "interprets such passes", "compiled": "runs the code"}

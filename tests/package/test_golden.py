@@ -22,8 +22,9 @@ from ..support.oracle import assert_same, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED = (
-    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches", "speed")
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE = (
+    [p for p in FILES if p.stem.endswith(f"-{kind}")]
+    for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches", "speed", "standalone")
 )
 
 
@@ -31,7 +32,7 @@ def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED} == {*FILES}
+    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -231,3 +232,12 @@ def test_a_step_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
     before = {n: p.clone() for n, p in step.parameters.items()}
     step(torch.full((8, 4), torch.inf), samples(8)[1])
     assert (step.count, step.skipped) == (3, 1) and all(torch.equal(p, before[n]) for n, p in step.parameters.items())
+
+
+@pytest.mark.parametrize("path", STANDALONE, ids=lambda p: p.name)
+def test_what_runs_without_pytorch_is_read(path: Path) -> None:
+    entries = open_package(path).manifest.entries
+    assert {name: entry.standalone for name, entry in entries.items()} == {
+        "bend": "verified",
+        "swing": "calls aten._linalg_det, aten.linalg_lu_solve",
+    }

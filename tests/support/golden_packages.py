@@ -147,6 +147,17 @@ def write_speed(path: Path) -> None:
     ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])}, tune="quick")
 
 
+def write_standalone(path: Path) -> None:
+    """One entry that runs without PyTorch, and one that calls an operator which only PyTorch has."""
+
+    def swing(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.det(x).square()
+
+    ab.export(
+        path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),))]), "swing": ab.Grad(swing, [ab.Variant((torch.eye(3) + 1,))])}, tune="none"
+    )
+
+
 WRITERS = {
     "pair": write_pair,
     "passes": write_passes,
@@ -156,6 +167,7 @@ WRITERS = {
     "operators": write_operators,
     "sketches": write_sketches,
     "speed": write_speed,
+    "standalone": write_standalone,
 }
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def describe(archive: Archive) -> dict[str, Any]:
             "variants": [_variant(v, entry) for v in entry.variants],
             "structures": [_structure(s) for s in entry.structures],
             "step": _step(entry, entry.step, manifest) if entry.step else None,
+            "standalone": entry.standalone,
         }
         for name, entry in manifest.entries.items()
     }

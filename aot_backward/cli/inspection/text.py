@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from aot_backward.report.wording import pass_speed_in_words, speed_in_words
+from aot_backward.report.wording import pass_speed_in_words, speed_in_words, standalone_in_words
 from aot_backward_runtime.format.manifest import Speed
 from aot_backward_runtime.format.manifest_json import read_as
 
@@ -36,6 +36,7 @@ def print_description(d: dict[str, Any]) -> None:
         say(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
         if entry["gradients"]:
             say(f"  gradients of {', '.join(entry['gradients'])}")
+        say(f"  without PyTorch: {standalone_in_words(entry['standalone'])}")
         if entry["step"]:
             _show_step(entry["step"])
         for i, v in enumerate(entry["variants"]):

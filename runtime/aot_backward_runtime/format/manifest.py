@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.10 2026-11-24  ``EntrySpec.standalone``
     1.9  2026-11-23  ``Speed.choices`` of a recorded pass
     1.8  2026-11-23  ``PassSpec.speed``
     1.7  2026-11-23  ``VariantSpec.speed``
@@ -22,7 +23,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 9)
+FORMAT_VERSION = (1, 10)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -405,6 +406,7 @@ class EntrySpec:
     has_aux: bool = False
     structures: tuple[StructureSpec, ...] = ()  # of a replay entry
     step: StepSpec | None = None  # of a step entry
+    standalone: str = ""  # "verified": the C library gave the stored results without PyTorch; else why not, or "" where it was not tried
 
 
 @dataclass(frozen=True)

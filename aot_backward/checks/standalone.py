@@ -1,0 +1,167 @@
+"""Whether the C library runs an entry without PyTorch (``docs/native.md``): every function that its code calls is there, and the stored examples come
+out as they are allowed to. Nothing is said where ``aot-backward-native`` is not installed."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import math
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aot_backward_runtime.errors import PackageError
+from aot_backward_runtime.format.manifest import EntrySpec, VariantSpec
+from aot_backward_runtime.native.tensor_bytes import tensor_chunks
+
+from . import step_check, stored_results
+from .example_sizes import SEED
+from .named_results import Named
+from .stored_results import as_dtype
+
+VERIFIED = "verified"
+_PROCESS = Path(__file__).with_name("standalone_process.py")
+_MODULE = "aot_backward_native"
+_OPERATOR = "aoti_torch_cpu_"
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec(_MODULE) is not None
+
+
+def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
+    """What the libraries call of PyTorch and the standalone backend does not have: operators ("aten.abs"), or functions of PyTorch's C interface.
+    ``operators``: those that they call by name ("aten::_linalg_det", "aten::set_.source_Tensor")."""
+    native = importlib.import_module(_MODULE)
+    core = ctypes.CDLL(str(Path(native.library_dir()) / "libaotb_core.so"))
+    names = set[str]()
+    for library in libraries:
+        done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+        names.update(line.split()[-1].partition("@")[0] for line in done.stdout.splitlines())
+    by_name = {o for o in operators if not core.core_serves(*(part.encode() for part in o.partition(".")[::2]))}
+    absent = {n for n in names if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}
+    called = {f"aten.{n.removeprefix(_OPERATOR)}" if n.startswith(_OPERATOR) else n for n in absent}
+    return sorted(called | {o.replace("::", ".") for o in by_name})
+
+
+def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torch.Tensor]) -> str:
+    """:data:`VERIFIED`, or why not, of an entry of the package at ``path``, whose stored examples are ``examples``."""
+    for number, variant in enumerate(entry.variants):
+        prefix = f"{name}/{number}/"
+        stored = {key.removeprefix(prefix): t for key, t in examples.items() if key.startswith(prefix)}
+        if not stored:
+            return ""
+        file = path.with_suffix(".results")
+        try:
+            found = _results(path, file, name, entry, variant, stored)
+            wrong = _difference(found, stored, as_stored=entry.kind == "step")
+        except _Failed as error:
+            return f"fails: {str(error).removeprefix(f'package {path}: ')}"
+        finally:
+            file.unlink(missing_ok=True)
+        if wrong:
+            return f"is wrong: variant {number}: {wrong}"
+    return VERIFIED
+
+
+class _Failed(Exception):
+    """The C library refused the call, or the process of it ended."""
+
+
+def _difference(found: Named, stored: Mapping[str, torch.Tensor], *, as_stored: bool) -> str:
+    """What differs by more than is allowed, or "". Gradients of gradients are PyTorch's runtime's alone."""
+    names = {n for n in stored_results.names_of(stored) if not n.startswith(("second-order ", "third-order ", "fourth-order "))}
+    if missing := sorted(names - {n for n, t in found.items() if t is not None}):
+        return f"{missing[0]} is missing"
+    for result in sorted(names):
+        tensor = found[result]
+        assert tensor is not None
+        try:
+            comparison = stored_results.compare_stored(result, tensor, stored, as_stored=as_stored)
+        except (stored_results.Differs, PackageError) as error:
+            return str(error)
+        if comparison.wrong:
+            return f"{result} is off by {comparison.error:.3g}, {comparison.allowed:.3g} is allowed"
+    return ""
+
+
+def _results(path: Path, file: Path, name: str, entry: EntrySpec, variant: VariantSpec, stored: Mapping[str, torch.Tensor]) -> Named:
+    """What the entry gives on its stored example, in a process of its own."""
+    states = _states(entry)
+    request = {
+        "path": str(path),
+        "file": str(file),
+        "entry": name,
+        "kind": entry.kind,
+        "mode": variant.mode,
+        "seed": SEED,
+        "steps": step_check.STEPS,
+        "backward": entry.kind == "module" and variant.backward is not None,
+        "outputs": len(variant.outputs),
+        "inputs": [_as_bytes(as_dtype(spec.dtype, stored[f"input/{i}"])) for i, spec in enumerate(variant.inputs)],
+        "incoming": [
+            _as_bytes(as_dtype(spec.dtype, stored[f"cotangent/{i}"])) for i, spec in enumerate(variant.cotangents) if entry.kind == "module"
+        ],
+        "states": states,
+    }
+    done = subprocess.run([sys.executable, "-P", _PROCESS], input=pickle.dumps(request), capture_output=True)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise _Failed(f"the process ended with status {done.returncode}{said and f': {said}'}")
+    answer = pickle.loads(done.stdout)  # noqa: S301  # by the process above
+    if "error" in answer:
+        raise _Failed(answer["error"])
+    data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8) if file.stat().st_size else torch.empty(0, dtype=torch.uint8)
+    return _named(answer["results"], data, entry, variant, states, stored)
+
+
+def _states(entry: EntrySpec) -> dict[str, str]:
+    """The state's tensors that are compared: what results call them, and their names."""
+    if entry.step is None:
+        return {f"buffer {s.name}": s.name for s in entry.state if not s.parameter} if entry.kind == "module" else {}
+    out = {f"{'parameter' if s.parameter else 'buffer'} {s.name[7:]}": s.name for s in entry.state if s.name.startswith("module.")}
+    out |= {f"{slot.key} of {parameter}": slot.state for slot in entry.step.state for parameter in slot.parameters}
+    return out | {f"{s.name[8:]} of the loss": s.name for s in entry.state if s.name.startswith("loss_fn.")}
+
+
+def _named(
+    results: Mapping[str, Any],
+    data: torch.Tensor,
+    entry: EntrySpec,
+    variant: VariantSpec,
+    states: Mapping[str, str],
+    stored: Mapping[str, torch.Tensor],
+) -> Named:
+    def read(placed: tuple[str, tuple[int, ...], int] | None) -> torch.Tensor | None:
+        if placed is None:
+            return None
+        dtype, shape, begin = getattr(torch, placed[0]), placed[1], placed[2]
+        count = math.prod(shape) * dtype.itemsize
+        return data[begin : begin + count].clone().view(dtype).view(shape)
+
+    def all_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {label: t for label, placed in tensors.items() if (t := read(placed)) is not None}
+
+    if entry.kind == "step":
+        losses = {f"loss {i}": t for i, placed in enumerate(results["losses"]) if (t := read(placed)) is not None}
+        return step_check.steps_as_stored(all_of(results["before"]), losses, all_of(results["after"]), stored)
+    found: Named = {f"output[{i}]": read(placed) for i, placed in enumerate(results["outputs"])}
+    if entry.kind == "grad":
+        assert variant.gradient is not None
+        by_target = dict(zip(entry.wrt, entry.names, strict=True))
+        names = [by_target[g.of] for g in variant.gradient.gradients]
+    else:
+        places = [g.of.partition(":") for g in variant.backward.gradients] if variant.backward is not None else []
+        names = [where if kind == "parameter" else variant.inputs[int(where)].name for kind, _, where in places]
+    found |= {f"gradient of {n}": read(placed) for n, placed in zip(names, results["gradients"], strict=True)}
+    return found | all_of(results["after"])
+
+
+def _as_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), b"".join(map(bytes, tensor_chunks(tensor.detach())))

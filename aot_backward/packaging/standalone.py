@@ -1,0 +1,79 @@
+"""The verdict on each entry of a package: whether it runs without PyTorch (``checks/standalone.py``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from aot_backward_exporters.progress import Progress
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import EntrySpec, Manifest
+from aot_backward_runtime.native.plan import ROLES
+
+from ..checks import standalone
+from .package_writer import stem_of
+
+_UNTRIED = "stores no example"
+RUNTIMES = ("torch", "standalone")
+
+
+def check_runtime(runtime: str | None, target: str, weights: bool) -> None:
+    """:class:`ExportError` where ``runtime`` cannot be had for such a package."""
+    if runtime not in (None, *RUNTIMES):
+        raise ExportError(f"runtime is {runtime!r}; expected one of {', '.join(map(repr, RUNTIMES))}")
+    if runtime != "standalone":
+        return
+    if not target.startswith("cpu"):
+        raise ExportError(f"runtime='standalone' runs code for CPUs; target is {target!r}")
+    if not weights:
+        raise ExportError("runtime='standalone' binds no weights when a package is loaded: leave weights=False out")
+    if not standalone.is_installed():
+        raise ExportError(
+            "runtime='standalone' is compared with eager by aot-backward-native, which is not installed: pip install aot-backward-native"
+        )
+
+
+def with_standalone(
+    manifest: Manifest,
+    write: Callable[[Path, Manifest], Manifest],
+    libraries: Mapping[str, Path],
+    examples: Mapping[str, torch.Tensor],
+    folder: Path,
+    *,
+    required: bool,
+    progress: Progress,
+) -> Manifest:
+    """``manifest`` with the verdict of each entry, as far as one can be had here. ``write`` writes the package; ``libraries`` are its compiled graphs
+    by stem. ``required``: :class:`ExportError` where an entry does not run without PyTorch."""
+    candidates = {name: entry for name, entry in manifest.entries.items() if entry.kind != "replay"}
+    if not candidates or manifest.target.device != "cpu" or not manifest.has_weights or not standalone.is_installed():
+        return manifest
+    path, found = folder / "standalone.pt2", dict[str, str]()
+    for number, (name, entry) in enumerate(candidates.items()):
+        progress("check without PyTorch", number, len(candidates))
+        names = _libraries(entry)
+        stems = (stem_of(library, target) for library in names for target in (None, *manifest.targets))
+        operators = {o for library in names for build in manifest.libraries[library].every_build for o in build.operators}
+        if lacking := standalone.lacking((libraries[stem] for stem in stems), operators):
+            found[name] = f"calls {', '.join(lacking)}"
+            continue
+        if not path.exists():
+            write(path, manifest)
+        found[name] = standalone.verdict(path, name, entry, examples)
+    path.unlink(missing_ok=True)
+    progress("check without PyTorch", len(candidates), len(candidates))
+    if required and (wrong := {n: why for n, why in found.items() if why != standalone.VERIFIED}):
+        raise ExportError(
+            f"{'; '.join(f'entry {n!r} {why or _UNTRIED}' for n, why in wrong.items())}: nothing runs so without PyTorch, nothing was written"
+        )
+    entries = {name: dataclasses.replace(entry, standalone=found.get(name, "")) for name, entry in manifest.entries.items()}
+    return dataclasses.replace(manifest, entries=entries)
+
+
+def _libraries(entry: EntrySpec) -> set[str]:
+    """The compiled graphs that the entry calls from C."""
+    plans = [getattr(v, role) for v in entry.variants for role in ROLES] + [entry.step.update if entry.step else None]
+    return {p.call.library for p in plans if p is not None and p.call}
