@@ -12,8 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
+
+from ..support import c_library
 
 ROOT = Path(__file__).parents[2]
+LIBTORCH = f"{torch.__path__[0]}/lib"
 _BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -27,28 +31,46 @@ def commands(text: str) -> list[str]:
     return [line.removeprefix("$ ") for line in lines]
 
 
-def run(argv: list[str], folder: Path) -> None:
+def run(argv: list[str], folder: Path) -> str:
     # the command that was installed with this interpreter, wherever it is called from
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "AOT_BACKWARD_LIBTORCH": LIBTORCH}
     done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}{done.stderr}"
+    return done.stdout
 
 
-PAGES = ("README.md", "docs/usage.md", "docs/replay.md", "docs/training.md", "docs/rebuild.md", "docs/signatures.md", "docs/onnx.md", "docs/cuda.md")
+PAGES = (
+    "README.md",
+    "docs/usage.md",
+    "docs/replay.md",
+    "docs/training.md",
+    "docs/rebuild.md",
+    "docs/signatures.md",
+    "docs/onnx.md",
+    "docs/cuda.md",
+    "docs/native.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_program_of_a_page_works(page: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    if page == "docs/native.md":  # what a clone has, after `make native`
+        (tmp_path / "runtime").symlink_to(ROOT / "runtime")
+        (tmp_path / "build").mkdir()
+        (tmp_path / "build" / "native").symlink_to(c_library.build())
+    printed = ""
     for kind, file, text in blocks(ROOT / page):
-        if kind == "python" and file:
+        if kind in ("python", "c") and file:
             (tmp_path / file).write_text(text)
         elif kind == "python":
             run([sys.executable, "-W", "error", "-c", text], tmp_path)
         elif kind == "console":
             for command in commands(text):
                 if not command.startswith("make "):  # those are below
-                    run(shlex.split(command), tmp_path)
+                    printed = run(shlex.split(command), tmp_path)
+        elif kind == "output":
+            assert text == printed
         else:
             assert kind == "text"
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..support.exports import shared
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -17,12 +19,21 @@ def script(*argv: object) -> str:
     return done.stdout
 
 
+def exported(example: str) -> Path:
+    """What the example's ``export.py`` writes; test_native_examples.py runs it, too."""
+
+    def export(path: Path) -> None:
+        assert script(EXAMPLES / example / "export.py", path).endswith(f"wrote {path}\n")
+
+    return shared(f"example-{example}", export)
+
+
 def test_digits_by_make_demo(tmp_path: Path) -> None:
     """In the environment that the tests run in, taken as set up."""
     venv = Path(sys.executable).parent.parent
     for name in ("Makefile", "examples", "pyproject.toml", "constraints.txt", "runtime"):
         (tmp_path / name).symlink_to(ROOT / name)
-    argv = ["make", "demo", f"VENV={venv}", "-o", f"{venv}/.installed"]
+    argv = ["make", "demo", f"VENV={venv}", "-o", f"{venv}/.installed", "-o", f"{venv}/.native-installed"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     # accuracies and differences of the losses load.py asserts itself; times are of this machine at this moment
@@ -33,17 +44,13 @@ def test_digits_by_make_demo(tmp_path: Path) -> None:
     assert script(tmp_path / "examples" / "digits" / "export.py", tmp_path / "digits.pt2").endswith("digits.pt2\n")
 
 
-def test_forces_equal_eagers(tmp_path: Path) -> None:
-    package = tmp_path / "forces.pt2"
-    assert script(EXAMPLES / "forces" / "export.py", package).endswith(f"wrote {package}\n")
-    said = script(EXAMPLES / "forces" / "load.py", package)
+def test_forces_equal_eagers() -> None:
+    said = script(EXAMPLES / "forces" / "load.py", exported("forces"))
     assert "  125 " in said and "the sum drifted by" in said
 
 
-def test_digits_by_a_compiled_step(tmp_path: Path) -> None:
-    package = tmp_path / "digits_step.pt2"
-    assert script(EXAMPLES / "digits_step" / "export.py", package).endswith(f"wrote {package}\n")
-    said = script(EXAMPLES / "digits_step" / "train.py", package)
+def test_digits_by_a_compiled_step() -> None:
+    said = script(EXAMPLES / "digits_step" / "train.py", exported("digits_step"))
     accuracy = re.search(r"test accuracy ([0-9.]+) %", said)
     assert accuracy is not None and float(accuracy[1]) > 96
     assert "the same weights, bit for bit: True; the same file: True" in said

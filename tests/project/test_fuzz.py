@@ -1,15 +1,16 @@
-"""The fuzzing command (``python -m tests.tools.fuzz``): some hundred of its mutations, and that it would notice a fault. On golden
-packages, which nothing needs to compile; docs/fuzzing.md is of many more."""
+"""The fuzzing commands (``python -m tests.tools.fuzz``, and ``.native`` of the C library): some hundred of their mutations, and that they would
+notice a fault. On golden packages, which nothing needs to compile; docs/fuzzing.md is of many more."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from ..support import golden_files
-from ..tools.fuzz import report, spoiling
+from ..tools.fuzz import native, report, spoiling
 
 ROOT = Path(__file__).parents[2]
 BASES = "golden-pair,golden-passes"
@@ -90,3 +91,36 @@ def test_a_mutation_follows_from_its_number(tmp_path: Path) -> None:
             for _ in range(2)
         ]  # fmt: skip
         assert said[0] == said[1] != ""
+
+
+@golden_files.needed
+def test_spoilt_packages_through_the_c_library_under_sanitizers(tmp_path: Path) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "tests.tools.fuzz.native",
+        "--count",
+        300,
+        "--bases",
+        "golden-pair",
+        "--packages",
+        tmp_path,
+        "--docs",
+        tmp_path / "c",
+    ]
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, cwd=ROOT, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = json.loads((tmp_path / "native-1.jsonl").read_text())["outcomes"]
+    assert sum(outcomes.values()) == 300 and outcomes["ran"] > 60 and outcomes["format"] > 60
+    assert "300 mutations of seed 1" in (tmp_path / "c.md").read_text()
+
+
+@golden_files.needed
+def test_a_program_that_ends_is_noticed_and_the_others_of_its_batch_are_run(tmp_path: Path) -> None:
+    shutil.copy(golden_files.FOLDER / "1.0-pair.pt2", tmp_path / "golden-pair.pt2")
+    program = tmp_path / "program"  # one that ends in the second line of each process
+    program.write_text("#!/bin/sh\nread line\necho '2'\nread line && echo 'runtime error' >&2 && exit 1\nexit 0\n")
+    program.chmod(0o755)
+    outcomes, faults = native.run(program, 1, range(5), tmp_path, tmp_path, ("golden-pair",))
+    assert [f["number"] for f in faults] == [1, 3] and outcomes == {"format": 3}
+    assert all("runtime error" in str(f["report"]) for f in faults)

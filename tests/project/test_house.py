@@ -90,6 +90,7 @@ OUTSIDE = {
     "aot_backward_exporters": {"sympy", "numpy", "ml_dtypes", "onnx", "onnx_ir", "onnxscript"},
     "aot_backward_exporters.cuda.cross_compile": {"triton"},  # where it is asked for
     "aot_backward": {"click", "rich", "safetensors", "sympy", "onnx", "onnxruntime"},
+    "aot_backward.checks.standalone_process": {"aot_backward_native"},  # run by itself, where that is installed
     "aot_backward_runtime.package.model_signing": {"cryptography", "model_signing"},  # behind the extra "sign"
 }
 PRIVATE_ALLOWED = {"torch.utils._pytree"}  # torch has no public name for it, and never has had

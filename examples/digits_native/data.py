@@ -1,0 +1,18 @@
+"""Handwritten digits for ``train.c``: scikit-learn's 1,797 images, shuffled once, as bytes.
+
+python examples/digits_native/data.py digits.bin
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+if __name__ == "__main__":
+    (path,) = sys.argv[1:] or ["digits.bin"]
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    rows = np.concatenate([digits.images.reshape(-1, 64), digits.target[:, None]], 1)[order]  # 64 pixels from 0 to 16, and the digit
+    Path(path).write_bytes(rows.astype(np.uint8).tobytes())
+    print(f"wrote {path}")
