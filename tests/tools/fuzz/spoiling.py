@@ -16,7 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,12 @@ def _copied(value: Any) -> Any:
 # putting together
 
 
-@cache
+@lru_cache(256)  # of what is spoilt there is no end
 def _crc(data: bytes) -> int:
     return zlib.crc32(data)
 
 
-@cache
+@lru_cache(256)
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -225,6 +225,7 @@ def _bytes(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoil
             len(data) - 1,
             chance.choice([chance.randrange(len(data)), chance.choice(marks) + chance.randrange(120), len(data) - 1 - chance.randrange(600)]),
         )
+        at = max(0, at)
         how = chance.choice(("flip", "flip", "byte", "cut", "insert", "repeat", "zero"))
         words.append(f"{how} {at}")
         if how == "flip":
