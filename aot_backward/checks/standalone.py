@@ -52,14 +52,14 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
 
 def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torch.Tensor]) -> str:
     """:data:`VERIFIED`, or why not, of an entry of the package at ``path``, whose stored examples are ``examples``."""
-    for number, variant in enumerate(entry.variants):
+    for number in range(len(entry.variants)):
         prefix = f"{name}/{number}/"
         stored = {key.removeprefix(prefix): t for key, t in examples.items() if key.startswith(prefix)}
         if not stored:
             return ""
         file = path.with_suffix(".results")
         try:
-            found = _results(path, file, name, entry, variant, stored)
+            found = _results(path, file, name, entry, number, stored)
             wrong = _difference(found, stored, as_stored=entry.kind == "step")
         except _Failed as error:
             return f"fails: {str(error).removeprefix(f'package {path}: ')}"
@@ -91,14 +91,15 @@ def _difference(found: Named, stored: Mapping[str, torch.Tensor], *, as_stored: 
     return ""
 
 
-def _results(path: Path, file: Path, name: str, entry: EntrySpec, variant: VariantSpec, stored: Mapping[str, torch.Tensor]) -> Named:
-    """What the entry gives on its stored example, in a process of its own."""
-    states = _states(entry)
+def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, stored: Mapping[str, torch.Tensor]) -> Named:
+    """What that variant of the entry gives on its stored example, in a process of its own."""
+    variant, states = entry.variants[number], _states(entry)
     request = {
         "path": str(path),
         "file": str(file),
         "entry": name,
         "kind": entry.kind,
+        "variant": number,
         "mode": variant.mode,
         "seed": SEED,
         "steps": step_check.STEPS,

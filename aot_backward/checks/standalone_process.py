@@ -28,6 +28,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     entry = getattr(package, request["kind"])(request["entry"])
     if request["mode"]:
         entry.train(request["mode"] == "train")
+    entry.use_variant(request["variant"])
     function = entry._function
     inputs, incoming = ([abn.tensor(*t) for t in request[name]] for name in ("inputs", "incoming"))
     with open(request["file"], "wb") as file:  # noqa: PTH123  # pathlib is slow to import

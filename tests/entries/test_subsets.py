@@ -43,14 +43,18 @@ def net() -> Net:
     return Net()
 
 
-@pytest.fixture(scope="module")
-def package() -> Path:
+def exported() -> Path:
     def make(path: Path) -> None:
         x, y = torch.randn(3, 6), torch.randn(3, 4)
         rows = {0: Dim("rows", min=2, max=1000)}
         ab.export(path, {"net": ab.Module(net(), [ab.Variant((x, y), dynamic_shapes=(rows, rows), requires_grad=s) for s in SUBSETS])})
 
     return exports.shared("subsets", make)
+
+
+@pytest.fixture(scope="module")
+def package() -> Path:
+    return exported()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from aot_backward.checks import standalone
 from aot_backward.packaging.rebuild import rebuild
 from aot_backward_runtime.package.archive import open_package
 
+from ..entries import test_subsets
 from ..support import c_library, golden_files
 from .test_functions import kinds
 
@@ -28,6 +29,33 @@ def test_an_export_says_what_runs_without_pytorch() -> None:
     waves = found.pop("waves")
     assert waves.startswith("calls ") and {"aten._fft_r2c", "aten.abs", "aten.slice_scatter"} <= {*waves.removeprefix("calls ").split(", ")}
     assert found == dict.fromkeys(("attention", "bag", "conv"), "verified")
+
+
+def test_each_variant_is_tried_and_can_be_called() -> None:
+    """Five for fewer and fewer gradients of the same inputs: the verdict is of each, and a caller says which one is meant."""
+    path, net = test_subsets.exported(), test_subsets.net()
+    entry = open_package(path).manifest.entries["net"]
+    assert entry.standalone == "verified"
+    x, y = torch.randn(3, 6, requires_grad=True), torch.randn(3, 4)
+    head, tail = net(x, y)
+    (head.sum() + 2 * tail.sum()).backward()
+    module, of = abn.load(path).module(), {"x": x, **dict(net.named_parameters())}
+    for number, variant in enumerate(entry.variants):
+        module.use_variant(number)
+        if variant.backward is None:
+            with pytest.raises(abn.InputError, match="entry net has no gradients"):
+                module.forward(x.detach(), y)
+            torch.testing.assert_close(torch.from_dlpack(module(x.detach(), y)[0]), head.detach())
+            continue
+        module.forward(x.detach(), y)
+        found = module.backward(torch.ones(3, 4), torch.full((3, 4), 2.0))
+        assert {*found} == {g.of.partition(":")[2] if g.of.startswith("parameter:") else "x" for g in variant.backward.gradients}
+        for name, gradient in found.items():
+            torch.testing.assert_close(torch.from_dlpack(gradient), of[name].grad)
+    with pytest.raises(abn.PackageError, match="entry net has no variant 5; it has 5"):
+        module.use_variant(5)
+    module.use_variant(None).forward(x.detach(), y)
+    assert module._function.served == 0
 
 
 def test_what_was_not_tried_or_did_not_run_is_refused() -> None:

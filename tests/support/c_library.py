@@ -183,6 +183,9 @@ class Function:
     def train(self, training: bool) -> None:
         check(library().aotb_train(self.handle, int(training)))
 
+    def use_variant(self, number: int) -> None:
+        check(library().aotb_use_variant(self.handle, ctypes.c_int64(number)))
+
     def state(self, name: str) -> torch.Tensor:
         view = DLTensor()
         check(library().aotb_state(self.handle, name.encode(), ctypes.byref(view)))

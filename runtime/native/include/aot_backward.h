@@ -98,6 +98,9 @@ const char *aotb_kind(const aotb_function *function); /* "grad", "step" or "modu
 /* Serves calls from the variants of training mode (dropout, statistics of the batch), or of evaluation. At first as it was exported. */
 aotb_status aotb_train(aotb_function *function, int training);
 
+/* Serves calls from that variant alone, such as one exported for fewer gradients; -1: from any, as at first. */
+aotb_status aotb_use_variant(aotb_function *function, int64_t variant);
+
 typedef enum { AOTB_INPUTS, AOTB_OUTPUTS, AOTB_GRADIENTS, AOTB_INCOMING, AOTB_STATES, AOTB_NUMBERS } aotb_part;
 
 typedef struct {
@@ -128,7 +131,7 @@ aotb_status aotb_run(aotb_function *function, const DLTensor *inputs, uint32_t i
 /* The variant that served the last call. */
 uint32_t aotb_served(const aotb_function *function);
 
-/* Of a module: the forward of a backward, by the variant with the most gradients. The inputs must stay as they are until then. */
+/* Of a module: the forward of a backward, by the variant with the most gradients (or aotb_use_variant). The inputs must stay as they are until then. */
 aotb_status aotb_forward(aotb_function *function, const DLTensor *inputs, uint32_t input_count, DLTensor *outputs, uint32_t output_count);
 /* The backward of the last forward, with the gradients of the outputs (AOTB_INCOMING); one whose `data` is NULL is none at all. */
 aotb_status aotb_backward(aotb_function *function, const DLTensor *incoming, uint32_t incoming_count, DLTensor *gradients, uint32_t gradient_count);

@@ -415,6 +415,12 @@ static PyObject *function_train(PyObject *self, PyObject *mode) {
   return training < 0 ? NULL : answer((Function *)self, aotb_train(((Function *)self)->handle, training));
 }
 
+static PyObject *function_use_variant(PyObject *self, PyObject *number) {
+  long long chosen = PyLong_AsLongLong(number);
+  if (chosen == -1 && PyErr_Occurred()) return NULL;
+  return answer((Function *)self, aotb_use_variant(((Function *)self)->handle, chosen));
+}
+
 static PyObject *function_number(PyObject *self, PyObject *args) {
   long long group, position;
   double value;
@@ -686,6 +692,7 @@ static PyMethodDef function_methods[] = {{"run", FAST(function_run), METH_FASTCA
                                          {"update", function_update, METH_NOARGS, NULL},
                                          {"zero_grad", function_zero_grad, METH_NOARGS, NULL},
                                          {"train", function_train, METH_O, NULL},
+                                         {"use_variant", function_use_variant, METH_O, NULL},
                                          {"number", function_number, METH_VARARGS, NULL},
                                          {"progress", function_progress, METH_NOARGS, NULL},
                                          {"save", function_save, METH_VARARGS, NULL},

@@ -192,6 +192,7 @@ variant *function_match(struct aotb_function *f, const DLTensor *inputs, uint32_
   }
   for (uint32_t i = 0; i < f->entry->variant_count; i++) {
     variant *v = &f->variants[i];
+    if (f->only >= 0 && f->only != i) continue;
     if (*v->spec->mode && strcmp(v->spec->mode, mode)) {
       other = v->spec->mode;
       continue;

@@ -74,6 +74,7 @@ static void begin(struct aotb_function *f) {
   for (uint32_t i = 0; i < f->entry->variant_count; i++) begin_variant(f, &f->entry->variants[i], &f->variants[i]);
   f->layouts = arena_take(&f->a, f->layout_count + 1u, sizeof *f->layouts);
   f->in_training = f->entry->training;
+  f->only = -1;
   read_weights(f);
   if (f->entry->kind == ENTRY_STEP) training_begin(f);
 }
@@ -140,6 +141,15 @@ aotb_status aotb_train(aotb_function *f, int mode) {
   aotb_status status = function_enter(f);
   if (status) return status;
   f->in_training = mode != 0;
+  return function_leave(f, AOTB_OK);
+}
+
+aotb_status aotb_use_variant(aotb_function *f, int64_t number) {
+  if (number < -1 || number >= f->entry->variant_count)
+    return aotb_fail(AOTB_NAME, "entry %s has no variant %" PRId64 "; it has %" PRIu32, f->entry->name, number, f->entry->variant_count);
+  aotb_status status = function_enter(f);
+  if (status) return status;
+  f->only = number;
   return function_leave(f, AOTB_OK);
 }
 

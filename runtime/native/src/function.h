@@ -55,6 +55,7 @@ struct aotb_function {
   uint32_t layout_count;
   variant *forwarded; /* whose forward ran last */
   uint32_t served;    /* the variant of the last call */
+  int64_t only;       /* the variant that alone may serve a call; -1: any may */
   bool in_training, busy;
   training step;
   char words[512];

@@ -132,6 +132,11 @@ class _Entry:
     def eval(self) -> Any:
         return self.train(False)
 
+    def use_variant(self, number: int | None) -> Any:
+        """Serves calls from that variant alone, such as one exported for fewer gradients (None: from any); returns itself."""
+        self._function.use_variant(-1 if number is None else number)
+        return self
+
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         if not kwargs:
             return args
