@@ -15,6 +15,7 @@ from torch import nn
 import aot_backward as ab
 from aot_backward.checks import standalone
 from aot_backward.packaging.rebuild import rebuild
+from aot_backward_runtime.format.elf import numeric, read_elf
 from aot_backward_runtime.package.archive import open_package
 
 from ..entries import test_subsets
@@ -56,6 +57,25 @@ def test_each_variant_is_tried_and_can_be_called() -> None:
         module.use_variant(5)
     module.use_variant(None).forward(x.detach(), y)
     assert module._function.served == 0
+
+
+def test_code_and_libraries_load_on_older_systems(tmp_path: Path) -> None:
+    """What is built here asks for no newer glibc than 2.27, though this one has newer versions of these functions."""
+
+    def powers(x: torch.Tensor) -> torch.Tensor:
+        return (x.abs() ** 1.37).sum() + torch.hypot(x, x + 1).sum() + x.exp2().sum() + x.abs().log().sum()
+
+    x = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    ab.export(tmp_path / "powers.pt2", {"powers": ab.Grad(powers, [ab.Variant((x,))])}, runtime="standalone", tune="none")
+    libraries = open_package(tmp_path / "powers.pt2").manifest.libraries.values()
+    folder = Path(abn.library_dir())
+    needed = [*(b.glibc for b in libraries), *(read_elf(folder / name).versions["GLIBC"] for name in ("libaot_backward.so", "libaotb_core.so"))]
+    assert len(needed) >= 3 and max(map(numeric, needed)) <= (2, 27)
+    value, gradient = abn.load(tmp_path / "powers.pt2").grad()(x.detach())
+    expected = powers(x)
+    expected.backward()
+    torch.testing.assert_close(torch.from_dlpack(value), expected.detach())
+    torch.testing.assert_close(torch.from_dlpack(gradient), x.grad)
 
 
 def test_what_was_not_tried_or_did_not_run_is_refused() -> None:

@@ -26,6 +26,12 @@ _KERNEL_START = 'extern "C" '
 _OMP = re.compile(r"^[ \t]*#pragma omp (parallel|for).*$", re.MULTILINE)
 _PRINTED = re.compile(r'^ *std::cerr << "Error: " << e\.what\(\)[^;]*;[ \\]*\n', re.MULTILINE)
 _CHECKS_WANTED = "static bool _check_aoti_runtime_check_inputs_env() {"
+_MAY_HAVE_THREADS = 'extern "C" char __libc_single_threaded = 0;\n'
+"""libstdc++ reads this variable of glibc 2.32 to count references without atomic operations where a process has one thread. With one of the
+library's own that says no, it always counts with them."""
+_OLD_SYMBOLS = "pthread_rwlock_rdlock pthread_rwlock_wrlock pthread_rwlock_unlock pow exp exp2 hypot fmod".split()
+"""Functions that a newer glibc exports under a newer version, too (2.29 to 2.38), of which the older gives the same bits. Not of them: ``log`` and
+``log2``, whose older ones give NaN another sign."""
 _CHECKS_UNWANTED = "static constexpr bool _check_aoti_runtime_check_inputs_env() { return false; }\n"
 
 
@@ -40,7 +46,8 @@ def model_source(wrapper: str) -> str:
     if not found or after.count(_CHECKS_WANTED) != 1:
         raise ExportError(f"the C++ that torch {torch.__version__} generates is unknown to this aot-backward: install one that supports it")
     return (
-        before
+        _for_older_glibc()
+        + before
         + _interface_includes()
         + _looks(wrapper)
         + after.replace(_CHECKS_WANTED, _CHECKS_UNWANTED + _CHECKS_WANTED.replace("_check", "_unused", 1))
@@ -63,7 +70,7 @@ def kernel_source(kernels: str) -> str:
     The check throws, and an exception that leaves an OpenMP region ends the process; outside of one it becomes the error of that call.
     """
     functions = kernels.split(_KERNEL_START)
-    return _KERNEL_START.join(_OMP.sub("", f) if "AOTI_TORCH_CHECK" in f or "TORCH_CHECK" in f else f for f in functions)
+    return _for_older_glibc() + _KERNEL_START.join(_OMP.sub("", f) if "AOTI_TORCH_CHECK" in f or "TORCH_CHECK" in f else f for f in functions)
 
 
 def wrapper_header() -> str:
@@ -77,7 +84,13 @@ def interface_source() -> str:
     text = _INTERFACE.read_text()
     if "g_aoti_last_error = e.what();" in text:  # the error that the caller gets has the text (torch 2.13): it need not be on stderr, too
         text = _PRINTED.sub("", text)
-    return WRAPPER_HEADER + text + keep
+    return _for_older_glibc() + WRAPPER_HEADER + text + keep + _MAY_HAVE_THREADS
+
+
+def _for_older_glibc() -> str:
+    """Binds to the oldest version of glibc's functions (x86-64's ABI begins at 2.2.5), so that the library loads on systems older than this one."""
+    lines = "".join(f'__asm__(".symver {name},{name}@GLIBC_2.2.5");\n' for name in _OLD_SYMBOLS)
+    return f"#ifdef __x86_64__\n{lines}#endif\n"
 
 
 def write_patched_headers(folder: Path) -> None:
