@@ -448,6 +448,10 @@ _DOMAINS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
+_EXACT = ("copysign", "fmod", "nextafter")
+_OF_TWO = ("atan2", "pow", "hypot", *_EXACT)
+
+
 def exported() -> list[str]:
     names = subprocess.run(
         ["nm", "-D", "--defined-only", str(c_library.build() / "libaotb_core.so")], capture_output=True, text=True, check=True
@@ -457,7 +461,7 @@ def exported() -> list[str]:
 
 def parts(name: str) -> tuple[str, str, int]:
     """``Sleef_atan2f8_u10``: atan2, f, 8."""
-    head = name.removeprefix("Sleef_").rpartition("_")[0]
+    head = name.removeprefix("Sleef_").partition("_")[0]
     lanes = next(n for n in (16, 8, 4, 2) if head.endswith((f"f{n}", f"d{n}")))
     head = head.removesuffix(str(lanes))
     return head[:-1], head[-1], lanes
@@ -472,7 +476,7 @@ def vectors() -> ctypes.CDLL:
         function, kind, lanes = parts(name)
         size = lanes * (4 if kind == "f" else 8)
         target = {16: "sse2", 32: "avx2,fma", 64: "avx512f,avx512vl,avx512dq,avx2,fma"}[size]
-        two = function in ("atan2", "pow", "hypot")
+        two = function in _OF_TWO
         lines.append(f"""typedef {kind} v_{name} __attribute__((vector_size({size}), aligned({size // lanes})));
 typedef {kind} w_{name} __attribute__((vector_size({size})));
 w_{name} {name}(w_{name}{f", w_{name}" if two else ""});
@@ -513,7 +517,11 @@ def test_functions_on_vectors(lanes: int) -> None:
         y = torch.rand(4096, dtype=torch.float64).mul(4).sub(2).to(dtype)
         out = torch.empty_like(x)
         vectors()[f"loop_{name}"](*(ctypes.c_void_p(t.data_ptr()) for t in (x, y, out)), ctypes.c_long(4096))
-        exact = exactly(function)(x.double(), y.double()) if function in ("atan2", "pow", "hypot") else exactly(function)(x.double())
+        if function in _EXACT:
+            assert torch.equal(out.nan_to_num(77), getattr(torch, function)(x, y).nan_to_num(77)), name
+            tried += 1
+            continue
+        exact = exactly(function)(x.double(), y.double()) if function in _OF_TWO else exactly(function)(x.double())
         assert torch.equal(out.isnan(), exact.isnan()), name
         finite = exact.isfinite() & (exact.abs() <= torch.finfo(dtype).max)
         assert torch.equal(out[~finite & ~exact.isnan()].double(), exact[~finite & ~exact.isnan()].to(dtype).double()), name

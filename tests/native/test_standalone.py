@@ -63,7 +63,7 @@ def test_code_and_libraries_load_on_older_systems(tmp_path: Path) -> None:
     """What is built here asks for no newer glibc than 2.27, though this one has newer versions of these functions."""
 
     def powers(x: torch.Tensor) -> torch.Tensor:
-        return (x.abs() ** 1.37).sum() + torch.hypot(x, x + 1).sum() + x.exp2().sum() + x.abs().log().sum()
+        return (x.abs() ** 1.37).sum() + torch.hypot(x, x + 1).sum() + torch.fmod(x, 0.3).sum() + x.exp2().sum() + x.abs().log().sum()
 
     x = torch.randn(7, dtype=torch.float64, requires_grad=True)
     ab.export(tmp_path / "powers.pt2", {"powers": ab.Grad(powers, [ab.Variant((x,))])}, runtime="standalone", tune="none")

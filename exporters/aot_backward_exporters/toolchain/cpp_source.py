@@ -29,7 +29,7 @@ _CHECKS_WANTED = "static bool _check_aoti_runtime_check_inputs_env() {"
 _MAY_HAVE_THREADS = 'extern "C" char __libc_single_threaded = 0;\n'
 """libstdc++ reads this variable of glibc 2.32 to count references without atomic operations where a process has one thread. With one of the
 library's own that says no, it always counts with them."""
-_OLD_SYMBOLS = "pthread_rwlock_rdlock pthread_rwlock_wrlock pthread_rwlock_unlock pow exp exp2 hypot fmod".split()
+_OLD_SYMBOLS = ["pthread_rwlock_rdlock", "pthread_rwlock_wrlock", "pthread_rwlock_unlock", "pow", "exp", "exp2", "hypot", "fmod"]
 """Functions that a newer glibc exports under a newer version, too (2.29 to 2.38), of which the older gives the same bits. Not of them: ``log`` and
 ``log2``, whose older ones give NaN another sign."""
 _CHECKS_UNWANTED = "static constexpr bool _check_aoti_runtime_check_inputs_env() { return false; }\n"
