@@ -20,7 +20,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward.cli import main
-from aot_backward_exporters.onnx.decompositions import convolution
+from aot_backward_exporters.decompositions import convolution
 
 from ..conftest import PROGRAM
 from ..support import oracle

@@ -22,7 +22,7 @@ from torch.fx import Node
 from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
-from .fx_splice import spliced, with_strides
+from ..fx_splice import spliced, with_strides
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default

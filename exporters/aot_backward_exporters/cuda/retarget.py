@@ -13,10 +13,10 @@ from torch.fx import GraphModule, Node
 from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
+from ..fx_splice import spliced, with_strides
 from ..graph import Graph
 from . import attention
 from .devices import Device
-from .fx_splice import spliced, with_strides
 
 _CPU_ONLY = ("mkldnn.", "mkl.", "aten.mkldnn_")
 

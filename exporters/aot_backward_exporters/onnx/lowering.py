@@ -1,7 +1,7 @@
 """A captured graph as one that PyTorch's ONNX translations know: functional, of operators that have a translation, with explicit casts.
 
 Parameters, buffers and the numbers of an optimizer become placeholders behind the graph's own, and what is written into them in place becomes
-results behind the graph's own. Operators without a translation are decomposed, by the tables of :mod:`.decompositions` first, then by PyTorch's own.
+results behind the graph's own. Operators without a translation are decomposed, by :func:`.decompositions.table.ours` first, then by PyTorch's own.
 What is left without is refused by name.
 """
 
@@ -21,13 +21,11 @@ from aot_backward_runtime.format.expressions import evaluate, symbols_of
 from aot_backward_runtime.format.manifest import TensorSpec
 
 from .. import torch_api
+from ..decompositions.table import ours
 from ..graph import LINE, Graph
-from .decompositions import attention, convolution, elementwise, exponentials, indexing, layers, pooling, reductions, shapes
 from .rewrites import rewrite, widen
 
 aten = torch.ops.aten
-_TABLES = (attention, convolution, elementwise, exponentials, indexing, layers, pooling, reductions, shapes)
-_OURS: Mapping[str, Callable[..., Any]] = {name: function for table in _TABLES for name, function in table.DECOMPOSITIONS.items()}
 _NO_TYPE = (torch.complex32, torch.complex64, torch.complex128)
 _CHECKS = {
     aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default, aten._assert_tensor_metadata.default,
@@ -269,13 +267,7 @@ def _decompositions(known: Callable[[Any], bool]) -> dict[Any, Callable[..., Any
         for operator, function in torch_api.decomposition_table.items()
         if isinstance(operator, torch_api.OpOverload) and not known(operator)
     }
-    _ = torch_api.partition_fn  # registers Inductor's own operators, such as prims.fma
-    return table | {_operator(name): function for name, function in _OURS.items()}
-
-
-def _operator(name: str) -> Any:
-    namespace, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return table | dict(ours())
 
 
 def _refuse(graph: Graph) -> None:

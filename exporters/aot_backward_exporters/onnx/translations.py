@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from onnxscript import opset18
 
 from .. import torch_api
-from .decompositions.pooling import windows
+from ..decompositions.pooling import windows
 
 op: Any = opset18
 
@@ -21,7 +21,7 @@ _INEXACT = (
     *("glu", "silu", "mish", "elu", "celu", "selu", "log_sigmoid_forward", "softplus", "log1p", "expm1"),
 )
 """Operators of which torchlib's translation is off by more than rounding, or no valid graph. Those of the second line are decomposed
-(:mod:`.decompositions.exponentials`), the others refused."""
+(:mod:`..decompositions.exponentials`), the others refused."""
 
 
 def _numel(x: Any) -> Any:

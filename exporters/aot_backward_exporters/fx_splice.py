@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .. import torch_api
+from . import torch_api
 
 
 def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node], values: Mapping[Node, Any]) -> tuple[list[Node], dict[Node, Any]]:

@@ -1,1 +1,0 @@
-"""Operators that ONNX does not have, by operators that it has."""
