@@ -78,7 +78,7 @@ def _checked_package(
     parameters = [t for program in _programs(entries) for t in program.parameters()]
     size = sum(t.nbytes for t in parameters if t.layout is torch.strided and not nn.parameter.is_lazy(t))
     with everything_kept(entries), allocator.freed_at_once(size), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        contents = Contents(target, Path(folder), progress, portable=portable, tune=tune)
+        contents = Contents(target, Path(folder), progress, portable=portable, tune=tune, standalone=runtime == "standalone")
         build = Build(contents)
         for name, entry in entries.items():
             build.add(name, entry)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from aot_backward_exporters.decompositions import replaced
 from aot_backward_exporters.graph import VERSION, Artifact, Graph
 from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
@@ -23,9 +24,12 @@ from aot_backward_runtime.package.targets import seen_as
 
 from ..capture.joint_graph import Joint
 from ..capture.shapes.symbolic_shapes import Sizes
+from ..checks import standalone
 from ..checks.stored_results import Stored
 from .package_writer import library_spec, stem_of, stems_of
 
+_DECOMPOSED = 3
+"""How often a graph is decomposed for the standalone backend: a decomposition may consist of operators that it lacks, too."""
 Check = Callable[[Callable[[], Package], int, VariantSpec, Stored], Verdict]
 """Compares a variant with eager, given what loads the package, the variant's number and what the manifest says of it; what ``verify`` will need is
 stored."""
@@ -34,10 +38,13 @@ stored."""
 class Contents:
     """What is collected while entries are captured and compiled."""
 
-    def __init__(self, target: str, folder: Path, progress: Progress = silent, *, portable: bool = True, tune: str = "none"):
+    def __init__(
+        self, target: str, folder: Path, progress: Progress = silent, *, portable: bool = True, tune: str = "none", standalone: bool = False
+    ):
         """``target``: one or several (:func:`targets.parsed`). ``portable``: whether the graphs go into the package as data, too. ``tune``: how many
-        ways to compile a variant are tried (:data:`.tuning.TUNES`)."""
+        ways to compile a variant are tried (:data:`.tuning.TUNES`). ``standalone``: whether operators that run with PyTorch alone are decomposed."""
         self.targets, self.folder, self.progress, self.portable, self.tune = targets.parsed(target), folder, progress, portable, tune
+        self.standalone = standalone
         self.specs = tuple(targets.target_spec(name) for name in self.targets)
         self.graphs: dict[str, Graph] = {}
         self.artifacts: dict[str, Artifact] = {}
@@ -64,6 +71,15 @@ class Contents:
 
     def compile(self, graphs: Sequence[Graph], joint: Joint, only: int | None = None) -> None:
         """``only``: the number of a target, the code for others staying what it is."""
+        self._compile(graphs, joint, only)
+        if self.standalone:
+            graphs = [self._decomposed(graph, joint, only) for graph in graphs]
+        for graph in graphs:
+            self.add_graph(graph)
+            if self.portable:
+                self._write_portable(graph, joint.sizes)
+
+    def _compile(self, graphs: Sequence[Graph], joint: Joint, only: int | None) -> None:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         for number, (name, spec) in enumerate(zip(self.targets, self.specs, strict=True)):
             if only not in (None, number):
@@ -71,10 +87,17 @@ class Contents:
             (folder / str(number)).mkdir()
             made = compile.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress)
             self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
-        for graph in graphs:
-            self.add_graph(graph)
-            if self.portable:
-                self._write_portable(graph, joint.sizes)
+
+    def _decomposed(self, graph: Graph, joint: Joint, only: int | None) -> Graph:
+        """``graph``, or another form of it, compiled anew, without operators that the standalone backend lacks, as far as they can be avoided."""
+        for _ in range(_DECOMPOSED):
+            lacking = {name for artifact in self._artifacts(graph.name) for name in standalone.lacking([artifact.library], artifact.operators)}
+            found = replaced.without(graph, lacking, joint.fake_mode) if lacking else None
+            if found is None:
+                break
+            graph = found
+            self._compile([graph], joint, only)
+        return graph
 
     def add_graph(self, graph: Graph) -> None:
         self.graphs[graph.name] = graph

@@ -89,8 +89,9 @@ def _divisors(
     return out
 
 
-def _average(spatial: int, operator: str) -> Callable[..., Any]:
-    """Only where windows reach beyond the input and do not count all of it, or the divisor is another: torchlib does the rest."""
+def _average(spatial: int, operator: str, *, everywhere: bool = False) -> Callable[..., Any]:
+    """Only where windows reach beyond the input and do not count all of it, or the divisor is another, unless ``everywhere``: torchlib does the
+    rest."""
 
     def forward(
         x: torch.Tensor,
@@ -103,7 +104,7 @@ def _average(spatial: int, operator: str) -> Callable[..., Any]:
     ) -> Any:
         kernel, pad = _each(kernel_size, spatial), _each(padding, spatial)
         steps = _each(stride, spatial) if len(stride) else kernel
-        if not ceil_mode and divisor_override is None and (count_include_pad or not any(pad)):
+        if not everywhere and not ceil_mode and divisor_override is None and (count_include_pad or not any(pad)):
             return NotImplemented
         sizes = list(x.shape[x.dim() - spatial :])
         if not all(isinstance(n, int) for n in sizes):
@@ -227,3 +228,9 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "aten.replication_pad2d_backward.default": _padded_backward(2),
     "aten.replication_pad3d_backward.default": _padded_backward(3),
 }
+
+WITHOUT_TORCHLIB: dict[str, Callable[..., Any]] = {
+    "aten.avg_pool2d.default": _average(2, "aten.avg_pool2d.default", everywhere=True),
+    "aten.avg_pool3d.default": _average(3, "aten.avg_pool3d.default", everywhere=True),
+}
+"""For what has no translations of PyTorch's beside these."""

@@ -267,7 +267,7 @@ def _decompositions(known: Callable[[Any], bool]) -> dict[Any, Callable[..., Any
         for operator, function in torch_api.decomposition_table.items()
         if isinstance(operator, torch_api.OpOverload) and not known(operator)
     }
-    return table | dict(ours())
+    return table | ours()
 
 
 def _refuse(graph: Graph) -> None:

@@ -1,0 +1,74 @@
+"""Puts decompositions in the place of operators of a captured graph."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from aot_backward_runtime.errors import ExportError
+
+from .. import torch_api
+from ..fx_splice import spliced, with_strides
+from ..graph import Graph
+from .table import everywhere
+
+
+def without(graph: Graph, names: Collection[str], fake_mode: Any) -> Graph | None:
+    """``graph`` with calls of ``names`` ("aten.avg_pool2d", "aten._cdist_forward") by other operators, as far as there is a decomposition that serves
+    them; None where there is none for any. The graph itself stays as it is. ``fake_mode``: the ``FakeTensorMode`` of the capture."""
+    module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+    replaced = False
+    with fake_mode, torch.no_grad(), torch_api.enable_python_dispatcher(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
+        for node in list(module.graph.nodes):
+            if node.op == "call_function" and name_of(node.target) in names and node.target in everywhere():
+                replaced |= _replace(node, everywhere()[node.target])
+    if not replaced:
+        return None
+    module.graph.lint()
+    module.recompile()
+    return dataclasses.replace(graph, module=module)
+
+
+def name_of(target: Any) -> str:
+    """As in what the manifest says of an entry without PyTorch."""
+    return str(target).removesuffix(".default")
+
+
+def _replace(node: Node, function: Callable[..., Any]) -> bool:
+    """False: the decomposition does not serve this call."""
+    operands = list(dict.fromkeys(node.all_input_nodes))
+    values = {n: n.meta["val"] for n in operands}
+    several = isinstance(node.meta["val"], tuple | list)
+    users = [n for n in node.users if n.target is operator.getitem] if several else [node]
+    if several and len(users) < len(node.users):
+        return False
+    likes = [n.meta["val"] for n in users]
+
+    def called(*given: Any) -> tuple[Any, ...]:
+        found = dict(zip(operands, given, strict=True))
+        out = function(*map_arg(node.args, found.__getitem__), **map_arg(node.kwargs, found.__getitem__))
+        if out is NotImplemented:
+            raise _NotServed
+        results = [out[int(n.args[1])] for n in users] if several else [out]  # type: ignore[arg-type]
+        return tuple(with_strides(result, like) for result, like in zip(results, likes, strict=True))
+
+    try:
+        results, _ = spliced(node, called, operands, values)
+    except (_NotServed, ExportError):
+        return False
+    for user, result in zip(users, results, strict=True):
+        user.replace_all_uses_with(result)
+    for dead in (*(users if several else ()), node):
+        dead.graph.erase_node(dead)
+    return True
+
+
+class _NotServed(Exception):
+    """The decomposition is not for these arguments."""
