@@ -181,7 +181,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, layout: str = "row-ma
     if layout == "expanded":
         return x[..., :1].expand(shape)
     if layout == "channels last":
-        return x.to(memory_format=torch.channels_last)
+        return x.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
     return x
 
 
@@ -272,6 +272,10 @@ CONVOLUTIONS = {
     "a line": ((2, 3, 16), (5, 3, 4), 2, 1, 1, 1),
     "a line in groups": ((2, 4, 16), (4, 1, 3), 1, 1, 1, 4),
     "one image": ((1, 3, 6, 6), (2, 3, 6, 6), 1, 0, 1, 1),
+    "a volume": ((2, 3, 5, 6, 7), (4, 3, 2, 3, 3), 1, 1, 1, 1),
+    "a volume in groups": ((2, 4, 6, 7, 5), (6, 2, 3, 2, 3), 2, 1, 1, 2),
+    "a dilated volume": ((1, 2, 7, 8, 9), (3, 2, 3, 2, 2), 1, 2, 2, 1),
+    "volumes, one by one": ((2, 3, 4, 5, 6), (4, 3, 1, 1, 1), 1, 0, 1, 1),
 }
 
 
@@ -284,8 +288,8 @@ def spread(value: int, weight: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_convolutions(case: str, bias: bool, dtype: torch.dtype) -> None:
     shape, weight, stride, padding, dilation, groups = CONVOLUTIONS[case]
-    for x_layout in ("row-major", "channels last") if len(shape) == 4 else ("row-major", "transposed"):
-        for w_layout in ("row-major", "channels last") if len(shape) == 4 else ("row-major",):
+    for x_layout in ("row-major", "channels last") if len(shape) > 3 else ("row-major", "transposed"):
+        for w_layout in ("row-major", "channels last") if len(shape) > 3 else ("row-major",):
             x, w = drawn(*shape, dtype=dtype, layout=x_layout), drawn(*weight, dtype=dtype, layout=w_layout)
             b = drawn(weight[0], dtype=dtype) if bias else None
             numbers = [spread(stride, weight), spread(padding, weight), spread(dilation, weight), False, spread(0, weight), groups]
@@ -299,7 +303,7 @@ def test_convolutions(case: str, bias: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("stride, padding, dilation, more", [(1, 0, 1, 0), (2, 1, 1, 1), (3, 0, 2, 1)])
 def test_transposed_convolutions(stride: int, padding: int, dilation: int, more: int, groups: int, dtype: torch.dtype) -> None:
-    for shape, weight in (((2, 4, 5, 6), (4, 3, 3, 3)), ((2, 4, 7), (4, 2, 3))):
+    for shape, weight in (((2, 4, 5, 6), (4, 3, 3, 3)), ((2, 4, 7), (4, 2, 3)), ((2, 4, 3, 4, 5), (4, 2, 3, 2, 3))):
         x, w, b = drawn(*shape, dtype=dtype), drawn(*weight, dtype=dtype), drawn(weight[1] * groups, dtype=dtype)
         numbers = [spread(stride, weight), spread(padding, weight), spread(dilation, weight), True, spread(more, weight), groups]
         both("convolution", x, w, Optional(b), *numbers, ulps=64)

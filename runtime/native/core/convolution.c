@@ -1,11 +1,13 @@
-/* Convolutions over one or two dimensions, with groups, strides, padding and dilation, and their gradients. */
+/* Convolutions over one to three dimensions, with groups, strides, padding and dilation, and their gradients. */
 #include "core.h"
 
 #include <string.h>
 
 typedef struct {
-  int64_t batch, groups, channels, filters, in[2], kernel[2], out[2], stride[2], padding[2], dilation[2];
-} shape; /* channels, filters: of a group */
+  int64_t batch, groups, channels, filters, in[3], kernel[3], out[3], stride[3], padding[3], dilation[3];
+} shape; /* channels, filters: of a group; depth, height and width, of which those that are not there are 1 */
+
+static int64_t product(const int64_t sizes[3]) { return sizes[0] * sizes[1] * sizes[2]; }
 
 #define T float
 #define NAME f
@@ -17,12 +19,12 @@ typedef struct {
 /* `x` is the input of the convolution, of a transposed one its result, whose sizes these are: that one is the other's gradient. */
 static int read_shape(const tensor *x, const int64_t *sizes, const tensor *w, const int64_t *stride, int64_t strides, const int64_t *padding,
                       int64_t paddings, const int64_t *dilation, int64_t dilations, int64_t groups, shape *s) {
-  int flat = x->rank == 3;
-  if ((x->rank != 3 && x->rank != 4) || w->rank != x->rank) return core_fail("a convolution of an input of %d dimensions", x->rank);
+  int absent = 5 - x->rank;
+  if (x->rank < 3 || x->rank > 5 || w->rank != x->rank) return core_fail("a convolution of an input of %d dimensions", x->rank);
   if (x->dtype != w->dtype || (x->dtype != F32 && x->dtype != F64)) return core_fail("a convolution of %s", name_of(x->dtype));
-  *s = (shape){sizes[0], groups, sizes[1] / groups, w->sizes[0] / groups, {1, 1}, {1, 1}, {1, 1}, {1, 1}, {0, 0}, {1, 1}};
-  for (int i = flat; i < 2; i++) {
-    int d = i - flat;
+  *s = (shape){sizes[0], groups, sizes[1] / groups, w->sizes[0] / groups, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {0}, {1, 1, 1}};
+  for (int i = absent; i < 3; i++) {
+    int d = i - absent;
     s->in[i] = sizes[2 + d];
     s->kernel[i] = w->sizes[2 + d];
     s->stride[i] = stride[strides == 1 ? 0 : d];
@@ -36,7 +38,7 @@ static int read_shape(const tensor *x, const int64_t *sizes, const tensor *w, co
 
 /* The sizes of a transposed convolution's result. */
 static void transposed_sizes(const tensor *x, const tensor *w, const int64_t *stride, int64_t strides, const int64_t *padding, int64_t paddings,
-                             const int64_t *dilation, int64_t dilations, const int64_t *more, int64_t mores, int64_t groups, int64_t sizes[4]) {
+                             const int64_t *dilation, int64_t dilations, const int64_t *more, int64_t mores, int64_t groups, int64_t sizes[5]) {
   sizes[0] = x->sizes[0];
   sizes[1] = w->sizes[1] * groups;
   for (int d = 0; d < x->rank - 2; d++)
@@ -77,19 +79,27 @@ static void sum_channels(const tensor *g, tensor *out) { /* row-major */
   }
 }
 
+/* Whether eager's results have their channels last: where an operand has, and of volumes where oneDNN computes them (aten/src/ATen/native/Convolution.cpp:
+ * use_mkldnn, with more than one thread). */
+static bool channels_last(const tensor *x, const tensor *w, int64_t groups) {
+  if (!tensor_is_channels_last(x) && !tensor_is_channels_last(w)) return false;
+  if (x->rank == 4) return true;
+  bool large = (w->sizes[3] > 3 && w->sizes[4] > 3) || x->sizes[0] * x->sizes[1] * x->sizes[2] * x->sizes[3] > 20480;
+  return x->dtype == F32 && (groups > 1 || x->sizes[0] > 1 || large);
+}
+
 CORE int32_t aoti_torch_cpu_convolution(tensor *x_, tensor *w_, tensor **bias, const int64_t *stride, int64_t strides, const int64_t *padding,
                                         int64_t paddings, const int64_t *dilation, int64_t dilations, int32_t transposed,
                                         const int64_t *output_padding, int64_t output_paddings, int64_t groups, tensor **out) {
   shape s;
-  int64_t sizes[4] = {0};
+  int64_t sizes[5] = {0};
   tensor *b = bias ? *bias : NULL;
   if (transposed) transposed_sizes(x_, w_, stride, strides, padding, paddings, dilation, dilations, output_padding, output_paddings, groups, sizes);
   if (read_shape(x_, transposed ? sizes : x_->sizes, w_, stride, strides, padding, paddings, dilation, dilations, groups, &s)) return 1;
   if (!transposed) {
     sizes[0] = s.batch;
     sizes[1] = s.filters * groups;
-    sizes[2] = x_->rank == 3 ? s.out[1] : s.out[0];
-    sizes[3] = s.out[1];
+    for (int d = 2; d < x_->rank; d++) sizes[d] = s.out[d - x_->rank + 3];
   }
   tensor *x = tensor_dense(x_), *w = tensor_dense(w_),
          *y = transposed ? tensor_zeros(x_->rank, sizes, x_->dtype) : tensor_new(x_->rank, sizes, NULL, x_->dtype);
@@ -99,7 +109,7 @@ CORE int32_t aoti_torch_cpu_convolution(tensor *x_, tensor *w_, tensor **bias, c
   tensor_drop(x);
   tensor_drop(w);
   if (failed) return tensor_drop(y), 1;
-  return (*out = tensor_laid_out(y, tensor_is_channels_last(x_) || tensor_is_channels_last(w_))) ? 0 : 1;
+  return (*out = tensor_laid_out(y, channels_last(x_, w_, groups))) ? 0 : 1;
 }
 
 CORE int32_t aoti_torch_cpu_convolution_backward(tensor *gy_, tensor *x_, tensor *w_, const int64_t **bias_sizes, int64_t bias_rank,
@@ -122,7 +132,7 @@ CORE int32_t aoti_torch_cpu_convolution_backward(tensor *gy_, tensor *x_, tensor
   tensor_drop(gy);
   tensor_drop(x);
   tensor_drop(w);
-  bool last = tensor_is_channels_last(x_) || tensor_is_channels_last(w_);
+  bool last = channels_last(x_, w_, groups);
   if (!failed) failed = (dx && !(dx = tensor_laid_out(dx, last))) | (dw && !(dw = tensor_laid_out(dw, last)));
   tensor *const made[] = {dx, dw, db};
   tensor **const to[] = {gx, gw, gb};

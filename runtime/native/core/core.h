@@ -48,9 +48,9 @@ tensor *tensor_view(const tensor *of, int64_t rank, const int64_t *sizes, const 
 void tensor_drop(tensor *t);
 /* Itself once more where it is row-major, else a copy. */
 tensor *tensor_dense(const tensor *t);
-/* As c10::is_channels_last_strides_2d. */
+/* As c10::is_channels_last_strides_2d and _3d. */
 bool tensor_is_channels_last(const tensor *t);
-/* A row-major tensor, laid out with its channels last where it shall be so and has four dimensions; `t` is given up. */
+/* A row-major tensor, laid out with its channels last where it shall be so and has four or five dimensions; `t` is given up. */
 tensor *tensor_laid_out(tensor *t, bool channels_last);
 void tensor_copy(const tensor *from, tensor *to); /* of one dtype and shape */
 int64_t tensor_count(const tensor *t);

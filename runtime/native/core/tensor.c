@@ -270,13 +270,12 @@ tensor *tensor_dense(const tensor *t) {
   return out;
 }
 
-/* As c10::is_channels_last_strides_2d. */
+/* As c10::is_channels_last_strides_2d and _3d. */
 bool tensor_is_channels_last(const tensor *t) {
-  static const int order[] = {1, 3, 2, 0};
   int64_t least = 0;
-  if (t->rank != 4 || !t->strides[1]) return false;
-  for (int i = 0; i < 4; i++) {
-    int d = order[i];
+  if ((t->rank != 4 && t->rank != 5) || !t->strides[1]) return false;
+  for (int i = 0; i < t->rank; i++) { /* 1, then from the last one down to 2, then 0 */
+    int d = !i ? 1 : i == t->rank - 1 ? 0 : t->rank - i;
     if (!t->sizes[d] || t->strides[d] < least || (!d && least == t->strides[1])) return false;
     least = t->strides[d] * (t->sizes[d] > 1 ? t->sizes[d] : 1);
   }
@@ -284,9 +283,15 @@ bool tensor_is_channels_last(const tensor *t) {
 }
 
 tensor *tensor_laid_out(tensor *t, bool channels_last) {
-  if (!t || !channels_last || t->rank != 4) return t;
-  int64_t c = t->sizes[1], h = t->sizes[2], w = t->sizes[3], strides[] = {c * h * w, 1, w * c, c};
-  tensor *out = tensor_new(4, t->sizes, strides, t->dtype);
+  if (!t || !channels_last || (t->rank != 4 && t->rank != 5)) return t;
+  int64_t strides[RANKS], step = t->sizes[1];
+  for (int32_t d = t->rank - 1; d > 1; d--) {
+    strides[d] = step;
+    step *= t->sizes[d];
+  }
+  strides[0] = step;
+  strides[1] = 1;
+  tensor *out = tensor_new(t->rank, t->sizes, strides, t->dtype);
   if (out) tensor_copy(t, out);
   tensor_drop(t);
   return out;
