@@ -423,6 +423,44 @@ def test_normal_numbers_are_eagers(shape: tuple[int, ...], dtype: torch.dtype) -
     assert torch.equal(mine, drawn_next)
 
 
+def drawn_by_both(name: str, *arguments: Any) -> None:
+    """The same numbers to the bit, and the same state of the generator behind them."""
+    core().core_seed(ctypes.c_uint64(7))
+    torch.manual_seed(7)
+    for _ in range(2):
+        both(name, *arguments, ulps=0)
+    state = (ctypes.c_uint8 * 5056)()
+    core().core_random_state(state)
+    expected = torch.rand(3)
+    torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
+    assert torch.equal(torch.rand(3), expected)
+
+
+_PLACE = None, None, False, None  # layout, device with its number, pinned memory
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_uniform_numbers_are_eagers(dtype: torch.dtype) -> None:
+    drawn_by_both("rand", [3, 37], Optional(_CODES[dtype]), *_PLACE)
+    for layout in ("row-major", "transposed", "channels last"):
+        like = drawn(2, 3, 4, 5, dtype=dtype, layout=layout)
+        drawn_by_both("rand_like", like, None, *_PLACE, None)
+
+
+@pytest.mark.parametrize("low, high", [(0, 10), (-5, 5), (3, 4), (0, (1 << 28) - 1), (0, 1 << 28), (-(1 << 40), 1 << 41), (-(1 << 63), (1 << 63) - 1)])
+def test_random_integers_are_eagers(low: int, high: int) -> None:
+    drawn_by_both("randint_low", low, high, [5, 7], Optional(_CODES[torch.int64]), *_PLACE)
+    drawn_by_both("randint", abs(high), [9], Optional(_CODES[torch.int64]), *_PLACE)
+    drawn_by_both("randint_low", max(low, -100), min(high, 100), [9], None, *_PLACE)
+    with pytest.raises(Refused, match="expects 'from' to be less than 'to'"):
+        call(core(), "randint", [0, [3], None, *_PLACE], 1)
+
+
+def test_permutations_are_eagers() -> None:
+    for n in (0, 1, 2, 100):
+        drawn_by_both("randperm", n, None, *_PLACE)
+
+
 def test_copies_and_constants() -> None:
     for x in (
         drawn(3, 4),

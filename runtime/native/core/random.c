@@ -198,3 +198,94 @@ CORE int32_t aoti_torch_cpu_randn(const int64_t *sizes, int64_t rank, int32_t *d
   (void)layout, (void)device, (void)index, (void)pinned;
   return made_normal(tensor_new(rank, sizes, NULL, dtype ? *dtype : F32), out);
 }
+
+/* --- uniform numbers and integers ------------------------------------------------------------------------------------------------------------- */
+
+static int made_uniform(tensor *t, tensor **out) {
+  if (!t) return 1;
+  if (t->dtype != F32 && t->dtype != F64) return core_fail("uniform numbers of %s", name_of(t->dtype)), tensor_drop(t), 1;
+  int64_t count = tensor_count(t);
+  enter();
+  for (int64_t i = 0; i < count; i++) {
+    if (t->dtype == F32) ((float *)at(t))[i] = uniform_float();
+    else ((double *)at(t))[i] = uniform();
+  }
+  pthread_mutex_unlock(&lock);
+  *out = t;
+  return 0;
+}
+
+CORE int32_t aoti_torch_cpu_rand(const int64_t *sizes, int64_t rank, int32_t *dtype, int32_t *layout, int32_t *device, int32_t index, int32_t *pinned,
+                                 tensor **out) {
+  (void)layout, (void)device, (void)index, (void)pinned;
+  return made_uniform(tensor_new(rank, sizes, NULL, dtype ? *dtype : F32), out);
+}
+
+CORE int32_t aoti_torch_cpu_rand_like(tensor *like, int32_t *dtype, int32_t *layout, int32_t *device, int32_t index, int32_t *pinned, int32_t *format,
+                                      tensor **out) {
+  (void)layout, (void)device, (void)index, (void)pinned;
+  if (format && *format) return core_fail("rand_like of a memory format");
+  return made_uniform(tensor_like(like, like->sizes, dtype ? *dtype : like->dtype), out);
+}
+
+/* Of [low, high), as at::uniform_int_from_to_distribution. */
+static int fill_integers(tensor *t, int64_t low, int64_t high) {
+  uint64_t range = (uint64_t)high - (uint64_t)low;
+  if (low >= high) return core_fail("random_ expects 'from' to be less than 'to', but got from=%lld >= to=%lld", (long long)low, (long long)high);
+  if (t->dtype != I64 && t->dtype != I32 && t->dtype != F32 && t->dtype != F64) return core_fail("random integers of %s", name_of(t->dtype));
+  int64_t count = tensor_count(t);
+  enter();
+  for (int64_t i = 0; i < count; i++) {
+    uint64_t drawn = draw();
+    if (range >= (uint64_t)1 << 28) drawn = drawn << 32 | draw();
+    int64_t value = (int64_t)(drawn % range + (uint64_t)low);
+    if (t->dtype == I64) ((int64_t *)at(t))[i] = value;
+    else if (t->dtype == I32) ((int32_t *)at(t))[i] = (int32_t)value;
+    else if (t->dtype == F32) ((float *)at(t))[i] = (float)value;
+    else ((double *)at(t))[i] = (double)value;
+  }
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+
+static int made_integers(tensor *t, int64_t low, int64_t high, tensor **out) {
+  if (!t || fill_integers(t, low, high)) return tensor_drop(t), 1;
+  *out = t;
+  return 0;
+}
+
+CORE int32_t aoti_torch_cpu_randint_low(int64_t low, int64_t high, const int64_t *sizes, int64_t rank, int32_t *dtype, int32_t *layout,
+                                        int32_t *device, int32_t index, int32_t *pinned, tensor **out) {
+  (void)layout, (void)device, (void)index, (void)pinned;
+  return made_integers(tensor_new(rank, sizes, NULL, dtype ? *dtype : F32), low, high, out); /* as libtorch's function */
+}
+
+CORE int32_t aoti_torch_cpu_randint(int64_t high, const int64_t *sizes, int64_t rank, int32_t *dtype, int32_t *layout, int32_t *device, int32_t index,
+                                    int32_t *pinned, tensor **out) {
+  return aoti_torch_cpu_randint_low(0, high, sizes, rank, dtype, layout, device, index, pinned, out);
+}
+
+CORE int32_t aoti_torch_cpu_randint_low_out(tensor *out, int64_t low, int64_t high, const int64_t *sizes, int64_t rank) {
+  (void)sizes, (void)rank;
+  if (!tensor_is_dense(out)) return core_fail("random integers into a tensor that is not row-major");
+  return fill_integers(out, low, high);
+}
+
+/* Each place from the first on is exchanged with one that is not before it. */
+CORE int32_t aoti_torch_cpu_randperm(int64_t n, int32_t *dtype, int32_t *layout, int32_t *device, int32_t index, int32_t *pinned, tensor **out) {
+  (void)layout, (void)device, (void)index, (void)pinned;
+  if ((dtype && *dtype != I64) || n < 0) return core_fail("randperm of %lld, of %s", (long long)n, dtype ? name_of(*dtype) : "int64");
+  tensor *t = tensor_new(1, &n, NULL, I64);
+  if (!t) return 1;
+  int64_t *places = at(t);
+  for (int64_t i = 0; i < n; i++) places[i] = i;
+  enter();
+  for (int64_t i = 0; i < n - 1; i++) {
+    int64_t other = i + draw() % (n - i), held = places[i];
+    places[i] = places[other];
+    places[other] = held;
+  }
+  pthread_mutex_unlock(&lock);
+  *out = t;
+  return 0;
+}
