@@ -378,21 +378,57 @@ def test_embedding_bags(last: bool, mode: int, index: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_running_sums(dim: int, dtype: torch.dtype) -> None:
-    x = drawn(4, 7, 5) * 10
-    for given in (x.to(dtype), x.to(dtype).transpose(0, 2), x.to(dtype)[:, ::2]):
-        both("cumsum", given, dim, Optional(None))
+@pytest.mark.parametrize("name", ["cumsum", "cumprod"])
+def test_running_sums_and_products(name: str, dim: int, dtype: torch.dtype) -> None:
+    x = drawn(4, 7, 5) * (10 if name == "cumsum" else 2)
+    for given in (x.to(dtype), x.to(dtype).transpose(0, 2), x.to(dtype)[:, ::2], x.to(dtype)[:0], x[0, 0, 0].to(dtype)):
+        both(name, given, dim if given.dim() else 0, Optional(None))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_running_logarithms_of_sums(dim: int, dtype: torch.dtype) -> None:
+    x = drawn(6, 7, dtype=dtype) * 100
+    x[0, 1], x[2, 2], x[3, 3], x[0, 4], x[:, 5] = -math.inf, math.inf, math.nan, math.inf, -math.inf
+    for given in (x, x.t(), x[:, ::2]):
+        both("logcumsumexp", given, dim)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", ["cummax", "cummin"])
+def test_running_extremes(name: str, dim: int, dtype: torch.dtype) -> None:
+    x = (drawn(6, 7) * 3).round().to(dtype)
+    if dtype.is_floating_point:
+        x[2, 3], x[4, 3], x[0, 0], x[1, 1] = math.nan, math.nan, math.inf, -0.0
+    for given in (x, x.t(), x[:, ::2], x[0, 0]):
+        both(name, given, dim if given.dim() else 0, results=2, ulps=0 if not dtype.is_floating_point else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("dim", [0, -1])
 def test_topk(dim: int, largest: bool, dtype: torch.dtype) -> None:
-    x = drawn(6, 9, dtype=dtype)
-    x[2, 3] = math.nan
+    x = (drawn(6, 9) * 1000).to(dtype)
+    if dtype.is_floating_point:
+        x[2, 3] = math.nan
     for given in (x, x.t().contiguous().t()):
         for k in (0, 1, 5):
             both("topk", given, k, dim, largest, True, results=2, ulps=0.1)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("descending", [True, False])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_sorting(dim: int, descending: bool, dtype: torch.dtype) -> None:
+    x = (drawn(2, 3, 4, 5) * 3).round().to(dtype)  # many are equal
+    if dtype.is_floating_point:
+        x[0, 1, 2, 3], x[1, 1, 2, 2], x[1, 0, 0], x[0, 0, 0, 0] = math.nan, math.nan, -0.0, math.inf
+    else:
+        x[0, 0, 0, 0], x[1, 2, 3, 4] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+    last = x.to(memory_format=torch.channels_last)
+    for given in (x, last, x.transpose(1, 2), x[:, :, ::2], x[:, :, :, :1].expand(2, 3, 4, 6), x[:0], x[0, 0, 0, 0]):
+        both("sort_stable", given, Optional(True), dim if given.dim() else 0, descending, results=2, ulps=0.1)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

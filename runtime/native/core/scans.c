@@ -1,96 +1,117 @@
-/* Running sums, and the largest along a dimension. */
+/* What runs along one dimension: sums, products, the logarithm of sums of exponentials, the largest and the smallest so far. */
 #include "core.h"
 
-#include <stdlib.h>
+#include <math.h>
 #include <string.h>
 
-#define SCAN(type)                                                                                                                                   \
-  {                                                                                                                                                  \
-    const type *from = (const type *)at(x.t);                                                                                                        \
-    type *to = at(y);                                                                                                                                \
-    for (int64_t o = 0; o < outer; o++)                                                                                                              \
-      for (int64_t i = 0; i < inner; i++) {                                                                                                          \
-        SUM_OF(type) sum = 0;                                                                                                                        \
-        for (int64_t k = 0; k < n; k++) to[(o * n + k) * inner + i] = (type)(sum += from[(o * n + k) * inner + i]);                                  \
+typedef enum { SUM, PRODUCT, LOG_SUM } scan;
+typedef struct {
+  int64_t outer, n, inner;
+} extent; /* a dimension, and how much there is before and behind it */
+
+static extent along(const tensor *t, int64_t dim) {
+  extent e = {1, 1, 1};
+  if (dim < 0) dim += t->rank;
+  for (int32_t d = 0; d < t->rank; d++) *(d < dim ? &e.outer : d == dim ? &e.n : &e.inner) *= t->sizes[d];
+  return e;
+}
+
+#define TOTAL_OF(type) __typeof__(_Generic((type)0, float: (double)0, default: (type)0)) /* as eager: at::acc_type */
+#define SCAN(type, suffix)                                                                                                                           \
+  static void scan_##suffix(const type *from, type *to, extent e, scan how) {                                                                        \
+    for (int64_t o = 0; o < e.outer; o++)                                                                                                            \
+      for (int64_t i = 0; i < e.inner; i++) {                                                                                                        \
+        const type *x = from + o * e.n * e.inner + i;                                                                                                \
+        type *y = to + o * e.n * e.inner + i;                                                                                                        \
+        TOTAL_OF(type) total = how == PRODUCT;                                                                                                       \
+        for (int64_t k = 0; k < e.n; k++) y[k * e.inner] = (type)(how == SUM ? (total += x[k * e.inner]) : (total *= x[k * e.inner]));               \
       }                                                                                                                                              \
   }
-#define SUM_OF(type) __typeof__(_Generic((type)0, float: (double)0, default: (type)0)) /* as eager: at::acc_type */
+SCAN(float, f)
+SCAN(double, d)
+SCAN(int64_t, l)
 
-CORE int32_t aoti_torch_cpu_cumsum(tensor *self, int64_t dim, int32_t *dtype, tensor **out) {
-  if (dtype && *dtype != self->dtype) return core_fail("cumsum of %s into %s", name_of(self->dtype), name_of(*dtype));
-  struct {
-    tensor *t;
-  } x = {tensor_dense(self)};
-  tensor *y = tensor_new(self->rank, self->sizes, NULL, self->dtype);
-  if (!x.t || !y) return tensor_drop(x.t), tensor_drop(y), 1;
-  int64_t outer = 1, n = 1, inner = 1;
-  if (dim < 0) dim += self->rank;
-  for (int32_t d = 0; d < self->rank; d++) *(d < dim ? &outer : d == dim ? &n : &inner) *= self->sizes[d];
-  int failed = 0;
-  if (self->dtype == F32) SCAN(float)
-  else if (self->dtype == F64) SCAN(double)
-  else if (self->dtype == I64) SCAN(int64_t)
-  else failed = core_fail("cumsum of %s", name_of(self->dtype));
-  tensor_drop(x.t);
+/* log(e^x + e^y) without overflow; NaN where one is. */
+#define LOG_SCAN(type, suffix, log1p, exp)                                                                                                           \
+  static void log_scan_##suffix(const type *from, type *to, extent e) {                                                                              \
+    for (int64_t o = 0; o < e.outer; o++)                                                                                                            \
+      for (int64_t i = 0; i < e.inner; i++) {                                                                                                        \
+        type total = -INFINITY;                                                                                                                      \
+        for (int64_t k = 0; k < e.n; k++) {                                                                                                          \
+          int64_t place = (o * e.n + k) * e.inner + i;                                                                                               \
+          type x = from[place], less = x < total ? x : total, more = x < total ? total : x;                                                          \
+          if (x != x || total != total) total = (type)NAN;                                                                                           \
+          else total = less != more || isfinite(less) ? more + log1p(exp(less - more)) : x;                                                          \
+          to[place] = total;                                                                                                                         \
+        }                                                                                                                                            \
+      }                                                                                                                                              \
+  }
+LOG_SCAN(float, f, log1pf, expf)
+LOG_SCAN(double, d, log1p, exp)
+
+static int scanned(const char *name, tensor *self, int64_t dim, scan how, tensor **out) {
+  extent e = along(self, dim);
+  tensor *x = tensor_dense(self), *y = tensor_new(self->rank, self->sizes, NULL, self->dtype);
+  int failed = !x || !y;
+  if (failed) {
+  } else if (how == LOG_SUM && self->dtype == F32) log_scan_f(at(x), at(y), e);
+  else if (how == LOG_SUM && self->dtype == F64) log_scan_d(at(x), at(y), e);
+  else if (how != LOG_SUM && self->dtype == F32) scan_f(at(x), at(y), e, how);
+  else if (how != LOG_SUM && self->dtype == F64) scan_d(at(x), at(y), e, how);
+  else if (how != LOG_SUM && self->dtype == I64) scan_l(at(x), at(y), e, how);
+  else failed = core_fail("%s of %s", name, name_of(self->dtype));
+  tensor_drop(x);
   if (failed) return tensor_drop(y), 1;
   *out = y;
   return 0;
 }
 
-/* --- topk ------------------------------------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-  double value;
-  int64_t place;
-} ranked;
-
-/* Falling, NaN first as the largest, equal ones in their order. */
-static int falling(const void *x, const void *y) {
-  const ranked *a = x, *b = y;
-  bool an = a->value != a->value, bn = b->value != b->value;
-  if (an != bn) return an ? -1 : 1;
-  if (!an && a->value != b->value) return a->value > b->value ? -1 : 1;
-  return a->place < b->place ? -1 : 1;
+CORE int32_t aoti_torch_cpu_cumsum(tensor *self, int64_t dim, int32_t *dtype, tensor **out) {
+  if (dtype && *dtype != self->dtype) return core_fail("cumsum of %s into %s", name_of(self->dtype), name_of(*dtype));
+  return scanned("cumsum", self, dim, SUM, out);
 }
 
-static int rising(const void *x, const void *y) {
-  const ranked *a = x, *b = y;
-  bool an = a->value != a->value, bn = b->value != b->value;
-  if (an != bn) return an ? 1 : -1;
-  if (!an && a->value != b->value) return a->value < b->value ? -1 : 1;
-  return a->place < b->place ? -1 : 1;
+CORE int32_t aoti_torch_cpu_cumprod(tensor *self, int64_t dim, int32_t *dtype, tensor **out) {
+  if (dtype && *dtype != self->dtype) return core_fail("cumprod of %s into %s", name_of(self->dtype), name_of(*dtype));
+  return scanned("cumprod", self, dim, PRODUCT, out);
 }
 
-CORE int32_t aoti_torch_cpu_topk(tensor *self, int64_t k, int64_t dim, int32_t largest, int32_t sorted, tensor **values, tensor **places) {
-  (void)sorted;
-  if (self->dtype != F32 && self->dtype != F64) return core_fail("topk of %s", name_of(self->dtype));
-  if (!self->rank) return core_fail("topk of a number");
-  if (dim < 0) dim += self->rank;
-  int64_t sizes[RANKS], outer = 1, n = 1, inner = 1;
-  for (int32_t d = 0; d < self->rank; d++) {
-    sizes[d] = d == dim ? k : self->sizes[d];
-    *(d < dim ? &outer : d == dim ? &n : &inner) *= self->sizes[d];
+CORE int32_t aoti_torch_cpu_logcumsumexp(tensor *self, int64_t dim, tensor **out) { return scanned("logcumsumexp", self, dim, LOG_SUM, out); }
+
+/* --- the largest, or the smallest, so far, and where it is: the last of equal ones, and NaN as the largest and the smallest of all ------------ */
+
+#define EXTREMES(type, suffix)                                                                                                                       \
+  static void extremes_##suffix(const type *x, type *y, int64_t *places, extent e, bool largest) {                                                   \
+    for (int64_t o = 0; o < e.outer; o++)                                                                                                            \
+      for (int64_t i = 0; i < e.inner; i++) {                                                                                                        \
+        int64_t first = o * e.n * e.inner + i, found = 0;                                                                                            \
+        for (int64_t k = 0; k < e.n; k++) {                                                                                                          \
+          type value = x[first + k * e.inner], best = x[first + found * e.inner];                                                                    \
+          if (value != value || (best == best && (largest ? value >= best : value <= best))) found = k;                                              \
+          y[first + k * e.inner] = x[first + found * e.inner];                                                                                       \
+          places[first + k * e.inner] = found;                                                                                                       \
+        }                                                                                                                                            \
+      }                                                                                                                                              \
   }
-  if (k < 0 || k > n) return core_fail("topk of %lld among %lld", (long long)k, (long long)n);
-  size_t bytes = sizeof(ranked) * (size_t)n;
-  tensor *x = tensor_dense(self), *v = tensor_new(self->rank, sizes, NULL, self->dtype), *p = tensor_new(self->rank, sizes, NULL, I64);
-  ranked *row = take(bytes);
-  if (!x || !v || !p || !row) return tensor_drop(x), tensor_drop(v), tensor_drop(p), give(row, bytes), 1;
-  for (int64_t o = 0; o < outer; o++)
-    for (int64_t i = 0; i < inner; i++) {
-      for (int64_t j = 0; j < n; j++)
-        row[j] = (ranked){self->dtype == F32 ? ((float *)at(x))[(o * n + j) * inner + i] : ((double *)at(x))[(o * n + j) * inner + i], j};
-      qsort(row, (size_t)n, sizeof *row, largest ? falling : rising);
-      for (int64_t j = 0; j < k; j++) {
-        int64_t to = (o * k + j) * inner + i;
-        if (self->dtype == F32) ((float *)at(v))[to] = (float)row[j].value;
-        else ((double *)at(v))[to] = row[j].value;
-        ((int64_t *)at(p))[to] = row[j].place;
-      }
-    }
-  give(row, bytes);
+EXTREMES(float, f)
+EXTREMES(double, d)
+EXTREMES(int64_t, l)
+
+static int extremes(tensor *self, int64_t dim, bool largest, tensor **values, tensor **places) {
+  extent e = along(self, dim);
+  tensor *x = tensor_dense(self), *y = tensor_new(self->rank, self->sizes, NULL, self->dtype), *p = tensor_new(self->rank, self->sizes, NULL, I64);
+  int failed = !x || !y || !p;
+  if (failed) {
+  } else if (self->dtype == F32) extremes_f(at(x), at(y), at(p), e, largest);
+  else if (self->dtype == F64) extremes_d(at(x), at(y), at(p), e, largest);
+  else if (self->dtype == I64) extremes_l(at(x), at(y), at(p), e, largest);
+  else failed = core_fail("%s of %s", largest ? "cummax" : "cummin", name_of(self->dtype));
   tensor_drop(x);
-  *values = v;
+  if (failed) return tensor_drop(y), tensor_drop(p), 1;
+  *values = y;
   *places = p;
   return 0;
 }
+
+CORE int32_t aoti_torch_cpu_cummax(tensor *self, int64_t dim, tensor **values, tensor **places) { return extremes(self, dim, true, values, places); }
+CORE int32_t aoti_torch_cpu_cummin(tensor *self, int64_t dim, tensor **values, tensor **places) { return extremes(self, dim, false, values, places); }
