@@ -367,13 +367,25 @@ def test_an_index_out_of_bounds_is_refused() -> None:
         call(core(), "scatter_reduce_two_out", [out, out, 0, torch.tensor([4]), torch.ones(1), "sum", True], 0)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("mode", [0, 1], ids=["sum", "mean"])
 @pytest.mark.parametrize("last", [True, False])
-def test_embedding_bags(last: bool, mode: int, index: torch.dtype) -> None:
-    weight, offsets = drawn(20, 6), torch.tensor([0, 3, 3, 8, *([11] if last else [])], dtype=index)
+@pytest.mark.parametrize("padding", [-1, 3])
+def test_embedding_bags(padding: int, last: bool, mode: int, index: torch.dtype, dtype: torch.dtype) -> None:
+    weight, offsets = drawn(20, 6, dtype=dtype), torch.tensor([0, 3, 3, 8, *([11] if last else [])], dtype=index)
     indices = torch.randint(20, (11,), dtype=index)
-    both("_embedding_bag", weight, indices, offsets, False, mode, False, None, last, -1, results=4)
+    indices[4], indices[8] = 3, 3
+    for rows in (weight, drawn(20, 6, dtype=dtype, layout="transposed")):
+        for factors in (None, drawn(11, dtype=dtype)) if mode == 0 else (None,):
+            arguments = rows, indices, offsets, False, mode, False, Optional(factors), last, padding
+            both("_embedding_bag", *arguments, results=4)
+            ours, theirs = (call(library, "_embedding_bag_forward_only", arguments, 4) for library in (core(), libtorch()))
+            assert ours[0] is not None and theirs[0] is not None
+            assert_like(ours[0], theirs[0], 16)
+            if factors is not None:
+                of = torch.ops.aten._embedding_bag(rows, indices, offsets, False, mode, False, factors, last, padding)[1]
+                both("_embedding_bag_per_sample_weights_backward", drawn(4, 6, dtype=dtype), rows, indices, offsets, of, mode, padding)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)

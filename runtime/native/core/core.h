@@ -83,5 +83,5 @@ void blas_threads(int count);
 
 /* rows.c: an operator that compiled code calls by name. */
 int embedding_bag_backward(const tensor *grad, const tensor *indices, const tensor *offsets, const tensor *offset2bag, const tensor *bag_size,
-                           int64_t rows, bool by_frequency, int64_t mode, bool sparse, int64_t padding_idx, tensor **out);
+                           int64_t rows, bool by_frequency, int64_t mode, bool sparse, const tensor *factors, int64_t padding_idx, tensor **out);
 #endif

@@ -65,10 +65,15 @@ CORE int32_t torch_call_dispatcher(const char *name, const char *overload, uint6
   (void)version;
   if (core_serves(name, overload)) {
     tensor *made = NULL;
-    int failed = stack[10]
-                     ? core_fail("embedding_bag's backward with weights of its own")
-                     : embedding_bag_backward(tensor_at(stack[0]), tensor_at(stack[1]), tensor_at(stack[2]), tensor_at(stack[3]), tensor_at(stack[4]),
-                                              (int64_t)stack[6], stack[7] & 1, (int64_t)stack[8], stack[9] & 1, (int64_t)stack[11], &made);
+    /* What may be absent is in a box of its own. */
+    tensor *factors = NULL;
+    if (stack[10]) {
+      memcpy(&factors, (void *)(uintptr_t)stack[10], sizeof factors);
+      free((void *)(uintptr_t)stack[10]);
+    }
+    int failed = embedding_bag_backward(tensor_at(stack[0]), tensor_at(stack[1]), tensor_at(stack[2]), tensor_at(stack[3]), tensor_at(stack[4]),
+                                        (int64_t)stack[6], stack[7] & 1, (int64_t)stack[8], stack[9] & 1, factors, (int64_t)stack[11], &made);
+    tensor_drop(factors);
     for (int i = 0; i < 6; i++) tensor_drop(tensor_at(stack[i]));
     stack[0] = (uint64_t)(uintptr_t)made;
     return failed;
