@@ -495,7 +495,9 @@ def test_uniform_numbers_are_eagers(dtype: torch.dtype) -> None:
         drawn_by_both("rand_like", like, None, *_PLACE, None)
 
 
-@pytest.mark.parametrize("low, high", [(0, 10), (-5, 5), (3, 4), (0, (1 << 28) - 1), (0, 1 << 28), (-(1 << 40), 1 << 41), (-(1 << 63), (1 << 63) - 1)])
+@pytest.mark.parametrize(
+    "low, high", [(0, 10), (-5, 5), (3, 4), (0, (1 << 28) - 1), (0, 1 << 28), (-(1 << 40), 1 << 41), (-(1 << 63), (1 << 63) - 1)]
+)
 def test_random_integers_are_eagers(low: int, high: int) -> None:
     drawn_by_both("randint_low", low, high, [5, 7], Optional(_CODES[torch.int64]), *_PLACE)
     drawn_by_both("randint", abs(high), [9], Optional(_CODES[torch.int64]), *_PLACE)

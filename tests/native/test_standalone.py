@@ -100,6 +100,48 @@ def test_an_export_for_it_fails_with_what_stands_in_the_way(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+def _pooled(x: torch.Tensor) -> torch.Tensor:
+    pooled = nn.functional.adaptive_avg_pool2d(x, (4, 3)).square().sum() + nn.functional.avg_pool2d(x, 7).square().sum()
+    return pooled + nn.functional.pad(x, (2, 1, 3, 2), mode="replicate").square().sum()
+
+
+def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(x, y).sin().sum() + torch.cdist(x, y, p=3.0).cos().sum()
+
+
+def _weighted(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return nn.functional.bilinear(x, y, torch._weight_norm(w, g, 0)).square().sum()
+
+
+def test_operators_that_are_missing_are_decomposed(tmp_path: Path) -> None:
+    """For ``runtime="standalone"`` alone; a size may be dynamic."""
+    rows = torch.export.Dim("rows", min=2, max=20)  # from 26 on eager computes distances by products
+    distances = ab.Grad(_distances, [ab.Variant((torch.randn(5, 3), torch.randn(7, 3)), dynamic_shapes=({0: rows}, {}))])
+    entries = {
+        "pooled": ab.Grad(_pooled, [ab.Variant((torch.randn(2, 3, 10, 9),))]),
+        "distances": distances,
+        "weighted": ab.Grad(_weighted, [ab.Variant((torch.randn(5, 3), torch.randn(5, 4), torch.randn(6, 3, 4), torch.rand(6, 1, 1)))]),
+    }
+    ab.export(tmp_path / "f.pt2", entries, tune="none", runtime="standalone")
+    rebuild(tmp_path / "f.pt2", tmp_path / "again.pt2")  # its graphs are the ones that run so
+    ab.export(tmp_path / "distances.pt2", {"distances": distances}, tune="none")
+    verdicts = {name: [e.standalone for e in open_package(tmp_path / name).manifest.entries.values()] for name in ("again.pt2", "distances.pt2")}
+    assert verdicts == {"again.pt2": ["verified"] * 3, "distances.pt2": ["calls aten._cdist_backward, aten._cdist_forward"]}
+    package = abn.load(tmp_path / "f.pt2")
+    for name, function, shapes in (
+        ("pooled", _pooled, [(2, 3, 10, 9)]),
+        ("distances", _distances, [(9, 3), (7, 3)]),
+        ("weighted", _weighted, [(5, 3), (5, 4), (6, 3, 4), (6, 1, 1)]),
+    ):
+        inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+        expected = function(*inputs)
+        expected.backward()
+        value, gradients = package.grad(name)(*[t.detach() for t in inputs])
+        torch.testing.assert_close(torch.as_tensor(value), expected.detach())
+        for found, tensor in zip(gradients.values() if isinstance(gradients, dict) else [gradients], inputs, strict=True):
+            torch.testing.assert_close(torch.as_tensor(found), tensor.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
