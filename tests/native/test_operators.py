@@ -299,6 +299,20 @@ def test_convolutions(case: str, bias: bool, dtype: torch.dtype) -> None:
                 both("convolution_backward", torch.randn_like(y), x, w, Optional([weight[0]]), *numbers, mask, results=3, ulps=64)
 
 
+def test_what_is_not_finite_spoils_what_it_belongs_to_alone() -> None:
+    """Rows of an image lie side by side with its border between them: each kernel's element meets some places that are not of its own row."""
+    x, w = drawn(3, 2, 6, 7), drawn(4, 2, 3, 3)
+    x[1, 0, 2, 6] = math.inf
+    numbers = [[1, 1], [1, 1], [1, 1], False, [0, 0], 1]
+    gy = torch.zeros(3, 4, 6, 7)
+    gy[1, :, 2, 6], gy[0] = 1, drawn(4, 6, 7)  # in the row of that element alone
+    for mask in ([True, True, True], [False, True, False]):
+        both("convolution_backward", gy, x, w, Optional([4]), *numbers, mask, results=3, ulps=64)
+    both("convolution", x, w, Optional(None), *numbers, ulps=64)
+    spoilt = torch.ops.aten.convolution_backward(gy, x, w, [4], *numbers, [False, True, False])[1]
+    assert 0 < int(spoilt.isfinite().sum()) < spoilt.numel()
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("stride, padding, dilation, more", [(1, 0, 1, 0), (2, 1, 1, 1), (3, 0, 2, 1)])

@@ -9,6 +9,48 @@ typedef struct {
 
 static int64_t product(const int64_t sizes[3]) { return sizes[0] * sizes[1] * sizes[2]; }
 
+/* Of a convolution of stride 1: its image with a border, so that each element of a kernel meets a piece of it that lies in one. A row of results is then
+ * as long as one with its border; what is beyond is dropped. */
+typedef struct {
+  int64_t size[3], wide, plane; /* wide: elements from the first result to the last */
+} border;
+
+/* Whether it pays: for a kernel of more than one element that does not reach over most of the image. */
+static bool slides(const shape *s, border *b) {
+  for (int d = 0; d < 3; d++) {
+    if (s->stride[d] != 1 || s->padding[d] < 0 || s->out[d] < 1) return false;
+    b->size[d] = s->in[d] + 2 * s->padding[d];
+  }
+  b->plane = product(b->size);
+  b->wide = ((s->out[0] - 1) * b->size[1] + s->out[1] - 1) * b->size[2] + s->out[2];
+  return product(s->kernel) > 1 && s->channels && s->filters && b->wide <= 2 * product(s->out);
+}
+
+/* Where each element of a kernel, (channel, depth, height, width), meets the image with its border. */
+static int64_t *offsets_of(const shape *s, const border *b) {
+  int64_t elements = product(s->kernel), *out = take(sizeof *out * (size_t)(s->channels * elements));
+  for (int64_t p = 0; out && p < s->channels * elements; p++) {
+    int64_t e = p % elements, d = e / s->kernel[2] / s->kernel[1] * s->dilation[0], h = e / s->kernel[2] % s->kernel[1] * s->dilation[1];
+    out[p] = p / elements * b->plane + (d * b->size[1] + h) * b->size[2] + e % s->kernel[2] * s->dilation[2];
+  }
+  return out;
+}
+
+/* The convolution that gives the gradient by the input of one of stride 1. */
+static shape gradient_shape(const shape *s) {
+  shape out = *s;
+  out.channels = s->filters;
+  out.filters = s->channels;
+  for (int d = 0; d < 3; d++) {
+    out.in[d] = s->out[d];
+    out.out[d] = s->in[d];
+    out.padding[d] = s->dilation[d] * (s->kernel[d] - 1) - s->padding[d];
+  }
+  return out;
+}
+
+static int64_t whole(int64_t count, int64_t of) { return (count + of - 1) / of * of; }
+
 #define T float
 #define NAME f
 #include "convolution.inc"
@@ -52,9 +94,9 @@ static int run_forward(const shape *s, const tensor *x, const tensor *w, const t
   return x->dtype == F32 ? forward_f(s, at(x), at(w), b, step, at(y)) : forward_d(s, at(x), at(w), b, step, at(y));
 }
 
-static int run_backward(const shape *s, const tensor *gy, const tensor *x, const tensor *w, tensor *gx, tensor *gw, tensor *gb) {
-  void *dx = gx ? at(gx) : NULL, *dw = gw ? at(gw) : NULL, *db = gb ? at(gb) : NULL;
-  return gy->dtype == F32 ? backward_f(s, at(gy), x ? at(x) : NULL, at(w), dx, dw, db) : backward_d(s, at(gy), x ? at(x) : NULL, at(w), dx, dw, db);
+static int run_backward(const shape *s, const tensor *gy, const tensor *x, const tensor *w, tensor *gx, tensor *gw) {
+  void *dx = gx ? at(gx) : NULL, *dw = gw ? at(gw) : NULL;
+  return gy->dtype == F32 ? backward_f(s, at(gy), x ? at(x) : NULL, at(w), dx, dw) : backward_d(s, at(gy), x ? at(x) : NULL, at(w), dx, dw);
 }
 
 static void add_bias(tensor *y, const tensor *bias) { /* row-major */
@@ -68,15 +110,29 @@ static void add_bias(tensor *y, const tensor *bias) { /* row-major */
     }
 }
 
-static void sum_channels(const tensor *g, tensor *out) { /* row-major */
-  int64_t plane = 1, channels = g->sizes[1];
-  for (int32_t d = 2; d < g->rank; d++) plane *= g->sizes[d];
-  for (int64_t n = 0; n < g->sizes[0] * channels; n++) {
-    double sum = 0;
-    for (int64_t i = 0; i < plane; i++) sum += g->dtype == F32 ? ((const float *)at(g))[n * plane + i] : ((const double *)at(g))[n * plane + i];
-    if (out->dtype == F32) ((float *)at(out))[n % channels] += (float)sum;
-    else ((double *)at(out))[n % channels] += sum;
+#define SUM_PLANES(type, suffix)                                                                                                                     \
+  static void sum_planes_##suffix(const type *from, int64_t batch, int64_t channels, int64_t plane, type *to) {                                      \
+    for (int64_t c = 0; c < channels; c++) {                                                                                                         \
+      double sums[8] = {0};                                                                                                                          \
+      for (int64_t n = 0; n < batch; n++) {                                                                                                          \
+        const type *x = from + (n * channels + c) * plane;                                                                                           \
+        int64_t i = 0;                                                                                                                               \
+        for (; i + 8 <= plane; i += 8)                                                                                                               \
+          for (int v = 0; v < 8; v++) sums[v] += x[i + v];                                                                                           \
+        for (; i < plane; i++) sums[0] += x[i];                                                                                                      \
+      }                                                                                                                                              \
+      for (int v = 1; v < 8; v++) sums[0] += sums[v];                                                                                                \
+      to[c] = (type)sums[0];                                                                                                                         \
+    }                                                                                                                                                \
   }
+SUM_PLANES(float, f)
+SUM_PLANES(double, d)
+
+static void sum_channels(const tensor *g, tensor *out) { /* row-major */
+  int64_t plane = 1;
+  for (int32_t d = 2; d < g->rank; d++) plane *= g->sizes[d];
+  if (out->dtype == F32) sum_planes_f(at(g), g->sizes[0], g->sizes[1], plane, at(out));
+  else sum_planes_d(at(g), g->sizes[0], g->sizes[1], plane, at(out));
 }
 
 /* Whether eager's results have their channels last: where an operand has, and of volumes where oneDNN computes them (aten/src/ATen/native/Convolution.cpp:
@@ -104,7 +160,7 @@ CORE int32_t aoti_torch_cpu_convolution(tensor *x_, tensor *w_, tensor **bias, c
   tensor *x = tensor_dense(x_), *w = tensor_dense(w_),
          *y = transposed ? tensor_zeros(x_->rank, sizes, x_->dtype) : tensor_new(x_->rank, sizes, NULL, x_->dtype);
   int failed = !x || !w || !y;
-  if (!failed) failed = transposed ? run_backward(&s, x, NULL, w, y, NULL, NULL) : run_forward(&s, x, w, b, y);
+  if (!failed) failed = transposed ? run_backward(&s, x, NULL, w, y, NULL) : run_forward(&s, x, w, b, y);
   if (!failed && transposed && b) add_bias(y, b);
   tensor_drop(x);
   tensor_drop(w);
@@ -126,8 +182,8 @@ CORE int32_t aoti_torch_cpu_convolution_backward(tensor *gy_, tensor *x_, tensor
   if (mask[0]) failed |= !(dx = tensor_zeros(x_->rank, x_->sizes, x_->dtype));
   if (mask[1]) failed |= !(dw = tensor_zeros(w_->rank, w_->sizes, w_->dtype));
   if (mask[2]) failed |= !(db = tensor_zeros(1, &channels, w_->dtype));
-  if (!failed && !transposed) failed = run_backward(&s, gy, x, w, dx, dw, NULL);
-  else if (!failed) failed = (dx && run_forward(&s, gy, w, NULL, dx)) || (dw && run_backward(&s, x, gy, w, NULL, dw, NULL));
+  if (!failed && !transposed) failed = run_backward(&s, gy, x, w, dx, dw);
+  else if (!failed) failed = (dx && run_forward(&s, gy, w, NULL, dx)) || (dw && run_backward(&s, x, gy, w, NULL, dw));
   if (!failed && db) sum_channels(gy, db);
   tensor_drop(gy);
   tensor_drop(x);

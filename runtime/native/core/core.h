@@ -74,7 +74,21 @@ int gemm_f(int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t
 int gemm_d(int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64_t ar, int64_t ac, const double *b, int64_t br, int64_t bc,
            double beta, double *c, int64_t cr, int64_t cc);
 
-/* blas.c: the same by a library of the machine's, C row-major; false: there is none, or it is not worth it. */
+/* For convolutions of stride 1 over an image with its border: C(i, j) = sum over p < k of A(i, p) times b[offsets[p] + j]. Columns are counted in
+ * whole SLIDE_COLUMNS, which `b` must have room to be read for, and C, whose rows are whole SLIDE_ROWS, to be written to. A is packed first, into as
+ * many rows. The dots add to C(i, j), of `images` images, the sum over p < k of a[image * a_image + i * ar + p] times
+ * b[image * b_image + offsets[j] + p], for a k of whole SLIDE_COLUMNS. */
+enum { SLIDE_ROWS = 8, SLIDE_COLUMNS = 32 };
+void slide_pack_f(int64_t m, int64_t k, const float *a, int64_t ar, int64_t ac, float *to);
+void slide_pack_d(int64_t m, int64_t k, const double *a, int64_t ar, int64_t ac, double *to);
+void slide_f(int64_t m, int64_t n, int64_t k, const float *packed, const float *b, const int64_t *offsets, float *c, int64_t cr);
+void slide_d(int64_t m, int64_t n, int64_t k, const double *packed, const double *b, const int64_t *offsets, double *c, int64_t cr);
+void slide_dots_f(int64_t m, int64_t n, int64_t k, int64_t images, const float *a, int64_t a_image, int64_t ar, const float *b, int64_t b_image,
+                  const int64_t *offsets, float *c, int64_t cr);
+void slide_dots_d(int64_t m, int64_t n, int64_t k, int64_t images, const double *a, int64_t a_image, int64_t ar, const double *b, int64_t b_image,
+                  const int64_t *offsets, double *c, int64_t cr);
+
+/* blas.c: the same products by a library of the machine's, C row-major; false: there is none, or it is not worth it. */
 bool blas_f(int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t ar, int64_t ac, const float *b, int64_t br, int64_t bc, float beta,
             float *c, int64_t cr, int64_t cc);
 bool blas_d(int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64_t ar, int64_t ac, const double *b, int64_t br, int64_t bc,

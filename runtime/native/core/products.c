@@ -85,6 +85,26 @@ int cpu_level(void) {
 GEMM(f, float)
 GEMM(d, double)
 
+#define BY_LEVEL(name, suffix, ...)                                                                                                                  \
+  switch (cpu_level()) {                                                                                                                             \
+  case 1: name##_##suffix##_sse(__VA_ARGS__); break;                                                                                                 \
+  case 2: name##_##suffix##_avx2(__VA_ARGS__); break;                                                                                                \
+  default: name##_##suffix##_avx512(__VA_ARGS__);                                                                                                    \
+  }
+#define SLIDE(suffix, type)                                                                                                                          \
+  void slide_pack_##suffix(int64_t m, int64_t k, const type *a, int64_t ar, int64_t ac, type *to) {                                                  \
+    BY_LEVEL(slide_pack, suffix, m, k, a, ar, ac, to)                                                                                                \
+  }                                                                                                                                                  \
+  void slide_##suffix(int64_t m, int64_t n, int64_t k, const type *packed, const type *b, const int64_t *offsets, type *c, int64_t cr) {             \
+    BY_LEVEL(slide, suffix, m, n, k, packed, b, offsets, c, cr)                                                                                      \
+  }                                                                                                                                                  \
+  void slide_dots_##suffix(int64_t m, int64_t n, int64_t k, int64_t images, const type *a, int64_t a_image, int64_t ar, const type *b,               \
+                           int64_t b_image, const int64_t *offsets, type *c, int64_t cr) {                                                           \
+    BY_LEVEL(slide_dots, suffix, m, n, k, images, a, a_image, ar, b, b_image, offsets, c, cr)                                                        \
+  }
+SLIDE(f, float)
+SLIDE(d, double)
+
 /* 16 bits: computed in float32 and rounded once, as eager's are. */
 static float wide(const tensor *t, int64_t place) {
   float f;
