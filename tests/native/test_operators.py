@@ -457,6 +457,84 @@ def test_sorting(dim: int, descending: bool, dtype: torch.dtype) -> None:
         both("sort_stable", given, Optional(True), dim if given.dim() else 0, descending, results=2, ulps=0.1)
 
 
+def by_name(library: ctypes.CDLL, operator: str, arguments: Sequence[Any], results: int) -> list[torch.Tensor | None]:
+    """What an operator gives that compiled code calls by its name, through ``torch_call_dispatcher``."""
+    stack = (ctypes.c_uint64 * 24)()
+    for i, value in enumerate(arguments):
+        if isinstance(value, torch.Tensor):
+            stack[i] = Handle(library, value).pointer.value or 0  # given away
+        elif isinstance(value, str):
+            text = ctypes.c_void_p()
+            assert library.torch_new_string_handle(value.encode(), ctypes.c_size_t(len(value)), ctypes.byref(text)) == 0
+            stack[i] = text.value or 0
+        else:
+            stack[i] = int(value)
+    version = ctypes.c_uint64(2 << 56 | 13 << 48)
+    if library.torch_call_dispatcher(f"aten::{operator}".encode(), b"", stack, version):
+        raise Refused(library.core_error().decode() if library is core() else operator)
+    made = [Handle(library) for _ in range(results)]
+    for i, handle in enumerate(made):
+        handle.pointer.value = stack[i]
+    out = [handle.read() for handle in made]
+    for handle in made:
+        handle.drop()
+    return out
+
+
+def both_by_name(operator: str, *arguments: Any, results: int, ulps: float) -> list[torch.Tensor]:
+    ours, theirs = by_name(core(), operator, arguments, results), by_name(libtorch(), operator, arguments, results)
+    for a, e in zip(ours, theirs, strict=True):
+        assert a is not None and e is not None
+        assert_like(a, e, ulps)
+    return [t for t in theirs if t is not None]
+
+
+def square(*shape: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """Matrices that are far from singular, and not diagonally dominant: rows are exchanged."""
+    x = drawn(*shape, dtype=dtype) + 3 * torch.eye(shape[-1], dtype=dtype).roll(1, 0)
+    return {"row-major": x, "column-major": x.mT.contiguous().mT, "gaps": torch.cat([x, x], -1)[..., : shape[-1]]}[layout]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", ["row-major", "column-major", "gaps"])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 17])
+def test_linear_algebra(n: int, batch: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
+    a = square(*batch, n, n, dtype=dtype, layout=layout)
+    both_by_name("_linalg_det", a, results=3, ulps=500)
+    both_by_name("_linalg_slogdet", a, results=4, ulps=500)
+    both_by_name("linalg_inv_ex", a, False, results=2, ulps=500)
+    lu, pivots, _ = both_by_name("linalg_lu_factor_ex", a, True, False, results=3, ulps=500)
+    definite = a @ a.mT + torch.eye(n, dtype=dtype)
+    for upper in (False, True):
+        both_by_name("linalg_cholesky_ex", definite, upper, False, results=2, ulps=500)
+    for left in (True, False):
+        for b in (drawn(*batch, n, 5, dtype=dtype), drawn(*batch, 5, n, dtype=dtype).mT, drawn(n, 5, dtype=dtype), drawn(1, n, 2, dtype=dtype)):
+            b = b if left else b.mT
+            both_by_name("_linalg_solve_ex", a, b, left, False, results=4, ulps=500)
+            for transposed in (False, True):
+                both_by_name("linalg_lu_solve", lu, pivots, b, left, transposed, results=1, ulps=500)
+            for upper in (False, True):
+                for unit in (False, True) if n < 17 else (False,):
+                    both_by_name("linalg_solve_triangular", definite, b, upper, left, unit, results=1, ulps=2000)
+    both_by_name("_linalg_solve_ex", a, drawn(*batch, n, dtype=dtype), True, False, results=4, ulps=500)
+
+
+def test_matrices_that_have_no_inverse_are_refused() -> None:
+    a = torch.stack([torch.eye(3), torch.ones(3, 3)])
+    _, info = by_name(core(), "linalg_inv_ex", [a, False], 2)
+    assert info is not None and info.tolist() == [0, 2]
+    with pytest.raises(Refused, match=r"linalg.inv: \(Batch element 1\): the matrix is singular: element 2 of the diagonal of its factor is 0"):
+        by_name(core(), "_linalg_check_errors", [info, "linalg.inv", False], 0)
+    _, info = by_name(core(), "linalg_cholesky_ex", [torch.diag(torch.tensor([1.0, 2.0, -1.0])), False, False], 2)
+    assert info is not None and info.item() == 3
+    with pytest.raises(Refused, match=r"linalg.cholesky: the matrix is not positive-definite: its leading minor of order 3 is not positive"):
+        by_name(core(), "_linalg_check_errors", [info, "linalg.cholesky", True], 0)
+    by_name(core(), "_linalg_check_errors", [torch.zeros(2, dtype=torch.int32), "linalg.inv", False], 0)
+    with pytest.raises(Refused, match="of what is not square matrices"):
+        by_name(core(), "linalg_inv_ex", [torch.ones(2, 3), False], 2)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dropout_has_eagers_masks(dtype: torch.dtype) -> None:
     for x in (drawn(7, 33, dtype=dtype), drawn(7, 33, dtype=dtype, layout="transposed"), drawn(2, 3, 4, 5, dtype=dtype, layout="channels last")):

@@ -95,7 +95,17 @@ bool blas_d(int64_t m, int64_t n, int64_t k, double alpha, const double *a, int6
             double beta, double *c, int64_t cr, int64_t cc);
 void blas_threads(int count);
 
-/* rows.c: an operator that compiled code calls by name. */
+/* Operators that compiled code calls by name (dispatcher.c): their tensors and flags in the order of the schema; results go to `out`, which is NULL before,
+ * and are dropped there where they fail. */
 int embedding_bag_backward(const tensor *grad, const tensor *indices, const tensor *offsets, const tensor *offset2bag, const tensor *bag_size,
                            int64_t rows, bool by_frequency, int64_t mode, bool sparse, const tensor *factors, int64_t padding_idx, tensor **out);
+int linalg_det(const tensor *const *in, const uint64_t *flags, tensor **out);
+int linalg_slogdet(const tensor *const *in, const uint64_t *flags, tensor **out);
+int linalg_lu_factor(const tensor *const *in, const uint64_t *flags, tensor **out);
+int linalg_lu_solve(const tensor *const *in, const uint64_t *flags, tensor **out);
+int linalg_solve(const tensor *const *in, const uint64_t *flags, tensor **out);
+int linalg_inv(const tensor *const *in, const uint64_t *flags, tensor **out);
+int linalg_cholesky(const tensor *const *in, const uint64_t *flags, tensor **out);
+int linalg_solve_triangular(const tensor *const *in, const uint64_t *flags, tensor **out);
+int linalg_check_errors(const tensor *info, const char *name, bool batched);
 #endif

@@ -40,6 +40,8 @@ CORE int32_t torch_new_string_handle(const char *text, size_t length, char **out
   return 0;
 }
 
+CORE int32_t torch_new_stable_ivalue(uint64_t **out) { return (*out = malloc(sizeof **out)) ? 0 : core_fail("no memory for an argument"); }
+
 CORE int32_t aoti_torch_cpu_fill__Scalar(tensor *t, double value) {
   if (!tensor_is_dense(t) || (t->dtype != F32 && t->dtype != F64)) return core_fail("fill_ of %s", name_of(t->dtype));
   int64_t count = tensor_count(t);
@@ -57,28 +59,68 @@ CORE int32_t aoti_torch_cpu_pad(tensor *t, const int64_t *pad, int64_t count, co
 
 static tensor *tensor_at(uint64_t value) { return (tensor *)(uintptr_t)value; }
 
+static int embedding_bags(const tensor *const *in, const uint64_t *flags, tensor **out) {
+  return embedding_bag_backward(in[0], in[1], in[2], in[3], in[4], (int64_t)flags[0], flags[1] & 1, (int64_t)flags[2], flags[3] & 1, in[6],
+                                (int64_t)flags[4], out);
+}
+
+static int check_errors(const tensor *const *in, const uint64_t *flags, tensor **out) {
+  (void)out;
+  return linalg_check_errors(in[0], (const char *)(uintptr_t)flags[0], !(flags[1] & 1));
+}
+
+/* Their arguments: T a tensor, O one that may be absent, S a text, F a number or a flag. */
+static const struct {
+  const char *name, *arguments;
+  int (*run)(const tensor *const *, const uint64_t *, tensor **);
+} operators[] = {
+    {"aten::_embedding_bag_backward", "TTTTTTFFFFOF", embedding_bags},
+    {"aten::_linalg_check_errors", "TSF", check_errors},
+    {"aten::_linalg_det", "T", linalg_det},
+    {"aten::_linalg_slogdet", "T", linalg_slogdet},
+    {"aten::_linalg_solve_ex", "TTFF", linalg_solve},
+    {"aten::linalg_cholesky_ex", "TFF", linalg_cholesky},
+    {"aten::linalg_inv_ex", "TF", linalg_inv},
+    {"aten::linalg_lu_factor_ex", "TFF", linalg_lu_factor},
+    {"aten::linalg_lu_solve", "TTTFF", linalg_lu_solve},
+    {"aten::linalg_solve_triangular", "TTFFF", linalg_solve_triangular},
+};
+enum { OPERATORS = sizeof operators / sizeof *operators, MOST_ARGUMENTS = 12, MOST_RESULTS = 4 };
+
+static int number_of(const char *name, const char *overload) {
+  for (int i = 0; i < OPERATORS && !*overload; i++)
+    if (!strcmp(operators[i].name, name)) return i;
+  return -1;
+}
+
 /* Whether torch_call_dispatcher has it: "aten::_embedding_bag_backward", "". */
-CORE int32_t core_serves(const char *name, const char *overload) { return !strcmp(name, "aten::_embedding_bag_backward") && !*overload; }
+CORE int32_t core_serves(const char *name, const char *overload) { return number_of(name, overload) >= 0; }
 
 /* Takes what is on the stack, and leaves the results there. */
 CORE int32_t torch_call_dispatcher(const char *name, const char *overload, uint64_t *stack, uint64_t version) {
   (void)version;
-  if (core_serves(name, overload)) {
-    tensor *made = NULL;
-    /* What may be absent is in a box of its own. */
-    tensor *factors = NULL;
-    if (stack[10]) {
-      memcpy(&factors, (void *)(uintptr_t)stack[10], sizeof factors);
-      free((void *)(uintptr_t)stack[10]);
-    }
-    int failed = embedding_bag_backward(tensor_at(stack[0]), tensor_at(stack[1]), tensor_at(stack[2]), tensor_at(stack[3]), tensor_at(stack[4]),
-                                        (int64_t)stack[6], stack[7] & 1, (int64_t)stack[8], stack[9] & 1, factors, (int64_t)stack[11], &made);
-    tensor_drop(factors);
-    for (int i = 0; i < 6; i++) tensor_drop(tensor_at(stack[i]));
-    stack[0] = (uint64_t)(uintptr_t)made;
-    return failed;
+  int number = number_of(name, overload), tensors = 0, flags = 0;
+  if (number < 0) return core_fail("%s%s%s is not served by this library", name, *overload ? "." : "", overload);
+  const char *arguments = operators[number].arguments;
+  const tensor *in[MOST_ARGUMENTS] = {0};
+  tensor *out[MOST_RESULTS] = {0};
+  uint64_t flag[MOST_ARGUMENTS] = {0};
+  for (int i = 0; arguments[i]; i++) {
+    if (arguments[i] == 'O') { /* in a box, or 0 */
+      if (stack[i]) memcpy(&in[tensors], (void *)(uintptr_t)stack[i], sizeof *in);
+      tensors++;
+    } else if (arguments[i] == 'T') in[tensors++] = tensor_at(stack[i]);
+    else flag[flags++] = stack[i];
   }
-  return core_fail("%s%s%s is not served by this library", name, *overload ? "." : "", overload);
+  int failed = operators[number].run(in, flag, out);
+  for (int i = 0; i < tensors; i++) tensor_drop((tensor *)in[i]);
+  for (int i = 0; arguments[i]; i++)
+    if (arguments[i] == 'O' || arguments[i] == 'S') free((void *)(uintptr_t)stack[i]);
+  for (int i = 0; i < MOST_RESULTS; i++) {
+    if (failed) tensor_drop(out[i]);
+    else if (out[i]) stack[i] = (uint64_t)(uintptr_t)out[i];
+  }
+  return failed;
 }
 
 /* The executor is a C++ object, whose third virtual function calls an operator (extern_calls.c). An error of it passes through as a C++ exception. */

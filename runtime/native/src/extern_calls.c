@@ -41,6 +41,10 @@ static const struct {
     {"aten::_fft_c2c", "self T,dim LI,normalization I,forward B", 1},
     {"aten::linalg_matrix_exp", "self T", 1},
     {"aten::_weight_norm_interface_backward", "grad_w T,saved_v T,saved_g T,saved_norms T,dim I", 2},
+    {"aten::_linalg_det", "A T", 3},
+    {"aten::_linalg_slogdet", "A T", 4},
+    {"aten::linalg_inv_ex", "A T,check_errors B=0", 2},
+    {"aten::linalg_lu_factor_ex", "A T,pivot B=1,check_errors B=0", 3},
     {"aten::_linalg_solve_ex", "A T,B T,left B=1,check_errors B=0", 4},
     {"aten::_linalg_svd", "A T,full_matrices B=0,compute_uv B=1,driver S?", 3},
     {"aten::_linalg_check_errors", "info T,api_name S,is_matrix B", 0},
@@ -73,6 +77,8 @@ typedef struct extern_calls {
   int32_t (*dispatch)(const char *, const char *, uint64_t *stack, uint64_t version);
   int32_t (*new_list)(size_t, void **), (*push)(void *, uint64_t), (*new_string)(const char *, size_t, void **);
   int32_t (*share)(tensor_handle, tensor_handle *), (*assign)(tensor_handle from, tensor_handle to), (*drop)(tensor_handle);
+  int32_t (*new_box)(uint64_t **); /* NULL: not there, and operators delete what `allocate`, C++'s operator new, gave */
+  void *(*allocate)(size_t);
   int32_t (*fill)(tensor_handle, double), (*pad)(tensor_handle, const int64_t *, int64_t, const char *, double *, tensor_handle *);
   void (*raise)(const char *); /* std::runtime_error, through the frames of compiled code, which turns it into a status */
 } extern_calls;
@@ -83,8 +89,8 @@ static _Noreturn void raise_error(const extern_calls *e, const char *words) {
 }
 
 static uint64_t boxed(const extern_calls *e, uint64_t value) {
-  uint64_t *box = malloc(sizeof *box); /* freed by operator delete */
-  if (!box) raise_error(e, "no memory for an argument");
+  uint64_t *box = NULL; /* the operator gives it back */
+  if (e->new_box ? e->new_box(&box) : !(box = e->allocate(sizeof *box))) raise_error(e, "no memory for an argument");
   *box = value;
   return (uint64_t)(uintptr_t)box;
 }
@@ -286,10 +292,13 @@ static void find_functions(arena *a, const backend *b, extern_calls *e) {
     if (!found) arena_fail(a, AOTB_INCOMPATIBLE, "its code calls operators by name, for which %s lacks %s", b->path, names[i]);
     memcpy(to[i], &found, sizeof found);
   }
-  void *standard = dlopen("libstdc++.so.6", RTLD_NOW | RTLD_LOCAL),
-       *raise = standard ? dlsym(standard, "_ZSt21__throw_runtime_errorPKc") : NULL; /* compiled code depends on it */
-  if (!raise) arena_fail(a, AOTB_INCOMPATIBLE, "its code calls operators by name, for which libstdc++.so.6 is needed");
+  void *box = dlsym(b->library, "torch_new_stable_ivalue"), *standard = dlopen("libstdc++.so.6", RTLD_NOW | RTLD_LOCAL),
+       *raise = standard ? dlsym(standard, "_ZSt21__throw_runtime_errorPKc") : NULL, *allocate = standard ? dlsym(standard, "_Znwm") : NULL;
+  if (!raise || !allocate) /* compiled code depends on it */
+    arena_fail(a, AOTB_INCOMPATIBLE, "its code calls operators by name, for which libstdc++.so.6 is needed");
+  memcpy(&e->new_box, &box, sizeof box);
   memcpy(&e->raise, &raise, sizeof raise);
+  memcpy(&e->allocate, &allocate, sizeof allocate);
 }
 
 struct extern_calls *extern_calls_read(struct aotb_package *p, arena *a, const backend *b, const library_spec *spec, const build_spec *build) {
