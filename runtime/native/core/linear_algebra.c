@@ -284,7 +284,6 @@ int linalg_check_errors(const tensor *info, const char *name, bool batched) {
   if (!first) return 0;
   char which[48] = "";
   if (batched) snprintf(which, sizeof which, "(Batch element %lld): ", (long long)wrong);
-  if (strstr(name, "cholesky"))
-    return core_fail("%s: %sthe matrix is not positive-definite: its leading minor of order %d is not positive", name, which, first);
-  return core_fail("%s: %sthe matrix is singular: element %d of the diagonal of its factor is 0", name, which, first);
+  if (strstr(name, "cholesky")) return core_fail("%s: %sthe matrix is not positive-definite: see its leading minor of order %d", name, which, first);
+  return core_fail("%s: %sthe matrix is singular: pivot %d is 0", name, which, first);
 }
