@@ -14,7 +14,7 @@ JOBS ?= $(shell nproc)
 
 C_SOURCES := $(wildcard runtime/native/*/*.[ch] runtime/native/*/*.inc)
 
-.PHONY: demo test test-slow native bench coverage models fuzz fuzz-native endurance rebuild-matrix cross gpu docs lint venv clean _cross
+.PHONY: demo test test-slow native bench coverage models fuzz fuzz-native sanitize-native endurance rebuild-matrix cross gpu docs lint venv clean _cross
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -57,6 +57,14 @@ models: $(STAMP)
 # Twenty minutes on one core: spoilt packages, training states and signatures. What an earlier run has tried is not tried again.
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.tools.fuzz --count 110000 --docs docs/fuzzing
+
+# tests/native with AddressSanitizer and UndefinedBehaviorSanitizer in the libraries and in the Python extension. A report ends the run.
+SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+sanitize-native: $(STAMP)
+	@rm -rf build/sanitized
+	@CFLAGS="$(SANITIZERS)" $(BIN)/python -m pip install --quiet --no-compile --no-deps --disable-pip-version-check --target build/sanitized ./runtime/native
+	@PYTHONPATH=build/sanitized ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" $(BIN)/python -m pytest -s tests/native
 
 # The same through the C library, under sanitizers: a million in an hour and a half on one core.
 fuzz-native: $(STAMP)
