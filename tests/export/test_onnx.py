@@ -262,6 +262,22 @@ def test_a_squeeze_of_a_dynamic_dimension_leaves_it(tmp_path: Path) -> None:
         ab.export_onnx(tmp_path / f"{i}.onnx", {"m": entry})  # compares
 
 
+def test_distances_and_their_gradients(tmp_path: Path) -> None:
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.cdist(x, y, p=p).sin().sum() for p in (1.0, 2.0, 3.0, float("inf"))]).sum()
+
+    x, y = torch.randn(4, 3), torch.randn(5, 3)
+    rows = torch.export.Dim("rows", min=3, max=25)  # eager uses matrix products from 26 on
+    entry = ab.Grad(loss, [ab.Variant((x, y), dynamic_shapes=({0: rows}, {}))], wrt=["x", "y"])
+    (file,) = ab.export_onnx(tmp_path / "m.onnx", {"m": entry})
+    x = torch.randn(7, 3)
+    given = x.clone().requires_grad_(), y.clone().requires_grad_()
+    wanted = torch.autograd.grad(loss(*given), given)
+    found = Session(file.path)({"x": x, "y": y})
+    for name, gradient in zip(("x", "y"), wanted, strict=True):
+        np.testing.assert_allclose(found[f"grad.{name}"], gradient.numpy(), rtol=2e-5, atol=2e-5)
+
+
 def test_large_weights_lie_beside_the_graphs(tmp_path: Path) -> None:
     module = nn.Linear(300, 200)
     x = torch.randn(3, 300)
