@@ -178,8 +178,10 @@ const uint8_t *backend_random(arena *a, const backend *b, size_t *size) {
   void *from = generator(a, b), *data;
   int64_t *sizes;
   NEED(a, b, get, "_ZNK2at16CPUGeneratorImpl9get_stateEv");
-  tensor_handle state = malloc(sizeof(void *)); /* dropped by operator delete, which frees what malloc gave */
-  if (!state) arena_fail(a, AOTB_MEMORY, "no memory");
+  int32_t (*undefined)(tensor_handle *);
+  NEED(a, b, undefined, "aoti_torch_new_uninitialized_tensor");
+  tensor_handle state;
+  if (undefined(&state)) arena_fail(a, AOTB_MEMORY, "no memory");
   get(state, from);
   if (b->sizes(state, &sizes) || b->data(state, &data)) arena_fail(a, AOTB_RUN, "the random state cannot be read");
   *size = (size_t)*sizes;
