@@ -48,11 +48,13 @@ class VariantReport:
 
 @dataclass(frozen=True)
 class RecordedReport:
-    """A ``replay`` entry. It stores no numbers to compare with: ``compared`` says when it was, ``unproved`` how many of its variants never were."""
+    """A ``replay`` entry. It stores no numbers to compare with: ``compared`` says when it was, ``unproved`` how many of its variants
+    and optimizer steps never were."""
 
     entry: str
     structures: int
     variants: int
+    updates: int
     unproved: int
     compared: str = "compared with the recorded numbers when it was built"
 
@@ -127,8 +129,9 @@ def _runnable(manifest: Manifest) -> Iterator[str]:
 
 
 def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
-    verdicts = [v.verdict.status for s in entry.structures for v in s.variants]
-    return RecordedReport(name, len(entry.structures), len(verdicts), sum(v != "verified" for v in verdicts))
+    verdicts = [v.verdict.status for s in entry.structures for v in s.variants] + [u.verdict.status for u in entry.updates]
+    unproved = sum(v != "verified" for v in verdicts)
+    return RecordedReport(name, len(entry.structures), len(verdicts) - len(entry.updates), len(entry.updates), unproved)
 
 
 def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> Example:

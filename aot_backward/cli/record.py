@@ -11,6 +11,7 @@ from .support.failures import EXIT_CODES, debug_option
 from .support.imports import import_option
 from .support.progress import shown
 from .support.script import Script, run_script, script_options
+from .support.tables import count
 from .support.tune import tune_option
 
 
@@ -19,15 +20,24 @@ from .support.tune import tune_option
 @click.option("--entry", default="backward", show_default=True, metavar="NAME", help="The name of its replay entry.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
 @tune_option("How long passes are timed in eager and compiled; with none they are not, and replay runs whatever is compiled.")
+@click.option("--no-optimizer", is_flag=True, help="Compile backward passes alone, and no steps of optimizers.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @debug_option
 @script_options
 @click.pass_context
 def record(
-    context: click.Context, output: Path, entry: str, target: str, tune: str, as_json: bool, script: Script, max_structures: int | None
+    context: click.Context,
+    output: Path,
+    entry: str,
+    target: str,
+    tune: str,
+    no_optimizer: bool,
+    as_json: bool,
+    script: Script,
+    max_structures: int | None,
 ) -> None:
-    """Run TRAIN.py as it is, and compile its backward passes into BW.pt2 when it ends.
+    """Run TRAIN.py as it is, and compile its backward passes and optimizer steps into BW.pt2 when it ends.
 
     Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the script fails.
     """
@@ -36,14 +46,25 @@ def record(
     from ..recording.record import record as recording
 
     with shown() as progress:
-        session = recording(output, entry=entry, target=target, progress=progress, max_structures=max_structures or MAX_STRUCTURES, tune=tune)
+        session = recording(
+            output,
+            entry=entry,
+            target=target,
+            progress=progress,
+            max_structures=max_structures or MAX_STRUCTURES,
+            tune=tune,
+            optimizer=not no_optimizer,
+        )
         code = run_script(script, session)
     if as_json:
         more = {"recorded": session.recorded, "timed_in_eager": session.in_eager, "skipped": dict(session.skipped), "slower_compiled": session.slower}
+        more["optimizer_steps_compiled"] = session.compiled_steps
         click.echo(json.dumps({**session.report.to_json(), **more}), err=True)
     else:
         timed = f" and {session.in_eager} timed in eager" if session.in_eager else ""
         click.echo(f"{session.recorded} passes of {len(session.structures)} structures recorded{timed}; {session.report}", err=True)
+        if session.compiled_steps:
+            click.echo(f"{count(len(session.compiled_steps), 'kind')} of optimizer steps compiled: {', '.join(session.compiled_steps)}", err=True)
         for reason in session.skipped:
             click.echo(f"  left out: {reason}", err=True)
         for words in session.slower:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--entry", metavar="NAME", help="Which replay entry; a sole one needs no name.")
 @click.option("--strict", is_flag=True, help="A backward pass that the package has no variant for is an error.")
 @click.option("--always", is_flag=True, help="Run compiled code also where it was slower than eager, or than interpreting, when it was recorded.")
+@click.option("--no-optimizer", is_flag=True, help="Leave the steps of optimizers to eager.")
 @click.option("--save-misses", type=click.Path(path_type=Path), metavar="FILE", help="Where to save those that it has no variant for, for compile.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
@@ -35,6 +36,7 @@ def replay(
     entry: str | None,
     strict: bool,
     always: bool,
+    no_optimizer: bool,
     save_misses: Path | None,
     as_json: bool,
     package: Path,
@@ -43,7 +45,7 @@ def replay(
     key: Path | None,
     max_structures: int | None,
 ) -> None:
-    """Run TRAIN.py as it is, its backward passes from BW.pt2: no tracing, no compiler.
+    """Run TRAIN.py as it is, its backward passes and optimizer steps from BW.pt2: no tracing, no compiler.
 
     A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why. Passes that eager ran faster
     when they were recorded go to eager.
@@ -57,6 +59,7 @@ def replay(
         entry=entry,
         strict=strict,
         always=always,
+        optimizer=not no_optimizer,
         save_misses=save_misses,
         signature=signature,
         key=key,

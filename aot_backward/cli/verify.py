@@ -61,6 +61,7 @@ def _show(package: Path, report: Report, key: Path | None) -> None:
     say(f"{package}: {report.members} members, {size(report.bytes)}: digests are right")
     for r in report.recorded:
         passes = f"recorded passes of {count(r.structures, 'structure')}, {count(r.variants, 'variant')}"
+        passes += f", and {count(r.updates, 'optimizer step')}" if r.updates else ""
         unproved = f" ({r.unproved} of them never were)" if r.unproved else ""
         say(f"entry {r.entry!r}: {passes}: {r.compared}{unproved}; not run here")
     for v in report.variants:

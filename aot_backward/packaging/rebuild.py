@@ -169,14 +169,15 @@ def _check(rebuilt: RebuiltGraphs, manifest: Manifest, examples: Mapping[str, to
         for structure in entry.structures:
             every = tuple(with_verdicts(v, (name, structure.fingerprint, i)) for i, v in enumerate(structure.variants))
             structures.append(dataclasses.replace(structure, variants=every))
-        entries[name] = dataclasses.replace(entry, variants=variants, structures=tuple(structures))
+        updates = tuple(with_verdicts(u, (name, u.library)) for u in entry.updates)
+        entries[name] = dataclasses.replace(entry, variants=variants, structures=tuple(structures), updates=updates)
     return dataclasses.replace(manifest, entries=entries)
 
 
 def _verdicts(
     rebuilt: RebuiltGraphs, manifest: Manifest, number: int, examples: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
-    """The verdict for target ``number`` on each variant, by (entry, variant) or (entry, fingerprint, variant)."""
+    """The verdict for target ``number`` on each variant, by (entry, variant), (entry, fingerprint, variant) or (entry, library of an update)."""
     blank = (Verdict("not run"),) * (len(rebuilt.specs) - 1)
     manifest = dataclasses.replace(manifest, entries={n: _without_verdicts(e, blank) for n, e in manifest.entries.items()})
     reason = why_incompatible(manifest, number) or ("" if rebuilt.complete else "the package has no weights")
@@ -196,10 +197,14 @@ def _verdicts(
             for i, recorded in enumerate(structure.variants):
                 verdict = Verdict(f"not run: {reason}") if reason else graph_check.check_pass(alone, recorded, paths, weights, graphs)
                 yield (name, structure.fingerprint, i), verdict
+        for update in entry.updates:
+            yield (name, update.library), Verdict(f"not run: {reason}") if reason else graph_check.check_update(alone, update, paths, graphs)
 
 
 def _without_verdicts(entry: EntrySpec, verdicts: tuple[Verdict, ...]) -> EntrySpec:
     structures = tuple(
         dataclasses.replace(s, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in s.variants)) for s in entry.structures
     )
-    return dataclasses.replace(entry, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants), structures=structures)
+    variants = tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants)
+    updates = tuple(dataclasses.replace(u, verdicts=verdicts) for u in entry.updates)
+    return dataclasses.replace(entry, variants=variants, structures=structures, updates=updates)

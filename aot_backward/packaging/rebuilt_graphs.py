@@ -16,7 +16,7 @@ from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError, PackageError
-from aot_backward_runtime.format.manifest import EntrySpec, LibrarySpec, PassSpec, SymbolSpec, TensorSpec, VariantSpec
+from aot_backward_runtime.format.manifest import Ambient, EntrySpec, LibrarySpec, PassSpec, SymbolSpec, TensorSpec, VariantSpec, Verdict
 from aot_backward_runtime.native.plan import ROLES
 from aot_backward_runtime.native.weights import filled, load_weights
 from aot_backward_runtime.package.archive import Archive
@@ -24,6 +24,9 @@ from aot_backward_runtime.package.archive import Archive
 from ..capture.shapes.restore_shapes import RestoredShapes, restored_shapes
 from ..capture.shapes.symbolic_shapes import Sizes, expression_of
 from .package_writer import library_spec, stem_of, stems_of
+
+_STATIC = PassSpec((), (), (), (), (), Ambient(), Verdict("not run"), ())
+"""What has no dynamic size."""
 
 
 @dataclass
@@ -74,7 +77,10 @@ class RebuiltGraphs:
             shared = [update.call.library] if update is not None and update.call is not None else []
             variants = [self._variant(v, shared if v is first else []) for v in entry.variants]
             structures = [dataclasses.replace(s, variants=tuple(self._pass(v) for v in s.variants)) for s in entry.structures]
-            self.entries[name] = dataclasses.replace(entry, variants=tuple(variants), structures=tuple(structures))
+            for recorded in entry.updates:
+                self._compile([recorded.library], _STATIC)
+            updates = tuple(dataclasses.replace(u, speed=None) for u in entry.updates)  # of other code
+            self.entries[name] = dataclasses.replace(entry, variants=tuple(variants), structures=tuple(structures), updates=updates)
 
     def _variant(self, variant: VariantSpec, further: Sequence[str] = ()) -> VariantSpec:
         plans = [getattr(variant, role) for role in ROLES]

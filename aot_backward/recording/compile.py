@@ -20,6 +20,8 @@ from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from ..capture.shapes.symbolic_shapes import Sizes
 from . import pass_speed
 from .infer_shapes import fake_mode
+from .optimizer_steps.compiled_steps import compile_steps, slower
+from .optimizer_steps.observed_steps import ObservedSteps
 from .package_update import PackageUpdate, locked
 from .pass_check import checked, libraries_of
 from .pass_graphs import graph_and_segments, graph_operands, graph_specs
@@ -29,10 +31,12 @@ from .trace import TracedProgram, trace_structures
 
 @dataclass
 class Added:
-    """``skipped``: why passes were left out, counted. ``slower``: those whose code is slower than eager, or than interpreting them, in words."""
+    """``skipped``: why passes were left out, counted. ``slower``: those whose code is slower than eager, or than interpreting them, in words.
+    ``steps``: the optimizers of which a kind of steps was added."""
 
     skipped: Counter[str] = field(default_factory=Counter)
     slower: list[str] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
 
 
 def add_passes(
@@ -40,11 +44,12 @@ def add_passes(
     entry: str,
     structures: Mapping[str, RecordedStructure],
     *,
+    steps: ObservedSteps | None = None,
     target: str = "cpu",
     progress: Progress | None = None,
     tune: str = "none",
 ) -> Added:
-    """Compiles ``structures`` (by fingerprint) and adds them to the ``replay`` entry of the package at ``path``.
+    """Compiles ``structures`` (by fingerprint) and ``steps`` and adds them to the ``replay`` entry of the package at ``path``.
 
     What could not be traced or compiled, or differs from the recorded values, is left out. What was timed while it was recorded is timed
     (:data:`~aot_backward.packaging.tuning.SECONDS` of ``tune``). Raises :class:`ExportError` where the package there is for another torch or
@@ -56,7 +61,7 @@ def add_passes(
         package = PackageUpdate.read(path, entry, target)
         added = Added()
         programs = trace_structures(structures, package.variants, mode, added.skipped, say)
-        _add(package, programs, mode, target, added, say, tune)
+        _add(package, programs, mode, target, added, say, tune, steps)
     return added
 
 
@@ -70,8 +75,17 @@ def add_programs(
     return added.skipped
 
 
-def _add(package: PackageUpdate, programs: list[TracedProgram], mode: Any, target: str, added: Added, say: Progress, tune: str = "none") -> None:
-    """Compiles, checks and times ``programs``, and writes the package with those that are right; nothing is written where none is."""
+def _add(
+    package: PackageUpdate,
+    programs: list[TracedProgram],
+    mode: Any,
+    target: str,
+    added: Added,
+    say: Progress,
+    tune: str = "none",
+    steps: ObservedSteps | None = None,
+) -> None:
+    """Compiles, checks and times ``programs`` and ``steps``, and writes the package with those that are right; nothing is written where none is."""
     right, skipped = [], added.skipped
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         programs = _with_graphs(programs, mode, skipped)
@@ -90,8 +104,12 @@ def _add(package: PackageUpdate, programs: list[TracedProgram], mode: Any, targe
             except (ExportError, InputError, PackageError, RuntimeError) as error:  # the last from native code
                 skipped[f"{program.name}: {str(error).partition(chr(10))[0]}{program.structure.location()}"] += 1
         say("check", len(programs), len(programs))
-        if right:
+        compiled = list(compile_steps(steps, Path(folder), target, say, tune, skipped)) if steps is not None else []
+        added.slower += [words for step in compiled for words in slower(step.spec)]
+        added.steps += [step.spec.optimizer.rpartition(".")[2] for step in compiled]
+        if right or compiled:
             package.add(right, artifacts)
+            package.add_steps(compiled)
             say("write", 0, 1)
             package.write()
             say("write", 1, 1)

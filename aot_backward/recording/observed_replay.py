@@ -42,8 +42,9 @@ class ObservedReplay(Replaying):
         strict: bool = False,
         max_structures: int = MAX_STRUCTURES,
         always: bool = False,
+        optimizer: bool = True,
     ):
-        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always)
+        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
         self.structures: dict[str, RecordedStructure] = {}
         self.skipped: Counter[str] = Counter()
 

@@ -24,6 +24,7 @@ from aot_backward_runtime.package.archive import Archive, open_package
 
 from .. import operators
 from ..packaging.package_writer import library_spec, write_package
+from .optimizer_steps.compiled_steps import CompiledStep
 from .trace import TracedProgram
 
 
@@ -115,6 +116,19 @@ class PackageUpdate:
         weights = {k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "") for k, t in self.weights.items()}
         entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, structures=tuple(structures.values()))}
         self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=weights)
+
+    def add_steps(self, steps: Sequence[CompiledStep]) -> None:
+        libraries = dict(self.manifest.libraries)
+        for step in steps:
+            name = step.spec.library
+            libraries[name], self.artifacts[name] = library_spec(step.graph, step.artifact), step.artifact
+            if step.portable is not None:
+                self.graphs[name] = step.portable
+        old = self.manifest.entries[self.entry]
+        new = {s.spec.library: s.spec for s in steps}
+        updates = (*(u for u in old.updates if u.library not in new), *new.values())
+        entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, updates=updates)}
+        self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries)
 
     def write(self) -> None:
         operators.say(write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs).operators)

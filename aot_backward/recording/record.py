@@ -9,16 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.loader import load
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
+from aot_backward_runtime.passes import origin
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
 from ..packaging.tuning import tune_of
 from .observed_replay import ObservedReplay
+from .optimizer_steps.observed_steps import ObservedSteps
 from .recorded_structure import DEFAULT_ENTRY, PassTimes
 from .timed_passes import Row, TimedPasses
 
@@ -28,9 +32,10 @@ Asked = tuple[Row, Sequence[Any], Sequence[Any]]
 
 class Recording(ObservedReplay):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted;
-    ``in_eager``: how many were timed in eager instead; ``slower``: what is slower compiled, in words."""
+    ``in_eager``: how many were timed in eager instead; ``slower``: what is slower compiled, in words;
+    ``compiled_steps``: the optimizers of which a kind of steps was compiled."""
 
-    def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None, max_structures: int, tune: str):
+    def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None, max_structures: int, tune: str, optimizer: bool = True):
         if path is not None:
             check_destination(path)
         package = None
@@ -39,12 +44,21 @@ class Recording(ObservedReplay):
             package = load(path)
         if package is not None and entry not in package.entries:
             package = None
-        super().__init__(package, entry, max_structures=max_structures, always=True)
+        super().__init__(package, entry, max_structures=max_structures, always=True, optimizer=optimizer)
         self.tune, self.timed = tune, TimedPasses()
         self.path, self.entry, self.target, self.progress = path, entry, target, progress
         self.recorded = 0
         self.in_eager = 0
         self.slower: list[str] = []
+        self.compiled_steps: list[str] = []
+        self.steps = ObservedSteps() if optimizer and target.startswith("cpu") else None
+
+    def intercepts_steps(self) -> bool:
+        return self.steps is not None
+
+    def step_in_eager(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        if self.steps is not None:
+            self.steps.observe(optimizer, origin.line())
 
     def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Asked | None:
         if self.tune == "none" or not self.target.startswith("cpu"):  # on a GPU a pass has only been queued when the call returns
@@ -77,12 +91,16 @@ class Recording(ObservedReplay):
         super().__exit__(*error)
         kind = error[0]
         done = kind is None or (isinstance(kind, type) and issubclass(kind, SystemExit))  # a script that calls sys.exit has ended, too
-        if done and self.path is not None and self.observed_any:
+        for words, reason in self.steps.refused.items() if self.steps is not None else ():
+            self.skipped[f"the optimizer step of {words}: {reason}"] += 1
+        if done and self.path is not None and (self.observed_any or (self.steps is not None and self.steps.kinds)):
             from .compile import add_passes
 
-            added = add_passes(self.path, self.entry, self.structures_to_compile(), target=self.target, progress=self.progress, tune=self.tune)
+            structures = self.structures_to_compile()
+            added = add_passes(self.path, self.entry, structures, steps=self.steps, target=self.target, progress=self.progress, tune=self.tune)
             self.skipped += added.skipped
             self.slower += added.slower
+            self.compiled_steps += added.steps
 
 
 def record(
@@ -93,6 +111,7 @@ def record(
     progress: Progress | None = None,
     max_structures: int = MAX_STRUCTURES,
     tune: str | None = None,
+    optimizer: bool = True,
 ) -> Recording:
     """A context in which every backward pass is observed; when it closes, those that are new are compiled and added to the package at ``path``.
 
@@ -102,11 +121,14 @@ def record(
     kept. Nothing is written where the block ends by an exception. Needs memory for two passes of each structure. After ``max_structures`` new
     structures, further ones are left to eager, and those that came only once are not compiled: ``skipped`` says so.
 
+    Steps of ``torch.optim`` optimizers on a CPU, of a kind that comes more than once after the one that makes the state, are compiled too, unless
+    ``optimizer`` is False.
+
     ``tune``, on a CPU: "quick" times up to forty passes of each kind in eager, between the others, and each compiled pass beside its tape
     interpreted ("full" takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else
     "quick". What was slower compiled than by eager is in the package all the same, ``slower`` says which, and a replay leaves such passes to eager.
     """
-    return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures, tune_of(tune))
+    return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures, tune_of(tune), optimizer)
 
 
 def _refuse_several_targets(path: Path) -> None:

@@ -19,9 +19,9 @@ from .observed_replay import ObservedReplay
 class MissSavingReplay(ObservedReplay):
     """The context of ``replay(save_misses=FILE)``."""
 
-    def __init__(self, package: Package, entry: str | None, file: Path, *, strict: bool, max_structures: int, always: bool):
+    def __init__(self, package: Package, entry: str | None, file: Path, *, strict: bool, max_structures: int, always: bool, optimizer: bool):
         check_destination(file)
-        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always)
+        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
         self.file = file
         self.looks_at_all = True
 
@@ -44,6 +44,7 @@ def replay(
     key: Key | None = None,
     max_structures: int = MAX_STRUCTURES,
     always: bool = False,
+    optimizer: bool = True,
 ) -> Replaying:
     """:func:`aot_backward_runtime.replay`, which can also save the passes that it interpreted.
 
@@ -53,7 +54,15 @@ def replay(
     """
     if save_misses is None:
         return runtime_replay(
-            path, entry=entry, strict=strict, imports=imports, signature=signature, key=key, max_structures=max_structures, always=always
+            path,
+            entry=entry,
+            strict=strict,
+            imports=imports,
+            signature=signature,
+            key=key,
+            max_structures=max_structures,
+            always=always,
+            optimizer=optimizer,
         )
     package = load(path, imports=imports, signature=signature, key=key)
-    return MissSavingReplay(package, entry, Path(save_misses), strict=strict, max_structures=max_structures, always=always)
+    return MissSavingReplay(package, entry, Path(save_misses), strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)

@@ -6,7 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from aot_backward_runtime.format.manifest import EntrySpec, PassSpec, StructureSpec, TensorSpec, Tree, VariantSpec, Verdict
+from aot_backward_runtime.format.manifest import (
+    EntrySpec,
+    GroupSpec,
+    NumberSpec,
+    PassSpec,
+    StructureSpec,
+    TensorSpec,
+    Tree,
+    UpdateSpec,
+    VariantSpec,
+    Verdict,
+)
 from aot_backward_runtime.format.param_groups import options_of
 from aot_backward_runtime.native.pytree import describe, signature
 from aot_backward_runtime.package.archive import Archive
@@ -38,8 +49,21 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
     ]
     parts = [_variant(number, v, entry, archive) for number, v in enumerate(entry.variants)]
     parts += [_structure(s, archive) for s in entry.structures]
+    parts += [_update(u, archive) for u in entry.updates]
     title = element("h3", name, " ", element("span", entry.kind, class_="kind"))
     return element("article", title, facts(rows), parts, class_="entry")
+
+
+def _update(update: UpdateSpec, archive: Archive) -> Html:
+    """An optimizer's step of a recorded script."""
+    rows: list[tuple[str, Child]] = [
+        ("Parameters", f"{len(update.trained):,} with a gradient; {counted(len(update.state), 'tensor')} of state"),
+        *_groups(update.groups, update.numbers),
+        ("Code", f"the graph {update.library}"),
+        *_compared(update.verdict, update.verdicts, archive),
+        ("Speed when it was recorded", list(map(line, pass_speed_in_words(update.speed))) if update.speed else None),
+    ]
+    return element("div", element("h4", "Steps of ", code(update.optimizer)), facts(rows), class_="variant")
 
 
 def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
@@ -48,18 +72,22 @@ def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
         return
     made = "before its first step" if step.fresh else "after steps made before the export"
     yield "Optimizer", [code(step.optimizer), f", {made}; {counted(len(step.state), 'tensor')} of state"]
-    for number, group in enumerate(step.groups):
-        moved = [(n.key if n.position < 0 else f"{n.key}[{n.position}]", n.value) for n in step.numbers if n.group == number]
-        fixed = {k: v for k, v in options_of(group).items() if k not in {n.partition("[")[0] for n, _ in moved}}
-        numbers = ", ".join(f"{k} = {v:g}" for k, v in moved) or "nothing"
-        still = f"fixed: {', '.join(f'{k} = {v}' for k, v in fixed.items())}"
-        said = f"{counted(len(group.parameters), 'parameter')}; a schedule may move {numbers}"
-        yield f"Group {number}", [said, element("p", still, class_="quiet") if fixed else None]
+    yield from _groups(step.groups, step.numbers)
     own = {n.key: n.value for n in step.numbers if n.group == -1}
     yield "Clipping", ", ".join(f"{key} = {value:g}" for key, value in own.items() if key != "loss_scale")
     yield "Loss scale", f"{own['loss_scale']:g} at first, then by torch.amp.GradScaler's rule" if "loss_scale" in own else None
     yield "Gradients", "can be accumulated over calls" if step.update else "every call is an update"
     yield "Not finite", "an update whose gradients have Inf or NaN is skipped" if step.finite else None
+
+
+def _groups(groups: Sequence[GroupSpec], every: Sequence[NumberSpec]) -> Iterator[tuple[str, Child]]:
+    for number, group in enumerate(groups):
+        moved = [(n.key if n.position < 0 else f"{n.key}[{n.position}]", n.value) for n in every if n.group == number]
+        fixed = {k: v for k, v in options_of(group).items() if k not in {n.partition("[")[0] for n, _ in moved}}
+        numbers = ", ".join(f"{k} = {v:g}" for k, v in moved) or "nothing"
+        still = f"fixed: {', '.join(f'{k} = {v}' for k, v in fixed.items())}"
+        said = f"{counted(len(group.parameters), 'parameter')}; a schedule may move {numbers}"
+        yield f"Group {number}", [said, element("p", still, class_="quiet") if fixed else None]
 
 
 def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) -> Html:

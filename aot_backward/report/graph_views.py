@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from aot_backward_runtime.format.manifest import EntrySpec, Manifest, PassSpec, Plan, SymbolSpec, TensorSpec, VariantSpec
+from aot_backward_runtime.format.manifest import EntrySpec, LibrarySpec, Manifest, PassSpec, Plan, SymbolSpec, TensorSpec, UpdateSpec, VariantSpec
 
 from .graph_model import Drawing
 from .markup import clean
@@ -52,7 +52,10 @@ _Drawn = Mapping[str, tuple[Drawing, MemoryUse]]
 def views(manifest: Manifest, drawings: Mapping[str, Drawing]) -> list[View]:
     """Everything there is to draw, in the manifest's order."""
     drawn = {name: (drawing, memory_use(drawing)) for name, drawing in drawings.items()}
-    return [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, drawn) if view.columns]
+    found = [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, drawn) if view.columns]
+    for name, entry in manifest.entries.items():
+        found += [view for u in entry.updates for view in _of_update(name, u, manifest.libraries[u.library], drawn)]
+    return found
 
 
 def _of_entry(name: str, entry: EntrySpec, drawn: _Drawn) -> Iterator[View]:
@@ -65,6 +68,12 @@ def _of_entry(name: str, entry: EntrySpec, drawn: _Drawn) -> Iterator[View]:
     for structure in entry.structures:
         for number, compiled in enumerate(structure.variants):
             yield from _of_pass(f"{name}, structure {structure.fingerprint[:12]}, variant {number}", compiled, drawn)
+
+
+def _of_update(name: str, update: UpdateSpec, library: LibrarySpec, drawn: _Drawn) -> Iterator[View]:
+    if update.library in drawn:
+        given = [spec.name for spec in library.inputs]
+        yield View(f"{name}, step of {update.optimizer.rpartition('.')[2]}", (_column("update", drawn[update.library], given, [(0, "nothing")], {}),))
 
 
 def variant_title(number: int, variant: VariantSpec) -> str:

@@ -59,6 +59,9 @@ def _all_verdicts(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
             for number, compiled in enumerate(structure.variants):
                 for target, verdict in zip(targets, (compiled.verdict, *compiled.verdicts), strict=False):
                     yield f"{name}, structure {structure.fingerprint[:12]}, variant {number}", target, verdict
+        for update in entry.updates:
+            for target, verdict in zip(targets, (update.verdict, *update.verdicts), strict=False):
+                yield f"{name}, step of {update.optimizer.rpartition('.')[2]}", target, verdict
 
 
 def _verdicts(archive: Archive) -> Html:

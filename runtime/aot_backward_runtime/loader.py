@@ -16,7 +16,7 @@ from .entries.dispatch import Entry
 from .entries.grad import LoadedGrad
 from .entries.module import LoadedModule
 from .errors import AotBackwardError, InputError
-from .format.manifest import EntrySpec, Manifest, StructureSpec
+from .format.manifest import EntrySpec, Manifest, StructureSpec, UpdateSpec
 from .native.bound_state import BoundState
 from .native.cuda_graphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .native.cuda_library import library_on
@@ -79,6 +79,12 @@ class Package:
         libraries = self._open(s.library for t in spec.structures for v in t.variants for s in v.segments if s.library)
         constants = {c.weight: self._weights[c.weight] for lib in libraries.values() for c in lib.spec.constants}
         return {t.fingerprint: t for t in spec.structures}, libraries, constants
+
+    def recorded_updates(self, name: str | None = None) -> list[tuple[UpdateSpec, Library]]:
+        """Of the ``replay`` entry of that name, its optimizer steps with their libraries."""
+        spec = self.manifest.entries[self._name("replay", name)]
+        libraries = self._open(u.library for u in spec.updates)
+        return [(u, libraries[u.library]) for u in spec.updates]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise AotBackwardError(
@@ -182,6 +188,7 @@ def load(
     tensors = {name: tensor.to(where) for name, tensor in all_weights(archive, path, weights, mmap).items()}
     verdicts = [(n, v.verdict) for n, e in manifest.entries.items() for v in e.variants]
     verdicts += [(n, v.verdict) for n, e in manifest.entries.items() for s in e.structures for v in s.variants]
+    verdicts += [(n, u.verdict) for n, e in manifest.entries.items() for u in e.updates]
     unproved = [n for n, v in verdicts if v.status != "verified"]
     if unproved:
         warnings.warn(f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}", stacklevel=2)

@@ -34,6 +34,11 @@ def call(kind, path):
         from aot_backward_runtime import replay
         with replay(path):
             return [t for each in golden.backward_passes((3, 5)) for t in each]
+    if kind == "updates":
+        from aot_backward_runtime import replay
+        with replay(path, always=True):
+            parameters, optimizer = golden.momentum(5)
+            return [*parameters, *(s["momentum_buffer"] for s in optimizer.state.values())]
     package = load(path)
     if kind == "step":
         step = package.step()
@@ -77,6 +82,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 FILES = {"pair": "1.0-pair", "passes": "1.1-passes", "step": "1.2-step", "orders": "1.3-orders", "targets": "1.4-targets", "timed": "1.9-passes"}
+FILES |= {"updates": "1.11-updates"}
 Edit = Callable[[Any], object]
 
 
@@ -115,12 +121,21 @@ def drop(path: str) -> Edit:
     return edit
 
 
+def edit_text(path: str, old: str, new: str) -> Edit:
+    def edit(manifest: Any) -> None:
+        text = at(manifest, path)
+        assert old in text
+        put(path, text.replace(old, new))(manifest)
+
+    return edit
+
+
 def both(*edits: Edit) -> Edit:
     return lambda manifest: [edit(manifest) for edit in edits]
 
 
 V, LOSS, FIT, TWICE = "entries/pair/variants/0", "entries/loss", "entries/fit", "entries/curved/variants/0"
-PASS = "entries/backward/structures/0/variants/0"
+PASS, UPDATE = "entries/backward/structures/0/variants/0", "entries/backward/updates/0"
 LIES: Mapping[str, tuple[str, Edit, str]] = {
     # what ended the process, or gave wrong numbers
     "a weight without strides": ("pair", put("weights/first.weight/stride", [0, 0]), "requires a gradient|bytes of first.weight|strides"),
@@ -168,6 +183,21 @@ LIES: Mapping[str, tuple[str, Edit, str]] = {
     "no update": ("step", drop(f"{FIT}/step/update"), "plans|accumulates gradients"),
     "a pass's operands exchanged": ("passes", swap(f"{PASS}/segments/0/operands/2", f"{PASS}/segments/0/operands/4"), "takes tensor 2"),
     "a pass's results exchanged": ("passes", put(f"{PASS}/segments/0/results", [8, 12, 23, 19]), "gives %v19 as %v23"),
+    "an optimizer's numbers exchanged": ("updates", swap(f"{UPDATE}/numbers/0", f"{UPDATE}/numbers/1"), "compiled for another optimizer"),
+    "another optimizer": ("updates", put(f"{UPDATE}/optimizer", "torch.optim.adam.Adam"), "compiled for another optimizer"),
+    "an optimizer of one's own": ("updates", put(f"{UPDATE}/optimizer", "os.system"), "no optimizer of torch.optim"),
+    "an optimizer's parameters exchanged": ("updates", swap(f"{UPDATE}/trained/0", f"{UPDATE}/trained/2"), "are not the"),
+    "an optimizer's state exchanged": ("updates", swap(f"{UPDATE}/state/0", f"{UPDATE}/state/2"), "are not the"),
+    "an optimizer's state left out": ("updates", drop(f"{UPDATE}/state/0"), "takes 10 tensors, which are not the 9"),
+    "an optimizer's option changed": (
+        "updates",
+        edit_text(f"{UPDATE}/groups/0/options", '"maximize": false', '"maximize": true'),
+        "compiled for another optimizer",
+    ),
+    "an optimizer's code of a pass": ("updates", put(f"{UPDATE}/library", "none"), "which the manifest does not have"),
+    "an optimizer's vector too short": ("updates", put("libraries/update.0b50f1500a84/inputs/9/shape", [3]), "its numbers are"),
+    "a gradient of another shape": ("updates", put("libraries/update.0b50f1500a84/inputs/0/shape", [2, 4]), r"grad is float32"),
+    "an optimizer timed in another way": ("updates", put(f"{UPDATE}/speed/timings/1/name", "foreach"), "was timed as"),
     "a pass that was timed in another way": ("timed", put(f"{PASS}/speed/timings/2/name", "min_cut"), "was timed as"),
     "a pass that was chosen for other symbols": ("timed", put(f"{PASS}/speed/choices/0/symbols", {"s1": 6}), "its symbols are s0"),
     "a pass that is run in another way at one size": ("timed", put(f"{PASS}/speed/choices/1/chosen", "min_cut"), "at one of the sizes"),

@@ -17,14 +17,14 @@ from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
 
 from .. import golden_operators
-from ..support.golden_packages import Curved, Pair, arguments, backward_passes, bend, cubed, grid, samples, training
+from ..support.golden_packages import Curved, Pair, arguments, backward_passes, bend, cubed, grid, momentum, samples, training
 from ..support.oracle import assert_same, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE = (
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES = (
     [p for p in FILES if p.stem.endswith(f"-{kind}")]
-    for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches", "speed", "standalone")
+    for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches", "speed", "standalone", "updates")
 )
 
 
@@ -32,7 +32,7 @@ def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE} == {*FILES}
+    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE, *UPDATES} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -241,3 +241,14 @@ def test_what_runs_without_pytorch_is_read(path: Path) -> None:
         "bend": "verified",
         "swing": "calls aten._linalg_det, aten.linalg_lu_solve",
     }
+
+
+@pytest.mark.parametrize("path", UPDATES, ids=lambda p: p.name)
+def test_recorded_optimizer_steps_run(path: Path) -> None:
+    (update,) = open_package(path).manifest.entries["backward"].updates
+    assert (update.optimizer, len(update.trained), {s.key for s in update.state}) == ("torch.optim.sgd.SGD", 3, {"momentum_buffer"})
+    assert update.verdict.status == "verified" and update.speed is not None
+    with replay(path, always=True) as replaying:
+        ours, _ = momentum(10)
+    torch.testing.assert_close(ours, momentum(10)[0], rtol=1e-5, atol=1e-6)
+    assert replaying.report.steps == 9

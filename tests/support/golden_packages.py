@@ -158,6 +158,25 @@ def write_standalone(path: Path) -> None:
     )
 
 
+def momentum(steps: int) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """The parameters and the optimizer after some steps on made-up gradients: two groups, state, a parameter without a gradient."""
+    torch.manual_seed(6)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    groups = [{"params": net[0].parameters(), "weight_decay": 0.1}, {"params": net[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    for step in range(steps):
+        for p in (net[0].weight, net[0].bias, net[2].weight):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    return [p.detach() for p in net.parameters()], optimizer
+
+
+def write_updates(path: Path) -> None:
+    """The steps of an optimizer, recorded."""
+    with ab.record(path, tune="quick"):
+        momentum(4)
+
+
 WRITERS = {
     "pair": write_pair,
     "passes": write_passes,
@@ -168,6 +187,7 @@ WRITERS = {
     "sketches": write_sketches,
     "speed": write_speed,
     "standalone": write_standalone,
+    "updates": write_updates,
 }
 
 if __name__ == "__main__":

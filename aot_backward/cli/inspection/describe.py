@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         StructureSpec,
         SymbolSpec,
         TensorSpec,
+        UpdateSpec,
         VariantSpec,
     )
     from aot_backward_runtime.package.archive import Archive
@@ -56,6 +57,7 @@ def describe(archive: Archive) -> dict[str, Any]:
             "gradients": list(entry.names),
             "variants": [_variant(v, entry) for v in entry.variants],
             "structures": [_structure(s) for s in entry.structures],
+            "updates": [_update(u) for u in entry.updates],
             "step": _step(entry, entry.step, manifest) if entry.step else None,
             "standalone": entry.standalone,
         }
@@ -82,6 +84,25 @@ def describe(archive: Archive) -> dict[str, Any]:
         },
         "members": {name: dataclasses.asdict(member) for name, member in members.items()},
         "manifest_sha256": archive.manifest_digest,
+    }
+
+
+def _update(update: UpdateSpec) -> dict[str, Any]:
+    from aot_backward_runtime.format.manifest_json import plain
+    from aot_backward_runtime.format.param_groups import options_of
+
+    return {
+        "optimizer": update.optimizer,
+        "groups": [
+            {"parameters": len(g.parameters), "options": options_of(g), "numbers": [_number(v) for v in update.numbers if v.group == n]}
+            for n, g in enumerate(update.groups)
+        ],
+        "trained": len(update.trained),
+        "state": sorted({s.key for s in update.state}),
+        "library": update.library,
+        "verdict": dataclasses.asdict(update.verdict),
+        "further_verdicts": [dataclasses.asdict(v) for v in update.verdicts],
+        "speed": plain(update.speed),
     }
 
 

@@ -32,6 +32,8 @@ def print_description(d: dict[str, Any]) -> None:
             say(f"\nentry {name!r}: replay, backward passes of {count(len(entry['structures']), 'structure')}")
             for structure in entry["structures"]:
                 _show_structure(structure, names)
+            for update in entry["updates"]:
+                _show_update(update, names)
             continue
         say(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
         if entry["gradients"]:
@@ -86,12 +88,7 @@ def _show_step(s: dict[str, Any]) -> None:
     made = "after steps that it made before the export" if s["steps_made_at_export"] else "before its first step"
     say(f"  optimizer {s['optimizer']}, {made}; {count(state['tensors'], 'tensor')} of state, {size(state['bytes'])}")
     for i, group in enumerate(s["groups"]):
-        moved = {n["name"].partition("[")[0] for n in group["numbers"]}
-        numbers = ", ".join(f"{n['name']} {n['value']:g}{_limits(n['allowed'])}" for n in group["numbers"])
-        fixed = ", ".join(f"{k} {v}" for k, v in group["options"].items() if k not in moved)
-        say(f"  group {i} of {count(len(group['parameters']), 'parameter')}: {numbers or 'no number that a schedule may move'}")
-        if fixed:
-            say(f"    fixed: {fixed}")
+        _show_group(i, len(group["parameters"]), group, "  ")
     for key, what in (("clip_norm", "norm"), ("clip_value", "elements")):
         if s[key] is not None:
             say(f"  clips the gradients' {what} at {s[key]:g}")
@@ -104,6 +101,28 @@ def _show_step(s: dict[str, Any]) -> None:
         say(f"  gradients can be accumulated (update=False, several processes): {kept}")
     else:
         say("  gradients cannot wait: every call is an update, in one process")
+
+
+def _show_update(u: dict[str, Any], targets: list[str]) -> None:
+    state = f", state {', '.join(u['state'])}" if u["state"] else ""
+    say(f"  steps of {u['optimizer']} on {count(u['trained'], 'parameter')} with a gradient{state}")
+    for i, group in enumerate(u["groups"]):
+        _show_group(i, group["parameters"], group, "    ")
+    for target, verdict in zip(targets, (u["verdict"], *u["further_verdicts"]), strict=True):
+        say(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
+    if u["speed"]:
+        say("    timed when it was recorded:")
+    for words in pass_speed_in_words(read_as(Speed, u["speed"])) if u["speed"] else ():
+        say(f"      {words}")
+
+
+def _show_group(number: int, parameters: int, group: dict[str, Any], indent: str) -> None:
+    moved = {n["name"].partition("[")[0] for n in group["numbers"]}
+    numbers = ", ".join(f"{n['name']} {n['value']:g}{_limits(n['allowed'])}" for n in group["numbers"])
+    fixed = ", ".join(f"{k} {v}" for k, v in group["options"].items() if k not in moved)
+    say(f"{indent}group {number} of {count(parameters, 'parameter')}: {numbers or 'no number that a schedule may move'}")
+    if fixed:
+        say(f"{indent}  fixed: {fixed}")
 
 
 def _limits(allowed: list[dict[str, Any]]) -> str:

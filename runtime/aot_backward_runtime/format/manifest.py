@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.11 2026-11-24  ``EntrySpec.updates`` of a replay entry
     1.10 2026-11-24  ``EntrySpec.standalone``
     1.9  2026-11-23  ``Speed.choices`` of a recorded pass
     1.8  2026-11-23  ``PassSpec.speed``
@@ -23,7 +24,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 10)
+FORMAT_VERSION = (1, 11)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -394,6 +395,34 @@ class StepSpec:
 
 
 @dataclass(frozen=True)
+class StateSlot:
+    """One tensor of an optimizer's state of a parameter, ``optimizer.state[parameter][key]``."""
+
+    key: str
+    parameter: str
+
+
+@dataclass(frozen=True)
+class UpdateSpec:
+    """A step of an optimizer of the script's own, recorded beside its backward passes: one library, which writes parameters and state in place.
+
+    Parameters are called by their group and their place in it, ``"0.3"`` for ``param_groups[0]["params"][3]``. The library takes the gradients of
+    ``trained``, those parameters, the tensors of ``state``, and the vector of numbers, whose first two elements are 0 (see :class:`NumberSpec`); its
+    one result, a number, says nothing. ``groups``: what is in them beside numbers is fixed. ``state``: parameters of ``trained`` have these tensors
+    and no others. ``speed``: of the whole step, in the process that recorded it, by eager as the script had it ("foreach", "fused") and compiled."""
+
+    optimizer: str  # "torch.optim.adamw.AdamW"
+    groups: tuple[GroupSpec, ...]
+    numbers: tuple[NumberSpec, ...]
+    trained: tuple[str, ...]
+    state: tuple[StateSlot, ...]
+    library: str
+    verdict: Verdict
+    verdicts: tuple[Verdict, ...] = ()
+    speed: Speed | None = None
+
+
+@dataclass(frozen=True)
 class EntrySpec:
     kind: str  # "module", "grad", "replay" or "step"
     state: tuple[StateSpec, ...]
@@ -406,6 +435,7 @@ class EntrySpec:
     has_aux: bool = False
     structures: tuple[StructureSpec, ...] = ()  # of a replay entry
     step: StepSpec | None = None  # of a step entry
+    updates: tuple[UpdateSpec, ...] = ()  # of a replay entry
     standalone: str = ""  # "verified": the C library gave the stored results without PyTorch; else why not, or "" where it was not tried
 
 

@@ -117,6 +117,11 @@ class Fast:
         self._aligned = [_alignment(t) for t in tensors]
         self._seen: tuple[list[int], list[int], list[Any]] = ([], [], [])  # addresses, bytes of the storages, offsets in them
 
+    @property
+    def addresses(self) -> list[int]:
+        """Of the tensors for which :meth:`holds` was true last."""
+        return self._seen[0]
+
     def looks_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether ``tensors``, which may be any objects, look like those accepted, wherever their memory is."""
         for tensor in tensors:

@@ -33,7 +33,8 @@ def _judged(entry: EntrySpec, number: int) -> EntrySpec:
         dataclasses.replace(s, variants=tuple(dataclasses.replace(v, verdict=v.verdicts[number], verdicts=()) for v in s.variants))
         for s in entry.structures
     )
-    return dataclasses.replace(entry, variants=tuple(_variant(v, number) for v in entry.variants), structures=structures)
+    updates = tuple(dataclasses.replace(u, verdict=u.verdicts[number], verdicts=()) for u in entry.updates)
+    return dataclasses.replace(entry, variants=tuple(_variant(v, number) for v in entry.variants), structures=structures, updates=updates)
 
 
 def _variant(variant: VariantSpec, number: int) -> VariantSpec:

@@ -21,6 +21,7 @@ from .entry_checks import check_entry, state_names
 from .recorded_pass_checks import check_structures
 from .targets import targets_of
 from .tensor_checks import DEVICES, check_weights
+from .update_checks import check_updates
 from .variant_checks import check_orders
 
 LIBRARY_FOLDER = "data/aotinductor"
@@ -113,6 +114,7 @@ def _check_entries(manifest: Manifest) -> None:
             _check_reference(f"entry {name}", library, manifest.libraries)
         _check_step_references(name, entry, manifest)
         verdicts = [v.verdicts for v in entry.variants] + [v.verdicts for s in entry.structures for v in s.variants]
+        verdicts += [u.verdicts for u in entry.updates]
         if any(len(v) != len(manifest.targets) for v in verdicts):
             raise PackageError(f"entry {name} has not as many verdicts as there are further targets, {len(manifest.targets)}")
         try:
@@ -120,6 +122,7 @@ def _check_entries(manifest: Manifest) -> None:
                 check_orders(f"variant {number}", variant)
             check_entry(entry, manifest, named)
             check_structures(entry, manifest.libraries)
+            check_updates(entry, manifest.libraries)
         except PackageError as error:
             raise PackageError(f"entry {name}: {error}") from error
 
@@ -168,3 +171,4 @@ def _called(entry: EntrySpec) -> Iterator[str]:
     for structure in entry.structures:
         for compiled in structure.variants:
             yield from (s.library for s in compiled.segments if s.library)
+    yield from (u.library for u in entry.updates)

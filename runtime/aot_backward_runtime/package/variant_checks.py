@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from keyword import iskeyword
 
 from ..errors import PackageError
 from ..format.dtypes import DTYPES
-from ..format.manifest import Ambient, EntrySpec, Manifest, Speed, Tree, VariantSpec
+from ..format.manifest import Ambient, EntrySpec, Manifest, Speed, Tree, VariantSpec, Verdict
 from .plan_checks import check_plans
 from .tensor_checks import check_symbols, check_symbols_of, check_tensor, describe, equal_sizes
 
+_STATUS = re.compile(r"verified|not run(: .*)?", re.DOTALL)
 _PRECISIONS = ("highest", "high", "medium")
 
 
@@ -44,13 +46,19 @@ def check_ambient(ambient: Ambient) -> None:
         )
 
 
-def check_speed(speed: Speed | None, *, of_pass: bool = False) -> None:
-    """``of_pass``: of a recorded pass, which may be left to eager."""
+def check_status(verdict: Verdict) -> None:
+    """Of what was recorded: compared with what the script had, or not yet."""
+    if not _STATUS.fullmatch(verdict.status):
+        raise PackageError(f"the verdict {verdict.status[:80]!r} is neither 'verified' nor 'not run: reason'")
+
+
+def check_speed(speed: Speed | None, ways: Sequence[str] = ()) -> None:
+    """``ways``: of what was recorded, and may be left to eager: the names of its timings."""
     if speed is None:
         return
     names = [t.name for t in speed.timings]
-    known = names == ["eager", "interpreted", "compiled"] if of_pass else names[:1] == ["eager"] and len(set(names)) == len(names)
-    if not known or speed.chosen not in (names if of_pass else names[1:]):
+    known = names == list(ways) if ways else names[:1] == ["eager"] and len(set(names)) == len(names)
+    if not known or speed.chosen not in (names if ways else names[1:]):
         raise PackageError(f"it was timed as {', '.join(map(repr, names))[:80]}, of which {speed.chosen[:40]!r} is said to be here")
     if not speed.sizes or any(len(t.microseconds) != len(speed.sizes) for t in speed.timings):
         raise PackageError(f"it was timed at {len(speed.sizes)} sizes, and there are not as many times")
@@ -58,7 +66,7 @@ def check_speed(speed: Speed | None, *, of_pass: bool = False) -> None:
         raise PackageError(
             f"it was timed with {speed.threads} threads, and the shortest time is {min(m for t in speed.timings for m in t.microseconds):g} µs"
         )
-    if speed.choices and (not of_pass or len(speed.choices) != len(speed.sizes)):
+    if speed.choices and (not ways or len(speed.choices) != len(speed.sizes)):
         raise PackageError(f"it was timed at {len(speed.sizes)} sizes, and {len(speed.choices)} choices are made")
     for choice in speed.choices:
         if choice.chosen not in names:

@@ -39,7 +39,7 @@ class Report:
     interpreted, by reason; ``eager``: those that the engine would not have, by reason; ``slower``: those for which the package has code that was
     slower than eager, or than interpreting them, when it was compiled, and which therefore ran so; those of a rest, in which nothing is looked at,
     are counted when it ends. ``saved``: seconds by which the hits were faster than eager was when they were recorded; where it was not timed then,
-    than their tapes uncompiled.
+    than their tapes uncompiled. ``steps``: optimizer steps by compiled code, whose gain is in ``saved``; ``eager_steps``: the others, by reason.
     """
 
     bindings: int = 0
@@ -48,6 +48,8 @@ class Report:
     eager: Reasons = field(default_factory=Reasons)
     slower: Reasons = field(default_factory=Reasons)
     engine: Reasons = field(default_factory=Reasons)  # what the engine said of the first passes that its cache did not have
+    steps: int = 0
+    eager_steps: Reasons = field(default_factory=Reasons)
     saved: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -58,6 +60,8 @@ class Report:
             "eager": self.eager.shown(),
             "slower": self.slower.shown(),
             "engine": self.engine.shown(),
+            "optimizer_steps": self.steps,
+            "optimizer_steps_in_eager": self.eager_steps.shown(),
             "seconds_saved": round(self.saved, 6),
         }
 
@@ -65,6 +69,9 @@ class Report:
         missed, eager, slower = sum(self.misses.values()), sum(self.eager.values()), sum(self.slower.values())
         not_faster = f", {slower} not faster compiled" if slower else ""
         lines = [f"{self.bindings} bound, {self.hits} hits, {missed} misses, {eager} left to eager{not_faster}; {self.saved:.3f} s saved"]
-        for what, reasons in (("miss", self.misses), ("eager", self.eager), ("slower", self.slower), ("engine", self.engine)):
+        if self.steps or self.eager_steps:
+            lines.append(f"{self.steps} optimizer steps compiled, {sum(self.eager_steps.values())} in eager")
+        named = ("miss", self.misses), ("eager", self.eager), ("slower", self.slower), ("engine", self.engine), ("optimizer", self.eager_steps)
+        for what, reasons in named:
             lines += [f"  {what} x{count}: {reason}" for reason, count in reasons.shown().items()]
         return "\n".join(lines)

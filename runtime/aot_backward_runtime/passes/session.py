@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from .. import torch_api
 from ..errors import InputError, MissError
 from ..loader import Package, load
 from ..operators import describe_missing_operators, unregistered
+from ..optimizer_steps import interception
+from ..optimizer_steps.compiled_update import CompiledUpdate
+from ..optimizer_steps.interception import Eager
+from ..optimizer_steps.update_table import UpdateTable
 from ..package.signature_policy import Key, Policy
 from ..tapes.custom_function import PlainContext, digest_of
 from ..tapes.interpreter import Run
@@ -55,9 +59,11 @@ class Replaying(EngineHook):
         strict: bool = False,
         max_structures: int = MAX_STRUCTURES,
         always: bool = False,
+        optimizer: bool = True,
     ):
         super().__init__()
         self.always = always
+        self.updates = UpdateTable(_updates(package, entry, always) if optimizer and package is not None else ())
         self.looks_at_all = strict or always
         self.may_rest = not self.looks_at_all
         self.sites = CallSites()
@@ -73,15 +79,49 @@ class Replaying(EngineHook):
         self._to_rebind = 0  # structures that the cache held when it was last emptied, and had a hit, less those bound since
         self._attempts_left = 0  # passes to record until all of those are bound again
         self._skip = 0  # passes until the next attempt after those
+        self._intercepts = False
 
     def __enter__(self) -> Replaying:
         super().__enter__()
         self._set_verbose_logging(True)
+        self._intercepts = self.intercepts_steps()
+        if self._intercepts:
+            interception.enter(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         torch_api.set_verbose_logger(None)
         super().__exit__(*error)
+        if self._intercepts:
+            self._intercepts = False
+            interception.leave(self)
+
+    def intercepts_steps(self) -> bool:
+        """Whether steps of optimizers are to come to :meth:`optimizer_step`."""
+        return bool(self.updates)
+
+    def step_in_eager(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        """Called before eager makes a step, for that reason."""
+        self.report.eager_steps.note(reason)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, eager: Eager, closure: Callable[[], Any] | None) -> Any:
+        """By compiled code where the package has some that serves it, else by eager."""
+        loss = None
+        if closure is not None:  # eager's first act, too
+            with torch.enable_grad():
+                loss = closure()
+        start = time.perf_counter()
+        try:
+            update = self.updates.run(optimizer)
+        except InputError as error:
+            self.step_in_eager(optimizer, str(error))
+        else:
+            self.report.steps += 1
+            if update.spec.speed is not None:
+                self.report.saved += update.spec.speed.means["eager"] * 1e-6 - (time.perf_counter() - start)
+            return loss
+        eager(optimizer)
+        return loss
 
     def clear_cache(self) -> None:
         """Forgets what was bound; the next pass of each structure is a binding pass again."""
@@ -294,6 +334,7 @@ def replay(
     key: Key | None = None,
     max_structures: int = MAX_STRUCTURES,
     always: bool = False,
+    optimizer: bool = True,
 ) -> Replaying:
     """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
 
@@ -304,12 +345,22 @@ def replay(
     After ``max_structures`` structures that the package does not hold, further ones are left to eager, so that a script
     whose structure keeps changing costs neither time nor memory without bound; what is bound goes on being served.
 
+    Steps of ``torch.optim`` optimizers for which the package has code run from it, on the script's own parameters, gradients and state, unless
+    ``optimizer`` is False; what it does not fit (the first step, which makes the state; a gradient that is absent) runs in eager.
+
     The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are those of
     :func:`load`; a pass that calls operators which nobody has registered when it runs is interpreted. Raises what that raises, and
     :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
     """
     package = load(path, imports=imports, signature=signature, key=key)
-    return Replaying(package, entry, strict=strict, max_structures=max_structures, always=always)
+    return Replaying(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
+
+
+def _updates(package: Package, entry: str | None, always: bool) -> Iterator[CompiledUpdate]:
+    """Those that were faster than eager when they were recorded."""
+    for spec, library in package.recorded_updates(entry):
+        if always or spec.speed is None or spec.speed.chosen != "eager":
+            yield CompiledUpdate(spec, library)
 
 
 class _IgnoringLogger:

@@ -68,7 +68,7 @@ class Numbers:
             shown = "an integer beyond float64" if isinstance(value, int) else f"{value!r:.60}"
             raise InputError(f"{label} is {shown}; expected a number") from error
         if spec.allowed and not any(inside(number, i) for i in spec.allowed):
-            ways = " or ".join(map(_words, spec.allowed))
+            ways = " or ".join(map(interval_words, spec.allowed))
             raise InputError(f"{label} = {number:g}: {self.optimizer} computes otherwise then; compiled for {ways}: export a step for this value")
         return number
 
@@ -214,7 +214,7 @@ def _label(group: int, key: str, position: int) -> str:
     return where + (f"[{position}]" if position >= 0 else "")
 
 
-def _words(interval: Interval) -> str:
+def interval_words(interval: Interval) -> str:
     low, high = interval.low, interval.high
     if low is not None and low == high:
         return f"{low:g} alone"

@@ -1,0 +1,1 @@
+"""Optimizer steps of a recorded script: which there are, and their compiled updates."""

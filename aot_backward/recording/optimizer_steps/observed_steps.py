@@ -1,0 +1,125 @@
+"""Which optimizer steps a recorded script makes, and what a compiled one would start from."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aot_backward_runtime.errors import InputError
+from aot_backward_runtime.optimizer_steps.interception import SERVED
+from aot_backward_runtime.optimizer_steps.update_table import name_of, refuse_unsupported
+from aot_backward_runtime.training.param_groups import plain
+
+from ...capture.step.optimizer_spec import duplicate
+
+_KINDS = 32  # kinds of steps that are kept
+_LOOKS, _THEN = 16, 64  # steps of an optimizer that are looked at one by one; then one of so many
+
+
+@dataclass
+class ObservedStep:
+    """Steps of one kind: the optimizer's class, its options, and how parameters, gradients and state look. ``example``: an optimizer of that kind on
+    copies of them, as it was before one of these steps; None where the kind came once."""
+
+    name: str
+    count: int = 0
+    example: torch.optim.Optimizer | None = None
+    line: str = ""
+
+
+@dataclass
+class ObservedSteps:
+    """``kinds``: by digest. ``refused``: why steps of an optimizer cannot be compiled."""
+
+    kinds: dict[str, ObservedStep] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def observe(self, optimizer: torch.optim.Optimizer, line: str) -> None:
+        """Called before a step in eager."""
+        number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if number > _LOOKS and number % _THEN:
+            return
+        try:
+            look = _look(optimizer)
+        except (InputError, TypeError, ValueError) as error:
+            if len(self.refused) < _KINDS:
+                self.refused[f"{type(optimizer).__qualname__}, step called at {line}"] = str(error)
+            return
+        if look is None:
+            return
+        digest = hashlib.sha256(look.encode()).hexdigest()
+        if digest not in self.kinds and len(self.kinds) >= _KINDS:
+            return
+        kind = self.kinds.setdefault(digest, ObservedStep(name_of(type(optimizer)), line=line))
+        kind.count += 1
+        if kind.count > 1 and kind.example is None:
+            kind.example = copied(optimizer)
+
+
+def _look(optimizer: torch.optim.Optimizer) -> str | None:
+    """What tells kinds of steps apart, as text. None where there is nothing to do, or the state is not there yet."""
+    if type(optimizer) not in SERVED:
+        raise InputError(f"{name_of(type(optimizer))} is no optimizer of torch.optim; a class of the script's own runs in eager")
+    refuse_unsupported(optimizer)
+    groups: list[Any] = []
+    any_gradient = False
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise InputError("differentiable=True: the step is part of a graph of autograd")
+        members: list[Any] = []
+        for parameter in group["params"]:
+            gradient, own = parameter.grad, optimizer.state.get(parameter, {})
+            if gradient is None:
+                members.append(None)
+                continue
+            any_gradient = True
+            tensors = [parameter, gradient, *(v for v in own.values() if isinstance(v, torch.Tensor))]
+            for tensor in tensors:
+                _refuse_odd(tensor)
+            if odd := [k for k, v in own.items() if v is not None and not isinstance(v, torch.Tensor)]:
+                raise InputError(f"it keeps state[…][{odd[0]!r}] as a {type(own[odd[0]]).__name__}")
+            members.append([*map(_layout, tensors[:2]), {k: _layout(v) for k, v in own.items() if v is not None}])
+        options = {k: plain(v) for k, v in group.items() if k in optimizer.defaults and not isinstance(plain(v), float)}
+        groups.append([options, members])
+    return json.dumps([name_of(type(optimizer)), groups], sort_keys=True) if any_gradient else None
+
+
+def _refuse_odd(tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise InputError(f"a tensor of it is a {type(tensor).__qualname__}")
+    if tensor.layout is not torch.strided:
+        raise InputError(f"a gradient has layout {tensor.layout}")
+    if tensor.device.type != "cpu":
+        raise InputError(f"a tensor of it is on {tensor.device}; steps are compiled for the CPU")
+    if tensor.is_complex():
+        raise InputError("a parameter is complex")
+
+
+def _layout(tensor: torch.Tensor) -> list[Any]:
+    return [str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+
+
+def copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """One of its kind on copies of its parameters, gradients and state."""
+    other = duplicate(optimizer)
+    other.param_groups, other.state = [], defaultdict(dict)
+    for group in optimizer.param_groups:
+        options: Mapping[str, Any] = {k: copy.deepcopy(v) for k, v in group.items() if k in optimizer.defaults}
+        members = []
+        for p in group["params"]:
+            q = p.detach().clone().requires_grad_(p.requires_grad)
+            q.grad = p.grad.detach().clone() if p.grad is not None else None
+            if p in optimizer.state:
+                other.state[q] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[p].items()}
+            members.append(q)
+        other.param_groups.append({"params": members, **options})
+    return other

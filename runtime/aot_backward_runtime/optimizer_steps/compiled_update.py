@@ -1,0 +1,212 @@
+"""An optimizer's step as one native call on the script's own tensors.
+
+Eager makes the first step, and with it the state; from then on a step is a call of compiled code that reads the gradients and writes parameters and
+state in place. Before each call everything is looked at that could have changed since the last: the groups with their options and parameters, which
+gradients there are, which tensors the state holds, how all of them look, and whether they share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..format.manifest import LibrarySpec, UpdateSpec
+from ..format.param_groups import inside, options_of
+from ..native.guards import Contract, Fast
+from ..native.library import Library
+from ..native.memory import Ranges
+from ..training.param_groups import interval_words, plain
+
+FIRST_NUMBER = 2
+"""Elements of the vector before the numbers: flags of training steps, 0 here."""
+IGNORED = ("foreach", "fused")
+"""Options that say how eager computes, not what."""
+
+
+class OtherGroups(InputError):
+    """The optimizer has other parameter groups, or other options in them, than were recorded."""
+
+
+class CompiledUpdate:
+    """A recorded optimizer step with its library."""
+
+    def __init__(self, spec: UpdateSpec, library: Library):
+        self.spec, self.library = spec, library
+        self.groups = [_FixedGroup(spec, n) for n in range(len(spec.groups))]
+        places = {name: (g, i) for g, group in enumerate(spec.groups) for i, name in enumerate(group.parameters)}
+        self.trained = [places[n] for n in spec.trained]
+        self.untrained = [place for name, place in places.items() if name not in set(spec.trained)]
+        keys: dict[str, list[str]] = {n: [] for n in spec.trained}
+        for slot in spec.state:
+            keys[slot.parameter].append(slot.key)
+        self.keys = [keys[n] for n in spec.trained]
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> BoundUpdate:
+        """:class:`InputError` says why this code does not serve the optimizer as it is now."""
+        return BoundUpdate(self, optimizer)
+
+
+class BoundUpdate:
+    """A compiled update and one optimizer that it serves. It holds no reference to the optimizer."""
+
+    def __init__(self, update: CompiledUpdate, optimizer: torch.optim.Optimizer):
+        self.update = update
+        self._numbers: list[Any] = []
+        self._vector = torch.zeros(FIRST_NUMBER + len(update.spec.numbers), dtype=torch.float64)
+        self._fast: Fast | None = None
+        self._written: Sequence[int] = []  # addresses
+        self._read: set[int] = set()  # addresses of gradients that lie apart from what is written
+        self._ranges = Ranges(())
+        groups = optimizer.param_groups
+        if len(groups) != len(update.groups):
+            raise OtherGroups(f"it has {len(groups)} parameter groups; {len(update.groups)} were recorded")
+        for n, (group, recorded) in enumerate(zip(groups, update.groups, strict=True)):
+            recorded.check(n, group)
+        self._groups = [(recorded.values(group), list(group["params"])) for group, recorded in zip(groups, update.groups, strict=True)]
+        self._parameters = [self._groups[g][1][i] for g, i in update.trained]
+        self._others = [self._groups[g][1][i] for g, i in update.untrained]
+        self.bind(optimizer)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """What native code takes; :class:`InputError` where it does not fit."""
+        self._read_numbers(optimizer)
+        inputs = self._inputs(optimizer)
+        _check(inputs, self.update.library.spec)
+        fast = Fast(inputs)
+        if not fast.holds(inputs):
+            raise InputError("a tensor of it cannot be read by native code")
+        self._check_memory(inputs, fast.addresses)
+        self._fast = fast
+        return inputs
+
+    def serves(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether groups, options and parameters are those that were bound."""
+        groups = optimizer.param_groups
+        if len(groups) != len(self._groups):
+            return False
+        for group, recorded, (values, parameters) in zip(groups, self.update.groups, self._groups, strict=True):
+            try:
+                if recorded.values(group) != values:
+                    return False
+            except (LookupError, RuntimeError, TypeError):  # a key is gone, or holds a tensor or something else in place of what was there
+                return False
+            now = group["params"]
+            if len(now) != len(parameters) or not all(map(is_, now, parameters)):
+                return False
+        return True
+
+    def run(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step. :class:`InputError` where it does not fit, and nothing was changed."""
+        inputs = self._inputs(optimizer)
+        self._read_numbers(optimizer)
+        if self._fast is None or not self._fast.holds(inputs):
+            inputs = self.bind(optimizer)
+        else:
+            self._check_memory(inputs, self._fast.addresses)
+        library = self.update.library
+        with library.lock:
+            library.bind(_NOTHING)
+        torch.autograd.graph.increment_version(inputs[len(self._parameters) : -1])
+        library.run(inputs)
+
+    def _inputs(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        parameters, state = self._parameters, optimizer.state
+        gradients = [p.grad for p in parameters]
+        if any(g is None for g in gradients):
+            place = self.update.spec.trained[gradients.index(None)]
+            raise InputError(f"the gradient of parameter {place} is None; one was there when it was recorded")
+        if any(p.grad is not None for p in self._others):
+            raise InputError("a parameter has a gradient that had none when it was recorded")
+        kept: list[Any] = []
+        for parameter, keys in zip(parameters, self.update.keys, strict=True):
+            own = state.get(parameter)
+            if own is None or not keys:
+                if keys:
+                    raise InputError("the optimizer has no state yet")
+                if own and any(v is not None for v in own.values()):
+                    raise InputError(f"the optimizer has the state {next(k for k, v in own.items() if v is not None)!r}; none was recorded")
+                continue
+            if len(own) != len(keys) and sum(v is not None for v in own.values()) != len(keys):
+                raise InputError(f"the optimizer's state of a parameter is {sorted(own)}; recorded was {sorted(keys)}")
+            for key in keys:
+                value = own.get(key)
+                if value is None:
+                    raise InputError(f"the optimizer has no state {key!r} yet")
+                kept.append(value)
+        return [*gradients, *parameters, *kept, self._vector]
+
+    def _read_numbers(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        now = [groups[n.group][n.key] if n.position < 0 else groups[n.group][n.key][n.position] for n in self.update.spec.numbers]
+        values = [float(v) for v in now]
+        if values == self._numbers:
+            return
+        for number, value in zip(self.update.spec.numbers, values, strict=True):
+            if number.allowed and not any(inside(value, i) for i in number.allowed):
+                ways = " or ".join(map(interval_words, number.allowed))
+                raise InputError(f"param_groups[{number.group}][{number.key!r}] is {value:g}; the code was compiled for {ways}")
+        self._vector[FIRST_NUMBER:] = torch.tensor(values, dtype=torch.float64)
+        self._numbers = values
+
+    def _check_memory(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        """:class:`InputError` where something that is written shares memory with another tensor, as none did when the code was compiled."""
+        count = len(self._parameters)
+        written, read = addresses[count:-1], addresses[:count]
+        if written != self._written:
+            self._written, self._read = [], set()
+            names = [s.name for s in self.update.library.spec.inputs]
+            self._ranges = Ranges(zip(names[count:-1], inputs[count:-1], strict=True))
+            if pair := self._ranges.overlap():
+                raise InputError(f"{pair[0]} and {pair[1]} share memory")
+            self._written = written
+        if not self._read.issuperset(read):
+            for gradient in inputs[:count]:
+                if name := self._ranges.reached_by(gradient):
+                    raise InputError(f"a gradient shares memory with {name}")
+            self._read = {*(self._read if len(self._read) < _MOST_ADDRESSES else ()), *read}
+
+
+_MOST_ADDRESSES = 100_000
+_NOTHING: tuple[Mapping[str, torch.Tensor], tuple[int, ...]] = ({}, ())
+
+
+class _FixedGroup:
+    """What may not change in a parameter group: how many parameters it has, and its options, but for the numbers that the code reads."""
+
+    def __init__(self, spec: UpdateSpec, number: int):
+        group = spec.groups[number]
+        options = options_of(group)
+        read = {(n.key, n.position) for n in spec.numbers if n.group == number}
+        self._count = len(group.parameters)
+        self._options = {k: v for k, v in options.items() if k not in IGNORED and not any(k == key for key, _ in read)}
+        # of a list of which some elements are numbers that the code reads, the others
+        lists = {k: v for k, v in options.items() if isinstance(v, list) and k not in self._options}
+        self._elements = {(k, i): e for k, v in lists.items() for i, e in enumerate(v) if (k, i) not in read}
+
+    def values(self, group: Mapping[str, Any]) -> list[Any]:
+        return [group[key] for key in self._options] + [group[key][i] for key, i in self._elements]
+
+    def check(self, number: int, group: Mapping[str, Any]) -> None:
+        if len(group["params"]) != self._count:
+            raise OtherGroups(f"param_groups[{number}] has {len(group['params'])} parameters; {self._count} were recorded")
+        for key, value in self._options.items():
+            if key not in group or plain(group[key]) != value:
+                raise OtherGroups(f"param_groups[{number}][{key!r}] is {group.get(key)!r:.60}; {value!r} was recorded")
+        for (key, i), value in self._elements.items():
+            if plain(group[key][i]) != value:
+                raise OtherGroups(f"param_groups[{number}][{key!r}][{i}] is {group[key][i]!r:.60}; {value!r} was recorded")
+
+
+def _check(inputs: Sequence[torch.Tensor], spec: LibrarySpec) -> None:
+    contract = Contract(spec.inputs, (), ())
+    for tensor, wanted in zip(inputs, spec.inputs, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{wanted.name} is a {type(tensor).__name__}; expected a tensor")
+    _, _, untouched = contract.fit(inputs)
+    if not untouched:
+        odd = next(s.name for t, s in zip(inputs, spec.inputs, strict=True) if tuple(t.stride()) != tuple(s.stride))
+        raise InputError(f"{odd} has other strides than when it was recorded")

@@ -1,0 +1,67 @@
+"""Who is called when a script calls ``step()`` of one of PyTorch's optimizers.
+
+While an interceptor is entered, ``step`` of every optimizer class of ``torch.optim`` asks it first. What PyTorch puts around a step (the hooks of the
+optimizer, the name for the profiler) stays around it. A method that a script took before, or that outlives the context (learning-rate schedulers
+keep one), runs in eager.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Eager = Callable[..., Any]
+"""PyTorch's own step, without hooks: ``eager(optimizer, closure)``."""
+
+
+class Interceptor(Protocol):
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, eager: Eager, closure: Callable[[], Any] | None) -> Any:
+        """Makes the step, and returns what eager's returns."""
+
+
+_stack: list[Interceptor] = []
+_lock = threading.Lock()
+_replaced: dict[type, Any] = {}  # what a class had, None where it inherits its step
+
+_NOT_SERVED = torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam
+SERVED = tuple(k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer) and k not in _NOT_SERVED)
+"""The classes whose steps are intercepted. LBFGS evaluates the loss several times in a step; SparseAdam takes sparse gradients alone."""
+
+
+def enter(interceptor: Interceptor) -> None:
+    with _lock:
+        if not _stack:
+            for kind in SERVED:
+                if "step" in vars(kind):
+                    _replaced[kind] = vars(kind)["step"]
+            for kind, step in _replaced.items():
+                type.__setattr__(kind, "step", _intercepted(step))
+        _stack.append(interceptor)
+
+
+def leave(interceptor: Interceptor) -> None:
+    with _lock:
+        _stack.remove(interceptor)
+        if not _stack:
+            for kind, step in _replaced.items():
+                type.__setattr__(kind, "step", step)
+            _replaced.clear()
+
+
+def _intercepted(step: Any) -> Any:
+    """``step``, a function of a class, with hooks or without, as one that asks the interceptor between the hooks."""
+    eager = step.__wrapped__ if getattr(step, "hooked", False) else step
+
+    @functools.wraps(eager)
+    def asked(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if not _stack or torch.compiler.is_compiling():
+            return eager(self, closure)
+        return _stack[-1].optimizer_step(self, eager, closure)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(asked)
+    hooked.hooked = True
+    return hooked
