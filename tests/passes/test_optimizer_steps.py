@@ -18,7 +18,9 @@ from aot_backward_runtime import load
 from aot_backward_runtime.optimizer_steps import interception
 
 from ..commands.test_cli import called as aot_backward
+from ..support import golden_files
 from ..support.exports import shared
+from ..support.golden_packages import momentum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -194,6 +196,22 @@ def test_what_does_not_fit_goes_to_eager_and_comes_back(
     same(ours, trained(KINDS[name], 10, each))
     assert any(words in reason for reason in replaying.report.eager_steps), replaying.report.eager_steps
     assert 5 <= replaying.report.steps <= steps
+
+
+@golden_files.needed
+def test_a_gradient_that_was_not_there_when_it_was_recorded() -> None:
+    def run() -> list[torch.Tensor]:
+        _, optimizer = momentum(3)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        return parameters
+
+    with ab.replay(golden_files.FOLDER / "1.11-updates.pt2", always=True) as replaying:
+        ours = run()
+    torch.testing.assert_close(ours, run(), rtol=1e-5, atol=1e-6)
+    assert replaying.report.steps == 2 and "a parameter has a gradient that had none when it was recorded" in replaying.report.eager_steps
 
 
 def test_hooks_and_closures() -> None:

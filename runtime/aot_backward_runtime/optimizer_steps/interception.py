@@ -58,9 +58,10 @@ def _intercepted(step: Any) -> Any:
 
     @functools.wraps(eager)
     def asked(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if not _stack or torch.compiler.is_compiling():
+        innermost = _stack[-1:]  # another thread may leave its context meanwhile
+        if not innermost or torch.compiler.is_compiling():
             return eager(self, closure)
-        return _stack[-1].optimizer_step(self, eager, closure)
+        return innermost[0].optimizer_step(self, eager, closure)
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(asked)
     hooked.hooked = True
