@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -196,6 +197,25 @@ def test_what_does_not_fit_goes_to_eager_and_comes_back(
     same(ours, trained(KINDS[name], 10, each))
     assert any(words in reason for reason in replaying.report.eager_steps), replaying.report.eager_steps
     assert 5 <= replaying.report.steps <= steps
+
+
+def spoilt(step: int, optimizer: torch.optim.Optimizer) -> None:
+    if step == 4:
+        del optimizer.param_groups[0]["lr"]
+
+
+def no_number(step: int, optimizer: torch.optim.Optimizer) -> None:
+    if step == 4:
+        optimizer.param_groups[0]["eps"] = "small"
+
+
+@pytest.mark.parametrize("each", [spoilt, no_number])
+def test_errors_of_eager_are_its_own(each: Callable[[int, torch.optim.Optimizer], object]) -> None:
+    with pytest.raises(Exception) as expected:
+        trained(KINDS["AdamW"], 8, each)
+    with ab.replay(package()) as replaying, pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        trained(KINDS["AdamW"], 8, each)
+    assert replaying.report.steps == 3 and any("cannot be read" in reason for reason in replaying.report.eager_steps)
 
 
 @golden_files.needed

@@ -38,10 +38,11 @@ class UpdateTable:
             if met.bound is None or not met.bound.serves(optimizer):
                 met.bound = self._bind(optimizer)
             met.bound.run(optimizer)
-        except InputError as error:
-            met.bound, met.reason, met.waits = None, str(error), met.next_wait
+        except (InputError, LookupError, TypeError, ValueError) as error:  # of an option that is missing or is no number: eager says what it is
+            met.bound, met.waits = None, met.next_wait
+            met.reason = str(error) if isinstance(error, InputError) else f"its options or state cannot be read: {type(error).__name__}: {error}"
             met.next_wait = min(max(2 * met.next_wait, 1), _LONGEST)
-            raise
+            raise InputError(met.reason) from error
         met.next_wait = 0
         return met.bound.update
 
