@@ -61,7 +61,7 @@ def _update(update: UpdateSpec, archive: Archive) -> Html:
         *_groups(update.groups, update.numbers),
         ("Code", f"the graph {update.library}"),
         *_compared(update.verdict, update.verdicts, archive),
-        ("Speed when it was recorded", list(map(line, pass_speed_in_words(update.speed))) if update.speed else None),
+        ("Speed when it was recorded", list(map(line, pass_speed_in_words(update.speed, "steps"))) if update.speed else None),
     ]
     return element("div", element("h4", "Steps of ", code(update.optimizer)), facts(rows), class_="variant")
 

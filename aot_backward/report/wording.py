@@ -176,9 +176,9 @@ def standalone_in_words(standalone: str) -> str:
     return f"no: it {standalone}" if standalone else "not tried when it was exported"
 
 
-def pass_speed_in_words(speed: Speed) -> Iterator[str]:
+def pass_speed_in_words(speed: Speed, what: str = "passes") -> Iterator[str]:
     """``at s0=16: eager 345.8 µs, interpreted 880.2 µs, compiled 290.1 µs: replay runs the code``, for each size that was timed; and on what."""
-    does = {"eager": "leaves such passes to eager", "interpreted": "interprets such passes", "compiled": "runs the code"}
+    does = {"eager": f"leaves such {what} to eager", "interpreted": f"interprets such {what}", "compiled": "runs the code"}
     for number, label in enumerate(speed.sizes):
         said = [f"{timing.name} {timing.microseconds[number]:,.1f} µs" for timing in speed.timings]
         chosen = f": replay {does[speed.choices[number].chosen]}" if speed.choices else ""

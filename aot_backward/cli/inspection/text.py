@@ -112,7 +112,7 @@ def _show_update(u: dict[str, Any], targets: list[str]) -> None:
         say(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
     if u["speed"]:
         say("    timed when it was recorded:")
-    for words in pass_speed_in_words(read_as(Speed, u["speed"])) if u["speed"] else ():
+    for words in pass_speed_in_words(read_as(Speed, u["speed"]), "steps") if u["speed"] else ():
         say(f"      {words}")
 
 
