@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from aot_backward_exporters.process_state import exclusive
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import Manifest
-from aot_backward_runtime.training import allocator
 
-from . import operators
-from .capture import preserve, program_module
 from .capture.cuda_semantics import as_on_gpu
 from .entries import Entries, Grad, Module, Step, Variant
-from .packaging.builder import Build
-from .packaging.contents import Contents
-from .packaging.package_writer import check_destination, write_package
-from .packaging.standalone import check_runtime, with_standalone
+from .packaging.checked_package import checked_package
+from .packaging.package_writer import check_destination
+from .packaging.standalone import check_runtime
 from .packaging.tuning import say_slower, tune_of
 
 
@@ -67,32 +59,8 @@ def export(
     if target.startswith("cuda:"):
         return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, tune=tune, progress=progress)
     progress = progress or silent
-    say_slower(_checked_package(path, entries, target, weights=weights, portable=portable, tune=tune, runtime=runtime, progress=progress))
+    say_slower(checked_package(path, entries, target, weights=weights, portable=portable, tune=tune, runtime=runtime, progress=progress))
     return path
-
-
-def _checked_package(
-    path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, progress: Progress, runtime: str | None = None
-) -> Manifest:
-    """Writes the package, for targets of which one is this machine's kind."""
-    parameters = [t for program in _programs(entries) for t in program.parameters()]
-    size = sum(t.nbytes for t in parameters if t.layout is torch.strided and not nn.parameter.is_lazy(t))
-    with everything_kept(entries), allocator.freed_at_once(size), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        contents = Contents(target, Path(folder), progress, portable=portable, tune=tune, standalone=runtime == "standalone")
-        build = Build(contents)
-        for name, entry in entries.items():
-            build.add(name, entry)
-        manifest = build.manifest(weights)
-        examples: dict[str, torch.Tensor] = {}
-        manifest = build.check(manifest, contents.packages(manifest), examples)
-        write = partial(write_package, artifacts=contents.artifacts, weights=contents.weights, examples=examples)
-        libraries = {stem: artifact.library for stem, artifact in contents.artifacts.items()}
-        manifest = with_standalone(manifest, write, libraries, examples, Path(folder), required=runtime == "standalone", progress=progress)
-        progress("write", 0, 1)
-        written = write(path, manifest, graphs=contents.portables)
-        progress("write", 1, 1)
-    operators.say(written.operators)
-    return manifest
 
 
 def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, progress: Progress | None) -> Path:
@@ -104,7 +72,7 @@ def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         with as_on_gpu():
             checked = Path(folder) / "cpu.pt2"
-            _checked_package(checked, entries, "cpu", weights=weights, portable=True, tune=tune, progress=progress or silent)
+            checked_package(checked, entries, "cpu", weights=weights, portable=True, tune=tune, progress=progress or silent)
         return rebuild(checked, path, target=target, with_graphs=portable, captured_for="cuda", progress=progress)
 
 
@@ -191,30 +159,3 @@ def check_entries(entries: Any) -> None:
             raise ExportError(f"entry {name!r} is a {type(entry).__name__}; expected a Module, a Grad or a Step")
         if not isinstance(entry.variants, Sequence) or not all(isinstance(v, Variant) for v in entry.variants):
             raise ExportError(f"entry {name!r}: variants is {entry.variants!r:.80}; expected a list, [Variant((x,))]")
-
-
-@contextlib.contextmanager
-def everything_kept(entries: Entries) -> Iterator[None]:
-    """Buffers and random state are put back: tracing and checking run the program. Only one thread is within at a time."""
-    programs = _programs(entries)
-    with exclusive(), preserve.random_state_kept(), contextlib.ExitStack() as stack:
-        buffers = [b for p in programs for b in p.buffers()]  # not before: another thread's export of the same module may be changing them
-        kept = [b.detach().clone() for b in buffers]
-        for program in programs:
-            stack.enter_context(preserve.slots_kept(program))
-            stack.enter_context(preserve.attributes_kept(program))
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache()
-            with torch.no_grad():
-                for buffer, value in zip(buffers, kept, strict=True):
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
-
-
-def _programs(entries: Entries) -> list[nn.Module]:
-    """What is exported, and the loss functions."""
-    fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
-    fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]
-    return [p if isinstance(p, nn.Module) else program_module.FunctionModule(p) for p in fns]

@@ -21,6 +21,7 @@ from .support.tune import tune_option
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
 @tune_option("How long passes are timed in eager and compiled; with none they are not, and replay runs whatever is compiled.")
 @click.option("--no-optimizer", is_flag=True, help="Compile backward passes alone, and no steps of optimizers.")
+@click.option("--modules", is_flag=True, help="Compile the outermost calls of modules too, forward and backward, for replay --modules.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @debug_option
@@ -33,6 +34,7 @@ def record(
     target: str,
     tune: str,
     no_optimizer: bool,
+    modules: bool,
     as_json: bool,
     script: Script,
     max_structures: int | None,
@@ -54,17 +56,20 @@ def record(
             max_structures=max_structures or MAX_STRUCTURES,
             tune=tune,
             optimizer=not no_optimizer,
+            modules=modules,
         )
         code = run_script(script, session)
     if as_json:
         more = {"recorded": session.recorded, "timed_in_eager": session.in_eager, "skipped": dict(session.skipped), "slower_compiled": session.slower}
-        more["optimizer_steps_compiled"] = session.compiled_steps
+        more["optimizer_steps_compiled"], more["modules_compiled"] = session.compiled_steps, session.compiled_modules
         click.echo(json.dumps({**session.report.to_json(), **more}), err=True)
     else:
         timed = f" and {session.in_eager} timed in eager" if session.in_eager else ""
         click.echo(f"{session.recorded} passes of {len(session.structures)} structures recorded{timed}; {session.report}", err=True)
         if session.compiled_steps:
             click.echo(f"{count(len(session.compiled_steps), 'kind')} of optimizer steps compiled: {', '.join(session.compiled_steps)}", err=True)
+        for words in session.compiled_modules:
+            click.echo(f"calls of {words} compiled", err=True)
         for reason in session.skipped:
             click.echo(f"  left out: {reason}", err=True)
         for words in session.slower:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("--strict", is_flag=True, help="A backward pass that the package has no variant for is an error.")
 @click.option("--always", is_flag=True, help="Run compiled code also where it was slower than eager, or than interpreting, when it was recorded.")
 @click.option("--no-optimizer", is_flag=True, help="Leave the steps of optimizers to eager.")
+@click.option("--modules", is_flag=True, help="Serve calls of modules that were recorded with --modules, forward and backward; some are audited.")
 @click.option("--save-misses", type=click.Path(path_type=Path), metavar="FILE", help="Where to save those that it has no variant for, for compile.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
@@ -37,6 +38,7 @@ def replay(
     strict: bool,
     always: bool,
     no_optimizer: bool,
+    modules: bool,
     save_misses: Path | None,
     as_json: bool,
     package: Path,
@@ -60,6 +62,7 @@ def replay(
         strict=strict,
         always=always,
         optimizer=not no_optimizer,
+        modules=modules,
         save_misses=save_misses,
         signature=signature,
         key=key,

@@ -12,9 +12,10 @@ from aot_backward_exporters.graph import Artifact, Graph
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
 
-from ..api import check_entries, everything_kept
+from ..api import check_entries
 from ..entries import Entries, Module
 from ..packaging.builder import Build
+from ..packaging.checked_package import everything_kept
 from ..packaging.contents import Contents
 from .conversion import Conversion, OnnxFile, checked_destination, require_onnx
 

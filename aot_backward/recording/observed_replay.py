@@ -43,8 +43,9 @@ class ObservedReplay(Replaying):
         max_structures: int = MAX_STRUCTURES,
         always: bool = False,
         optimizer: bool = True,
+        modules: bool = False,
     ):
-        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
+        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer, modules=modules)
         self.structures: dict[str, RecordedStructure] = {}
         self.skipped: Counter[str] = Counter()
 

@@ -130,6 +130,22 @@ class PackageUpdate:
         entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, updates=updates)}
         self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries)
 
+    def add_entries(self, other: PackageUpdate) -> None:
+        """The entries of ``other``, whose graphs, weights and examples are called otherwise than those here."""
+        mine, theirs = self.manifest, other.manifest
+        self.artifacts |= other.artifacts
+        self.weights |= other.weights
+        self.examples |= other.examples
+        self.graphs |= other.graphs
+        self.manifest = dataclasses.replace(
+            mine,
+            entries={**mine.entries, **theirs.entries},
+            libraries={**mine.libraries, **theirs.libraries},
+            weights={**mine.weights, **theirs.weights},
+            required_features=tuple(sorted({*mine.required_features, *theirs.required_features})),
+            notes={**mine.notes, **theirs.notes},
+        )
+
     def write(self) -> None:
         operators.say(write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs).operators)
 

@@ -14,6 +14,7 @@ import torch
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.loader import load
+from aot_backward_runtime.module_calls.interception import Plain
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
 from aot_backward_runtime.passes import origin
@@ -21,6 +22,7 @@ from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
 from ..packaging.tuning import tune_of
+from .modules.observed_modules import ObservedModules, leaves_of
 from .observed_replay import ObservedReplay
 from .optimizer_steps.observed_steps import ObservedSteps
 from .recorded_structure import DEFAULT_ENTRY, PassTimes
@@ -33,9 +35,19 @@ Asked = tuple[Row, Sequence[Any], Sequence[Any]]
 class Recording(ObservedReplay):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted;
     ``in_eager``: how many were timed in eager instead; ``slower``: what is slower compiled, in words;
-    ``compiled_steps``: the optimizers of which a kind of steps was compiled."""
+    ``compiled_steps``: the optimizers of which a kind of steps was compiled; ``compiled_modules``: the classes of modules of which calls were."""
 
-    def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None, max_structures: int, tune: str, optimizer: bool = True):
+    def __init__(
+        self,
+        path: Path | None,
+        entry: str,
+        target: str,
+        progress: Progress | None,
+        max_structures: int,
+        tune: str,
+        optimizer: bool = True,
+        modules: bool = False,
+    ):
         if path is not None:
             check_destination(path)
         package = None
@@ -51,7 +63,20 @@ class Recording(ObservedReplay):
         self.in_eager = 0
         self.slower: list[str] = []
         self.compiled_steps: list[str] = []
+        self.compiled_modules: list[str] = []
         self.steps = ObservedSteps() if optimizer and target.startswith("cpu") else None
+        self.observed_modules = ObservedModules() if modules and target.startswith("cpu") else None
+
+    def intercepts_modules(self) -> bool:
+        return self.observed_modules is not None
+
+    def module_call(self, module: torch.nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.observed_modules is not None
+        return self.observed_modules.call(module, plain, args, kwargs)
+
+    def differentiable(self, roots: Sequence[Any]) -> None:
+        if self.observed_modules is not None:
+            self.observed_modules.differentiated_again(leaves_of(roots))
 
     def intercepts_steps(self) -> bool:
         return self.steps is not None
@@ -101,6 +126,12 @@ class Recording(ObservedReplay):
             self.skipped += added.skipped
             self.slower += added.slower
             self.compiled_steps += added.steps
+        if done and self.path is not None and self.observed_modules is not None and self.observed_modules.modules:
+            from .modules.compiled_modules import add_modules
+
+            made = add_modules(self.path, self.entry, self.observed_modules, target=self.target, tune=self.tune, progress=self.progress)
+            self.skipped += made.skipped
+            self.compiled_modules += made.added
 
 
 def record(
@@ -112,6 +143,7 @@ def record(
     max_structures: int = MAX_STRUCTURES,
     tune: str | None = None,
     optimizer: bool = True,
+    modules: bool = False,
 ) -> Recording:
     """A context in which every backward pass is observed; when it closes, those that are new are compiled and added to the package at ``path``.
 
@@ -124,11 +156,14 @@ def record(
     Steps of ``torch.optim`` optimizers on a CPU, of a kind that comes more than once after the one that makes the state, are compiled too, unless
     ``optimizer`` is False.
 
+    ``modules``: the outermost calls of modules with their backward are compiled too, as ``module`` entries that :func:`replay` serves such calls with
+    when it is told to (``docs/replay.md``).
+
     ``tune``, on a CPU: "quick" times up to forty passes of each kind in eager, between the others, and each compiled pass beside its tape
     interpreted ("full" takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else
     "quick". What was slower compiled than by eager is in the package all the same, ``slower`` says which, and a replay leaves such passes to eager.
     """
-    return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures, tune_of(tune), optimizer)
+    return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures, tune_of(tune), optimizer, modules)
 
 
 def _refuse_several_targets(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from aot_backward_runtime.loader import Package, load
 from aot_backward_runtime.package.signature_policy import Key, Policy
@@ -19,9 +20,10 @@ from .observed_replay import ObservedReplay
 class MissSavingReplay(ObservedReplay):
     """The context of ``replay(save_misses=FILE)``."""
 
-    def __init__(self, package: Package, entry: str | None, file: Path, *, strict: bool, max_structures: int, always: bool, optimizer: bool):
+    def __init__(self, package: Package, entry: str | None, file: Path, **options: Any):
+        """``options``: of :class:`ObservedReplay`."""
         check_destination(file)
-        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
+        super().__init__(package, entry, **options)
         self.file = file
         self.looks_at_all = True
 
@@ -45,6 +47,7 @@ def replay(
     max_structures: int = MAX_STRUCTURES,
     always: bool = False,
     optimizer: bool = True,
+    modules: bool = False,
 ) -> Replaying:
     """:func:`aot_backward_runtime.replay`, which can also save the passes that it interpreted.
 
@@ -63,6 +66,8 @@ def replay(
             max_structures=max_structures,
             always=always,
             optimizer=optimizer,
+            modules=modules,
         )
     package = load(path, imports=imports, signature=signature, key=key)
-    return MissSavingReplay(package, entry, Path(save_misses), strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
+    options: dict[str, Any] = {"strict": strict, "max_structures": max_structures, "always": always, "optimizer": optimizer, "modules": modules}
+    return MissSavingReplay(package, entry, Path(save_misses), **options)

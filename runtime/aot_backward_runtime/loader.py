@@ -86,6 +86,10 @@ class Package:
         libraries = self._open(u.library for u in spec.updates)
         return [(u, libraries[u.library]) for u in spec.updates]
 
+    def recorded_modules(self) -> list[Entry]:
+        """The ``module`` entries that were recorded from a script."""
+        return [self._entry(name, spec)[0] for name, spec in self.manifest.entries.items() if spec.source is not None]
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise AotBackwardError(
             f"a loaded package ({self._archive.path}) can be neither copied nor pickled: load it again where it is needed, and take the weights "
@@ -109,7 +113,8 @@ class Package:
             self._made[name] = self._make(name, self.manifest.entries[name])
         return self._made[name]
 
-    def _make(self, name: str, spec: EntrySpec) -> LoadedModule | LoadedGrad | LoadedStep:
+    def _entry(self, name: str, spec: EntrySpec) -> tuple[Entry, set[str]]:
+        """And the keys of its state's weights."""
         manifest = self.manifest
         variants = [v for one in spec.variants for v in one.orders]
         plans = [getattr(v, role) for v in variants for role in ROLES] + [spec.step.update if spec.step else None]
@@ -117,7 +122,11 @@ class Package:
         libraries = self._open(used)
         own = {s.weight for s in spec.state}
         fixed = {c.weight: self._weights[c.weight] for n in used for c in manifest.libraries[n].constants if c.weight not in own}
-        entry = Entry(name, spec, libraries, BoundState(spec, manifest.weights, fixed, self.device), self._types, self.device)
+        return Entry(name, spec, libraries, BoundState(spec, manifest.weights, fixed, self.device), self._types, self.device), own
+
+    def _make(self, name: str, spec: EntrySpec) -> LoadedModule | LoadedGrad | LoadedStep:
+        manifest = self.manifest
+        entry, own = self._entry(name, spec)
         tensors = {k: self._weights[k] for k in own}
         others = {s.weight for n, e in manifest.entries.items() if n != name for s in e.state}
         if spec.kind == "step":

@@ -70,6 +70,7 @@ __all__ = [
     "adopt_functional",
     "backward_hooks",
     "call_cpp_tensor_pre_hooks",
+    "call_hooks",
     "clear_cache",
     "deterministic",
     "dtype_of_number",
@@ -81,6 +82,7 @@ __all__ = [
     "has_loading_hooks",
     "has_memory",
     "in_a_mode",
+    "in_backward",
     "in_forward_mode",
     "in_functorch",
     "is_batched",
@@ -143,6 +145,33 @@ def is_wrapper(tensor: Tensor) -> bool:
 def has_loading_hooks(module: torch.nn.Module) -> bool:
     """Whether hooks may give the tensors of a state other names before it is loaded."""
     return any(m._load_state_dict_pre_hooks for m in module.modules())
+
+
+_CALL_HOOKS = {
+    "_compiled_call_impl": "been compiled by torch.compile",
+    "_forward_hooks": "a forward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+}
+_GLOBAL_HOOKS = [
+    getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
+]  # torch 2.11 to 2.15: dicts that stay the same objects
+
+
+def call_hooks(module: torch.nn.Module) -> str:
+    """What a call of ``module`` runs beside its forward, in words, or ""."""
+    if any(_GLOBAL_HOOKS):
+        return "a hook of all modules"
+    for name, words in _CALL_HOOKS.items():
+        if getattr(module, name):
+            return words
+    return ""
+
+
+def in_backward() -> bool:
+    """Whether a backward pass calls this code."""
+    return _C._current_graph_task_id() != -1
 
 
 def is_watched() -> bool:

@@ -38,7 +38,11 @@ ALLOWED = {
     f"{_RUNTIME}.loader": (*_CALLS, f"{_RUNTIME}.compatibility", f"{_RUNTIME}.entries", f"{_RUNTIME}.training"),
     f"{_RUNTIME}.tapes": _CALLS,
     f"{_RUNTIME}.optimizer_steps": (*_CALLS, f"{_RUNTIME}.training"),
-    f"{_RUNTIME}.passes": (*_CALLS, f"{_RUNTIME}.tapes", f"{_RUNTIME}.loader", f"{_RUNTIME}.optimizer_steps"),
+    f"{_RUNTIME}.module_calls": (*_CALLS, f"{_RUNTIME}.entries"),
+    f"{_RUNTIME}.passes": (
+        *(*_CALLS, f"{_RUNTIME}.tapes", f"{_RUNTIME}.loader", f"{_RUNTIME}.optimizer_steps"),
+        f"{_RUNTIME}.module_calls",
+    ),
     _RUNTIME: (),  # the façade: see _HOME, which is not an import
     f"{_EXPORTERS}.graph": (f"{_RUNTIME}.format",),
     f"{_EXPORTERS}.progress": (),
@@ -63,7 +67,7 @@ ALLOWED = {
     ),
     "aot_backward.recording": (
         *(*_LIBRARY, _EXPORTERS, "aot_backward.operators", "aot_backward.tensor_file", "aot_backward.capture", "aot_backward.checks"),
-        "aot_backward.packaging",
+        *("aot_backward.entries", "aot_backward.packaging"),
     ),
     "aot_backward.api": (*_LIBRARY, "aot_backward.entries", "aot_backward.operators", "aot_backward.capture", "aot_backward.packaging"),
     "aot_backward.onnx": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,11 +22,19 @@ _NO_SECOND_DERIVATIVE = (
 )
 
 
+class Audit(Protocol):
+    """Compares the gradients of a call with those of another computation."""
+
+    def gradients(self, found: list[torch.Tensor | None], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+        """``found``, or what the call is to give in its place. ``given``: the incoming gradients of the differentiable results."""
+
+
 class DifferentiableCall:
     """One forward call, kept for its backward."""
 
     __slots__ = (
         "__weakref__",
+        "audit",
         "backward",
         "binding",
         "consumed",
@@ -47,6 +55,7 @@ class DifferentiableCall:
         self.sources: Sequence[torch.Tensor] = ()
         self.shared = False  # whether hooks have got hold of the saved tensors
         self.consumed = False  # whether a backward may have overwritten them
+        self.audit: Audit | None = None
         self.pooled: PooledOutputs | None = None  # the saved tensors, where they stay in a memory pool
         self.random: list[torch.Tensor] = []  # the generators' states before the forward, where a second derivative draws the same numbers
 
@@ -114,7 +123,8 @@ class _Native(torch.autograd.Function):
         variant = call.matched.variant
         given, needed = [incoming[i] for i in variant.incoming], ctx.needs_input_grad[1:]
         if not torch.is_grad_enabled():
-            return (None, *_gradients(call, saved, given, needed))
+            gradients = _gradients(call, saved, given, needed)
+            return (None, *(gradients if call.audit is None else call.audit.gradients(gradients, given, needed)))
         if variant.double is not None:
             return (None, *_differentiable_gradients(call, saved[len(saved) - ctx.sources :], given, needed))
         with torch.no_grad():

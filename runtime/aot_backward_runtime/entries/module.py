@@ -13,10 +13,8 @@ from .. import torch_api
 from ..errors import InputError, StateDictError, WeightsError
 from ..format.manifest import StateSpec
 from ..native import tensor_values
-from ..native.plan import Runnable
-from ..native.pytree import unflatten
-from .autograd_function import DifferentiableCall, apply, differentiated
-from .dispatch import Entry, MatchedCall
+from .dispatch import Entry
+from .module_call import call_entry
 
 
 class LoadedModule(nn.Module):
@@ -42,30 +40,7 @@ class LoadedModule(nn.Module):
 
     @torch_api.opaque_to_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        entry = self._aot_entry
-        current = self._aot_current()
-        if torch_api.in_forward_mode():
-            torch_api.refuse_duals(current)
-        asked = None
-        if entry.specialised and torch.is_grad_enabled():
-            asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
-        matched = entry.match("train" if self.training else "eval", args, kwargs, asked)
-        variant = matched.variant
-        binding = entry.state.refresh(current)
-        runnable = variant.plans.get("inference") or variant.plans["forward"]
-        if runnable.writes:
-            runnable.refuse_overlap(runnable.written(binding, current), matched.given, variant.spec.inputs)
-        if torch.is_grad_enabled():
-            wrt, sources = differentiated(entry, variant, current, matched)
-            if wrt:
-                call = DifferentiableCall(matched, variant.plans["forward"], binding, current, wrt)
-                return self._aot_assemble(call.runnable, matched, current, apply(call, sources))
-        with torch.no_grad():
-            runnable.increment_versions(current)
-            values = runnable.call(binding, matched.flat, matched.sizes)
-        if variant.spec.shared:
-            variant.share(runnable, values, matched.sizes)
-        return self._aot_assemble(runnable, matched, current, [values[i] for i in runnable.results])
+        return call_entry(self._aot_entry, self._aot_current(), "train" if self.training else "eval", args, kwargs)
 
     def train(self, mode: bool = True) -> LoadedModule:
         apart = self._aot_apart["train" if mode else "eval"]
@@ -109,13 +84,6 @@ class LoadedModule(nn.Module):
             return [owner[name] for owner, name in self._aot_slots.pairs]
         except KeyError as error:
             raise WeightsError(f"the parameter or buffer {error.args[0]!r} was deleted from the loaded module; load the package again") from error
-
-    def _aot_assemble(self, runnable: Runnable, matched: MatchedCall, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
-        made = iter(results)
-        flat = []
-        for kind, where in runnable.outputs:
-            flat.append(next(made) if kind == "result" else matched.given[where] if kind == "input" else current[self._aot_entry.index[where]])
-        return unflatten(matched.variant.spec.out_tree, flat, matched.sizes, self._aot_entry.types)
 
     def __reduce__(self) -> Any:
         raise TypeError("a loaded module cannot be pickled: pickle its state_dict(), and load the package again")

@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.12 2026-11-24  ``EntrySpec.source``: modules of a recorded script
     1.11 2026-11-24  ``EntrySpec.updates`` of a replay entry
     1.10 2026-11-24  ``EntrySpec.standalone``
     1.9  2026-11-23  ``Speed.choices`` of a recorded pass
@@ -24,7 +25,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 11)
+FORMAT_VERSION = (1, 12)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -423,6 +424,19 @@ class UpdateSpec:
 
 
 @dataclass(frozen=True)
+class ModuleSource:
+    """What a ``module`` entry was recorded from, a module of a script, whose calls it serves in a replay.
+
+    ``facts``: what the call depends on beside tensors, by name, as text: "class of NAME" of the module and each submodule; plain attributes
+    ("NAME.eps"); "class attribute CLASS.NAME"; "code of MODULE:FUNCTION", a SHA-256, of each function of user code that ran; and
+    "global MODULE:NAME". A module of which one differs is not served."""
+
+    module: str  # its class, "__main__.Net"
+    line: str  # where it was called, for people
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True)
 class EntrySpec:
     kind: str  # "module", "grad", "replay" or "step"
     state: tuple[StateSpec, ...]
@@ -436,6 +450,7 @@ class EntrySpec:
     structures: tuple[StructureSpec, ...] = ()  # of a replay entry
     step: StepSpec | None = None  # of a step entry
     updates: tuple[UpdateSpec, ...] = ()  # of a replay entry
+    source: ModuleSource | None = None  # of a module entry that was recorded from a script
     standalone: str = ""  # "verified": the C library gave the stored results without PyTorch; else why not, or "" where it was not tried
 
 

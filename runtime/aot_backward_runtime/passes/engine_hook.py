@@ -76,6 +76,13 @@ class EngineHook:
         """Whether a pass that is called now goes to eager before the engine looks at it: None, or what :meth:`ran_in_eager` is to be told."""
         return None
 
+    def is_through_modules(self) -> bool:
+        """Whether a pass that is called now goes through modules whose forward was compiled with its backward: eager's engine has little to do."""
+        return False
+
+    def differentiable(self, roots: Sequence[Any]) -> None:
+        """Before a pass with create_graph=True, which goes to eager."""
+
     def ran_in_eager(self, what: Any, seconds: float) -> None:
         """``what``: of :meth:`prefers_eager`."""
 
@@ -146,6 +153,12 @@ class EngineHook:
             if self._resting > 0:
                 return _eager(roots, *args, **kwargs)
             self._wake()
+        if not self.inside and not args[2] and self.is_through_modules():
+            self.in_a_row += 1
+            result = self._without(roots, args, kwargs)
+            if self.may_rest and self.in_a_row >= _IN_A_ROW:
+                self._fall_asleep()
+            return result
         if not args[2] and not self._looks and (what := self.prefers_eager(roots, args[3])) is not None:
             start = time.perf_counter()
             result = self._without(roots, args, kwargs)
@@ -156,6 +169,7 @@ class EngineHook:
             return result
         self._looks = False
         if args[2]:
+            self.differentiable(roots)
             self.left_to_eager("create_graph=True: the engine keeps such passes to itself")
             return self._without(roots, args, kwargs)
         if torch_api.in_functorch() or any(g is not None and torch_api.is_batched(g) for g in args[0]):
@@ -221,6 +235,14 @@ class EngineHook:
             self._off -= 1
             if self._off == 0 and not leaves:
                 torch_api.set_autograd_compiler(self.recorder, True)
+
+    def grad_in_eager(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Gradients by eager, within a pass of eager's or outside of any."""
+        arguments = tuple(incoming), False, False, tuple(inputs)
+        found: Sequence[torch.Tensor | None] = self._without(outputs, arguments, {"allow_unreachable": True, "accumulate_grad": False})
+        return found
 
     @contextlib.contextmanager
     def _between_passes(self) -> Iterator[None]:

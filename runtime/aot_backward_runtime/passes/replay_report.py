@@ -51,6 +51,11 @@ class Report:
     steps: int = 0
     eager_steps: Reasons = field(default_factory=Reasons)
     saved: float = 0.0
+    modules: int = 0  # calls of modules by compiled code
+    audits: int = 0  # of those, calls that eager made too, for comparison
+    through_modules: int = 0  # passes through them, by eager's engine
+    eager_modules: Reasons = field(default_factory=Reasons)
+    differed: list[str] = field(default_factory=list)  # what audits found
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -62,6 +67,11 @@ class Report:
             "engine": self.engine.shown(),
             "optimizer_steps": self.steps,
             "optimizer_steps_in_eager": self.eager_steps.shown(),
+            "module_calls": self.modules,
+            "module_calls_audited": self.audits,
+            "module_calls_in_eager": self.eager_modules.shown(),
+            "audits_that_differed": self.differed,
+            "passes_through_modules": self.through_modules,
             "seconds_saved": round(self.saved, 6),
         }
 
@@ -71,7 +81,17 @@ class Report:
         lines = [f"{self.bindings} bound, {self.hits} hits, {missed} misses, {eager} left to eager{not_faster}; {self.saved:.3f} s saved"]
         if self.steps or self.eager_steps:
             lines.append(f"{self.steps} optimizer steps compiled, {sum(self.eager_steps.values())} in eager")
-        named = ("miss", self.misses), ("eager", self.eager), ("slower", self.slower), ("engine", self.engine), ("optimizer", self.eager_steps)
+        if self.modules or self.eager_modules or self.differed:
+            lines.append(f"{self.modules} module calls compiled ({self.audits} audited), {sum(self.eager_modules.values())} in eager")
+        lines += [f"  AUDIT: {words}" for words in self.differed]
+        named = (
+            ("miss", self.misses),
+            ("eager", self.eager),
+            ("slower", self.slower),
+            ("engine", self.engine),
+            ("optimizer", self.eager_steps),
+            ("module", self.eager_modules),
+        )
         for what, reasons in named:
             lines += [f"  {what} x{count}: {reason}" for reason, count in reasons.shown().items()]
         return "\n".join(lines)

@@ -19,6 +19,10 @@ import torch
 from .. import torch_api
 from ..errors import InputError, MissError
 from ..loader import Package, load
+from ..module_calls import interception as module_interception
+from ..module_calls.calls import ModuleCalls
+from ..module_calls.interception import Plain
+from ..module_calls.module_table import ModuleTable
 from ..operators import describe_missing_operators, unregistered
 from ..optimizer_steps import interception
 from ..optimizer_steps.compiled_update import CompiledUpdate
@@ -60,6 +64,7 @@ class Replaying(EngineHook):
         max_structures: int = MAX_STRUCTURES,
         always: bool = False,
         optimizer: bool = True,
+        modules: bool = False,
     ):
         super().__init__()
         self.always = always
@@ -70,6 +75,8 @@ class Replaying(EngineHook):
         self.table = StructureTable(package, entry, max_structures, self._stop_explaining)
         self.strict = strict
         self.report = Report()
+        recorded = package.recorded_modules() if modules and package is not None else ()
+        self.modules = ModuleCalls(ModuleTable(recorded, always=always), self.module_in_eager, self.grad_in_eager, strict=strict)
         self.tapes = self.table.tapes
         self.layers = origin.Layers()
         self._logged: set[str] = set()
@@ -79,7 +86,7 @@ class Replaying(EngineHook):
         self._to_rebind = 0  # structures that the cache held when it was last emptied, and had a hit, less those bound since
         self._attempts_left = 0  # passes to record until all of those are bound again
         self._skip = 0  # passes until the next attempt after those
-        self._intercepts = False
+        self._intercepts = self._intercepts_modules = False
 
     def __enter__(self) -> Replaying:
         super().__enter__()
@@ -87,6 +94,9 @@ class Replaying(EngineHook):
         self._intercepts = self.intercepts_steps()
         if self._intercepts:
             interception.enter(self)
+        self._intercepts_modules = self.intercepts_modules()
+        if self._intercepts_modules:
+            module_interception.enter(self)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -95,6 +105,23 @@ class Replaying(EngineHook):
         if self._intercepts:
             self._intercepts = False
             interception.leave(self)
+        if self._intercepts_modules:
+            self._intercepts_modules = False
+            module_interception.leave(self)
+        self.report.modules, self.report.audits = self.modules.compiled, self.modules.audits
+        self.report.differed = list(self.modules.differed)
+
+    def intercepts_modules(self) -> bool:
+        """Whether calls of modules are to come to :meth:`module_call`."""
+        return bool(self.modules.table)
+
+    def module_call(self, module: torch.nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By compiled code where the package has an entry that serves it, else by eager."""
+        return self.modules.call(module, plain, args, kwargs)
+
+    def module_in_eager(self, reason: str) -> None:
+        """Called before eager makes a module's call, for that reason."""
+        self.report.eager_modules.note(reason)
 
     def intercepts_steps(self) -> bool:
         """Whether steps of optimizers are to come to :meth:`optimizer_step`."""
@@ -150,6 +177,11 @@ class Replaying(EngineHook):
 
     def ran_in_eager(self, what: Any, seconds: float) -> None:
         self.report.slower.note("left to eager, which ran passes called from there faster when they were recorded")
+
+    def is_through_modules(self) -> bool:
+        through, self.modules.since_backward = self.modules.since_backward, False
+        self.report.through_modules += through
+        return through
 
     def rested(self, count: int) -> None:
         self.report.slower.note("left to eager without a look, as all before them were", count)
@@ -335,6 +367,7 @@ def replay(
     max_structures: int = MAX_STRUCTURES,
     always: bool = False,
     optimizer: bool = True,
+    modules: bool = False,
 ) -> Replaying:
     """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
 
@@ -348,12 +381,16 @@ def replay(
     Steps of ``torch.optim`` optimizers for which the package has code run from it, on the script's own parameters, gradients and state, unless
     ``optimizer`` is False; what it does not fit (the first step, which makes the state; a gradient that is absent) runs in eager.
 
+    ``modules``: calls of modules that were recorded so (``record(modules=True)``) run from the package, forward and backward, on the script's own
+    parameters; the Python code in them does not run. The 1st, 2nd, 4th, 8th … call of each runs in eager too, and is compared: where it differs,
+    the module is left to eager from then on, and the report says so (``strict``: :class:`MissError`).
+
     The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are those of
     :func:`load`; a pass that calls operators which nobody has registered when it runs is interpreted. Raises what that raises, and
     :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
     """
     package = load(path, imports=imports, signature=signature, key=key)
-    return Replaying(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
+    return Replaying(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer, modules=modules)
 
 
 def _updates(package: Package, entry: str | None, always: bool) -> Iterator[CompiledUpdate]:

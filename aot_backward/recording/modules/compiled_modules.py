@@ -1,0 +1,185 @@
+"""Observed modules -> ``module`` entries of a package: exported as any module is, compared with eager and timed, and added to what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from aot_backward_exporters.progress import Progress, silent
+from aot_backward_runtime.errors import AotBackwardError, ExportError
+from aot_backward_runtime.format.manifest import ModuleSource
+from aot_backward_runtime.module_calls.live_module import class_name
+from aot_backward_runtime.module_calls.plain_values import NotPlain
+
+from ...capture.preserve import requiring_alone
+from ...entries import Module, Variant
+from ...packaging.checked_package import checked_package
+from ..package_update import PackageUpdate, locked
+from .observed_modules import CallKind, ObservedModule, ObservedModules
+
+_PREFIX = "module"
+
+
+@dataclasses.dataclass
+class AddedModules:
+    """``added``: the classes of modules of which calls were compiled, with how they compare with eager. ``skipped``: why others were not."""
+
+    added: list[str] = dataclasses.field(default_factory=list)
+    skipped: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+def add_modules(path: Path, entry: str, observed: ObservedModules, *, target: str, tune: str, progress: Progress | None = None) -> AddedModules:
+    """Adds an entry for each kind of module that was called at least twice; what cannot be exported is left out, with its reason. Raises
+    :class:`ExportError` where the package there is for another torch or target, or cannot be written."""
+    say = progress or silent
+    found = AddedModules()
+    with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
+        package = PackageUpdate.read(path, entry, target)
+        done = False
+        for number, (name, seen, facts) in enumerate(_to_compile(observed, package, found.skipped)):
+            try:
+                part = _exported(Path(folder) / f"{number}.pt2", name, seen, facts, target, tune, say, found.skipped)
+            except (AotBackwardError, RuntimeError) as error:
+                found.skipped[f"calls of {_words(seen)}: {str(error).partition(chr(10))[0]}"] += 1
+                continue
+            package.add_entries(part)
+            done = True
+            speeds = [s for v in part.manifest.entries[name].variants if (s := v.speed) is not None]
+            ratios = [r for s in speeds for r in s.ratios]
+            took = f": {min(ratios):.2f} to {max(ratios):.2f} of eager's time" if ratios else ""
+            found.added.append(f"{class_name(seen.module)}{took}")
+        if done:
+            package.write()
+    return found
+
+
+def _words(seen: ObservedModule) -> str:
+    return f"{class_name(seen.module)} (called at {seen.line})"
+
+
+def _to_compile(observed: ObservedModules, package: PackageUpdate, skipped: Counter[str]) -> Iterator[tuple[str, ObservedModule, dict[str, str]]]:
+    """Each kind of module once, the most expensive first: the name of its entry, and the facts. What the package has is left out."""
+    grouped: dict[str, tuple[ObservedModule, dict[str, str]]] = {}
+    for seen in sorted(observed.modules.values(), key=lambda s: -s.seconds):
+        if seen.refused:
+            skipped[f"calls of {_words(seen)}: {seen.refused}"] += 1
+            continue
+        seen.kinds = {key: kind for key, kind in seen.kinds.items() if kind.count > 1}
+        if not seen.kinds:
+            skipped[f"calls of {_words(seen)}: no kind of call came twice"] += 1
+            continue
+        try:
+            facts = seen.facts()
+        except NotPlain as error:
+            skipped[f"calls of {_words(seen)}: {error}"] += 1
+            continue
+        grouped.setdefault(seen.key(facts), (seen, facts))
+    for key, (seen, facts) in grouped.items():
+        by_ambient: dict[Any, list[CallKind]] = {}
+        for kind in seen.kinds.values():
+            by_ambient.setdefault(kind.ambient, []).append(kind)
+        for ambient, kinds in by_ambient.items():
+            name = f"{_PREFIX}_{key[:12]}" + (f"_{ambient.autocast}" if ambient.autocast else "")
+            if name not in package.manifest.entries:
+                yield name, dataclasses.replace(seen, kinds=dict(enumerate(kinds))), facts
+
+
+def _exported(
+    path: Path, name: str, seen: ObservedModule, facts: Mapping[str, str], target: str, tune: str, say: Progress, skipped: Counter[str]
+) -> PackageUpdate:
+    """A package of its own, with open sizes if that can be, else with those that came most often."""
+    kinds = list(seen.kinds.values())
+    try:
+        variants = [_variant(seen.module, kind, opened=True) for kind in kinds]
+        _export(path, name, seen, kinds, variants, target, tune, say)
+    except ExportError as error:
+        if all(len(kind.sizes) == 1 for kind in kinds):
+            raise
+        skipped[f"{_words(seen)}, with open sizes: {str(error).partition(chr(10))[0]}; compiled for the sizes that came most often"] += 1
+        variants = [_variant(seen.module, kind, opened=False) for kind in kinds]
+        _export(path, name, seen, kinds, variants, target, tune, say)
+    part = PackageUpdate.read(path, _PREFIX, target)
+    source = ModuleSource(class_name(seen.module), seen.line, dict(facts))
+    own = dataclasses.replace(part.manifest.entries[name], source=source)
+    part.manifest = dataclasses.replace(part.manifest, entries={name: own})
+    return part
+
+
+def _export(
+    path: Path, name: str, seen: ObservedModule, kinds: Sequence[CallKind], variants: Sequence[Variant], target: str, tune: str, say: Progress
+) -> None:
+    with _as_called(seen.module, kinds[0]):
+        checked_package(path, {name: Module(seen.module, variants)}, target, weights=True, portable=True, tune=tune, progress=say, qualified=True)
+
+
+@contextlib.contextmanager
+def _as_called(module: nn.Module, kind: CallKind) -> Iterator[None]:
+    """The module in the modes, with the parameters trained and under the autocast of the observed calls; as it was afterwards."""
+    modes = [(m, m.training) for m in module.modules()]
+    parameters = dict(module.named_parameters())
+    autocast = getattr(torch, kind.ambient.autocast) if kind.ambient.autocast else None
+    try:
+        for name, part in module.named_modules(remove_duplicate=False):
+            part.training = (kind.mode == "train") != (name in kind.apart)
+        with (
+            requiring_alone(parameters.values(), [parameters[n] for n in kind.trained if n in parameters]),
+            torch.autocast("cpu", dtype=autocast) if autocast is not None else contextlib.nullcontext(),
+        ):
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _variant(module: nn.Module, kind: CallKind, *, opened: bool) -> Variant:
+    shapes = list(kind.sizes)
+    flat, tree = pytree.tree_flatten((kind.args, kind.kwargs))
+    places = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
+    requires = [*kind.trained, *_inputs_requiring_gradients(module, kind)]
+    if not opened or len(shapes) == 1:
+        often = max(kind.sizes, key=lambda s: kind.sizes[s])
+        for place, shape in zip(places, often, strict=True):
+            flat[place] = _of_shape(flat[place], shape)
+        args, kwargs = pytree.tree_unflatten(flat, tree)
+        return Variant(tuple(args), dict(kwargs), requires_grad=requires, mode=kind.mode)
+    dims: dict[tuple[int, ...], Any] = {}
+    specs: list[Any] = [None] * len(flat)
+    for number, place in enumerate(places):
+        spec = {}
+        for d in range(flat[place].dim()):
+            values = tuple(s[number][d] for s in shapes)
+            if len(set(values)) > 1:
+                spec[d] = dims.setdefault(values, torch.export.Dim(f"size{len(dims)}"))
+        specs[place] = spec or None
+    positional, keywords = pytree.tree_unflatten(specs, tree)
+    return Variant(kind.args, kind.kwargs, dynamic_shapes=_by_name(module, positional, keywords), requires_grad=requires, mode=kind.mode)
+
+
+def _by_name(module: nn.Module, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of each argument, by the parameter of ``forward`` that it is for."""
+    return dict(inspect.signature(module.forward).bind(*positional, **keywords).arguments)
+
+
+def _inputs_requiring_gradients(module: nn.Module, kind: CallKind) -> list[str]:
+    needs = pytree.tree_map(lambda v: isinstance(v, torch.Tensor) and v.requires_grad, (kind.args, kind.kwargs))
+    return [n for n, v in _by_name(module, *needs).items() if any(map(bool, pytree.tree_leaves(v)))]
+
+
+def _of_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``tensor`` cut or repeated to ``shape``: values of the same kind."""
+    out = tensor.detach()
+    for d, size in enumerate(shape):
+        if out.shape[d] != size:
+            index = torch.arange(size, device=out.device) % max(out.shape[d], 1)
+            out = out.index_select(d, index)
+    return out.clone().requires_grad_(tensor.requires_grad)

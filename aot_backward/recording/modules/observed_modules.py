@@ -1,0 +1,183 @@
+"""Which modules a recorded script calls, how, and what the calls depend on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.format.manifest import Ambient
+from aot_backward_runtime.module_calls.interception import Plain
+from aot_backward_runtime.module_calls.live_module import class_name, facts_of, modes_of, state_of, why_not_here, why_uncallable
+from aot_backward_runtime.module_calls.module_facts import attributes, globals_read, resolved
+from aot_backward_runtime.module_calls.plain_values import NotPlain
+from aot_backward_runtime.passes import origin
+
+from ...capture.ambient import current_ambient
+from ..observation import TensorMetadata
+from .watched_call import WatchedCall
+
+_WATCHED = 3  # calls of each kind whose Python code is watched, and one of 64 of the further ones
+_THEN = 64
+_KINDS = 4  # of calls of one module
+_SIZES = 256  # different calls of a kind
+_MODULES = 32
+
+
+@dataclass
+class CallKind:
+    """Calls of one module that one variant serves. ``tree``: of the arguments, with what is no tensor in it. ``sizes``: of all tensors, by how often
+    they came."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mode: str
+    apart: frozenset[str]
+    ambient: Ambient
+    trained: tuple[str, ...]
+    count: int = 0
+    sizes: dict[tuple[tuple[int, ...], ...], int] = field(default_factory=dict)
+
+
+@dataclass
+class ObservedModule:
+    """A module that was called with gradients. ``refused``: why its calls cannot be compiled, or ""."""
+
+    module: nn.Module
+    line: str
+    kinds: dict[Any, CallKind] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
+    refused: str = ""
+    count: int = 0
+    seconds: float = 0.0  # of its forwards
+
+    def facts(self) -> dict[str, str]:
+        """:class:`NotPlain` where something that the calls depend on cannot be told."""
+        names = {n for f in self.functions for n in globals_read(resolved(f))}
+        return facts_of(self.module, sorted(self.functions), sorted(names))
+
+    def key(self, facts: dict[str, str]) -> str:
+        """The same for modules that one entry serves."""
+        state = [(n, str(t.dtype), list(t.shape), list(t.stride()), isinstance(t, nn.Parameter)) for n, t in state_of(self.module).items()]
+        return hashlib.sha256(json.dumps([class_name(self.module), facts, state], sort_keys=True).encode()).hexdigest()
+
+
+class ObservedModules:
+    """By the module. It keeps them alive until the recording is over."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, ObservedModule] = {}
+
+    def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call by the module itself, observed."""
+        trained = tuple(n for n, p in module.named_parameters() if p.requires_grad)
+        seen = self.modules.get(id(module))
+        if not trained or not torch.is_grad_enabled() or why_not_here() or (seen is None and len(self.modules) >= _MODULES):
+            return plain(module, *args, **kwargs)
+        if seen is None:
+            seen = self.modules[id(module)] = ObservedModule(module, origin.line())
+        if seen.refused:
+            return plain(module, *args, **kwargs)
+        seen.count += 1
+        kind = self._kind(seen, trained, args, kwargs)
+        if kind is None:
+            return plain(module, *args, **kwargs)
+        if kind.count > _WATCHED and kind.count % _THEN:
+            start = time.perf_counter()
+            result = plain(module, *args, **kwargs)
+            seen.seconds += time.perf_counter() - start
+            return result
+        return self._watched(seen, module, plain, args, kwargs)
+
+    def _watched(self, seen: ObservedModule, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call, before = WatchedCall(), None
+        seen.refused = why_uncallable(module)
+        if seen.refused:
+            return plain(module, *args, **kwargs)
+        try:
+            before = attributes(module)
+        except NotPlain as error:
+            seen.refused = str(error)
+            return plain(module, *args, **kwargs)
+        tensors = [(t, t._version) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        with call.watching():
+            result = plain(module, *args, **kwargs)
+        seen.functions |= call.functions
+        if call.refused:
+            seen.refused = f"its forward {call.refused}"
+        elif any(t._version != version for t, version in tensors):
+            seen.refused = "its forward writes into its arguments"
+        else:
+            with contextlib.suppress(NotPlain):
+                after = attributes(module)
+                changed = next((n for n in (*before, *after) if before.get(n) != after.get(n)), None)
+                seen.refused = f"its forward changes {changed}" if changed is not None else ""
+        return result
+
+    def differentiated_again(self, leaves: set[int]) -> None:
+        """``leaves``: ``id`` of tensors whose gradients are part of a graph that is differentiated again."""
+        for seen in self.modules.values():
+            if not leaves.isdisjoint(map(id, seen.module.parameters())):
+                seen.refused = "its gradients are differentiated again (create_graph=True)"
+
+    def _kind(self, seen: ObservedModule, trained: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind | None:
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        metadata = [TensorMetadata.of(v) if isinstance(v, torch.Tensor) else v for v in flat]
+        if reason := _unsupported(metadata):
+            seen.refused = reason
+            return None
+        mode, apart = modes_of(seen.module)
+        tensors = [m for m in metadata if isinstance(m, TensorMetadata)]
+        ambient = current_ambient(tensors[0].device if tensors else "cpu")
+        looks = tuple(
+            (m.dtype, m.device, m.requires_grad, tuple(n if n in (0, 1) else -1 for n in m.shape)) if isinstance(m, TensorMetadata) else repr(m)
+            for m in metadata
+        )
+        key = (str(tree), looks, mode, apart, repr(ambient), trained)
+        kind = seen.kinds.get(key)
+        if kind is None:
+            if len(seen.kinds) >= _KINDS:
+                return None
+            kept = [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in flat]
+            example, keywords = pytree.tree_unflatten(kept, tree)
+            kind = seen.kinds[key] = CallKind(tuple(example), dict(keywords), mode, apart, ambient, trained)
+        kind.count += 1
+        sizes = tuple(m.shape for m in tensors)
+        if sizes in kind.sizes or len(kind.sizes) < _SIZES:
+            kind.sizes[sizes] = kind.sizes.get(sizes, 0) + 1
+        return kind
+
+
+def _unsupported(values: Sequence[Any]) -> str:
+    for value in values:
+        if isinstance(value, TensorMetadata):
+            if value.unsupported:
+                return f"an argument is {value.unsupported}"
+            if value.device != "cpu":
+                return f"an argument is on {value.device}; modules are recorded on the CPU"
+        elif type(value) not in (bool, int, float, str, type(None)):
+            return f"an argument is a {type(value).__module__}.{type(value).__qualname__}"
+    return ""
+
+
+def leaves_of(roots: Sequence[Any]) -> set[int]:
+    """``id`` of the leaf tensors that a graph leads to."""
+    pending: list[Any] = [r.grad_fn if isinstance(r, torch.Tensor) else r.node for r in roots]
+    seen, found = set[Any](), set[int]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        pending += [following for following, _ in node.next_functions]
+    return found

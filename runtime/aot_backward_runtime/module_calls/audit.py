@@ -1,0 +1,173 @@
+"""Audited calls: the module's own forward beside the compiled one, from the same random state, results and gradients compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..entries.autograd_function import DifferentiableCall
+from ..errors import InputError
+from ..native.pytree import flatten
+from .interception import Plain
+from .live_module import LiveModule
+
+_RESULTS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+_OTHERS = 1e-4
+"""How far results may be off, relative to their norm; a package's own check (``aot-backward verify``) is closer."""
+_GRADIENTS = 10
+"""Times that, for gradients."""
+_SMALL = 0.1
+"""Of the largest gradient's norm: what is smaller may be as far off as one of that size."""
+
+Grad = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence["torch.Tensor | None"]]
+"""Gradients of outputs with respect to inputs, by eager: ``grad(outputs, inputs, incoming)``."""
+Differs = Callable[[str], None]
+"""Called with what differs. May raise."""
+
+
+def is_audited(number: int) -> bool:
+    """The 1st, 2nd, 4th, 8th … call."""
+    return number & (number - 1) == 0
+
+
+def audited_call(
+    live: LiveModule, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any], grad: Grad, differs: Differs
+) -> Any:
+    """The result by compiled code where it is that of the module itself, else that of the module, after ``differs``.
+
+    Buffers and random state are written once: as the one writes them whose result is returned."""
+    live.current()
+    before, buffers = _random_states(), [(b, b.detach().clone()) for b in module.buffers()]
+    expected = plain(module, *args, **kwargs)
+    after = _random_states()
+    written = [(b, b.detach().clone()) for b, old in buffers if not _equal(b, old)]
+    _write([(b, old) for b, old in buffers if any(b is w for w, _ in written)])
+    _set_random_states(before)
+    made: list[DifferentiableCall] = []
+    try:
+        result = live.call(args, kwargs, made.append)
+        words = _difference(live, made, result, expected, buffers, written)
+        if not words and not all(map(torch.equal, _random_states(), after)):
+            words = "it draws other random numbers, or another number of them"
+    except BaseException:
+        _write(written)
+        _set_random_states(after)
+        raise
+    if words:
+        _write(written)
+        _set_random_states(after)
+        differs(words)
+        return expected
+    if made and not any(s._backward_hooks for s in made[0].sources):  # they would be called twice
+        made[0].audit = _Gradients(made[0], _leaves(live, made[0], expected), grad, differs)
+    return result
+
+
+class _Gradients:
+    """The gradients that eager gives for an audited call."""
+
+    def __init__(self, call: DifferentiableCall, leaves: Sequence[torch.Tensor], grad: Grad, differs: Differs):
+        variant = call.matched.variant
+        places = [n for n, (kind, _) in enumerate(call.runnable.outputs) if kind == "result"]
+        self.outputs = [leaves[places[i]] for i in variant.incoming]
+        self.call, self.grad, self.differs = call, grad, differs
+
+    def gradients(self, found: list[torch.Tensor | None], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+        self.call.audit = None  # once: the graph of the eager call is consumed
+        sources = [s for s, asked in zip(self.call.sources, needed, strict=True) if asked]
+        there = [(o, g) for o, g in zip(self.outputs, given, strict=True) if g is not None and o.requires_grad]
+        self.outputs = []
+        if not sources or not there:
+            return found
+        outputs, incoming = zip(*there, strict=True)
+        made = iter(self.grad(outputs, sources, incoming))
+        expected = [next(made) if asked else None for asked in needed]
+        largest = max((_norm(e) for e in expected if e is not None), default=0.0)
+        for name, ours, eager in zip(self.call.wrt, found, expected, strict=True):
+            if words := _compared(ours, eager, largest, _GRADIENTS):
+                self.differs(f"the gradient of {name.partition(':')[2]} {words}")
+                return expected
+        return found
+
+
+def _leaves(live: LiveModule, call: DifferentiableCall, value: Any) -> list[torch.Tensor]:
+    out: list[torch.Tensor] = []
+    flatten(call.matched.variant.spec.out_tree, value, out, "the result")
+    return out
+
+
+def _difference(
+    live: LiveModule,
+    made: Sequence[DifferentiableCall],
+    result: Any,
+    expected: Any,
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    written: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> str:
+    """In words, where results or buffers are not what the module itself made."""
+    ours, eager = list(_tensors(result)), list(_tensors(expected))
+    if type(result) is not type(expected) or len(ours) != len(eager):
+        return f"it returns a {type(expected).__name__} of {len(eager)} tensors; compiled, a {type(result).__name__} of {len(ours)}"
+    if made:
+        try:
+            _leaves(live, made[0], expected)
+        except InputError as error:
+            return str(error)
+    for i, (a, e) in enumerate(zip(ours, eager, strict=True)):
+        if a.requires_grad != e.requires_grad:
+            return f"result {i} {'requires a' if e.requires_grad else 'requires no'} gradient; compiled it is the other way"
+        if words := _compared(a.detach(), e.detach(), 0.0, 1):
+            return f"result {i} {words}"
+    wanted = {id(b): new for b, new in written}
+    for buffer, old in buffers:
+        if words := _compared(buffer.detach(), wanted.get(id(buffer), old), 0.0, 1):
+            return f"a buffer of shape {tuple(buffer.shape)} {words}"
+    return ""
+
+
+def _tensors(value: Any) -> Any:
+    return (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _compared(found: torch.Tensor | None, expected: torch.Tensor | None, largest: float, factor: float) -> str:
+    if found is None or expected is None:
+        return "" if found is expected else "is None in one of both"
+    if found.dtype is not expected.dtype or found.shape != expected.shape:
+        return f"is {expected.dtype} {tuple(expected.shape)}; compiled {found.dtype} {tuple(found.shape)}"
+    if not (found.is_floating_point() or found.is_complex()):
+        return "" if torch.equal(found, expected) else "is another one compiled"
+    odd = ~torch.isfinite(expected)
+    if odd.any():
+        if not torch.equal(~torch.isfinite(found), odd):
+            return "is not finite where compiled it is, or the other way"
+        found, expected = found[~odd], expected[~odd]
+    off, allowed = _norm(found - expected), factor * _RESULTS.get(found.dtype, _OTHERS) * max(_norm(expected), _SMALL * largest)
+    return "" if off <= allowed else f"is off by {off:.3g} compiled; {allowed:.3g} is allowed"
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)))
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """To the bit, NaN included."""
+    return torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+def _write(values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, value in values:
+            tensor.copy_(value)
+
+
+def _random_states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+
+
+def _set_random_states(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])

@@ -1,0 +1,67 @@
+"""The calls of modules in a replay: compiled where an entry serves them, audited now and then, else eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import AotBackwardError, ExecutionError, InputError, MissError
+from .audit import Grad, audited_call, is_audited
+from .interception import Plain
+from .live_module import LiveModule, why_not_here
+from .module_table import ModuleTable
+
+Note = Callable[[str], None]
+
+
+class ModuleCalls:
+    """``compiled``, ``audits``: how many calls were. ``differed``: what audits found, in words."""
+
+    def __init__(self, table: ModuleTable, eager: Note, grad: Grad, *, strict: bool = False):
+        """``eager``: called with the reason of each call that is left to eager."""
+        self.table, self.strict = table, strict
+        self._eager, self._grad = eager, grad
+        self.compiled = self.audits = 0
+        self.differed: list[str] = []
+        self.since_backward = False
+        """Whether a compiled call's backward may come with the next pass."""
+
+    def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _has_parameters(module):  # a loss, an activation
+            return plain(module, *args, **kwargs)
+        try:
+            if reason := why_not_here():
+                raise InputError(reason)
+            live = self.table.find(module)
+        except InputError as error:
+            self._eager(str(error))
+            return plain(module, *args, **kwargs)
+        live.calls += 1
+        try:
+            if is_audited(live.calls):
+                self.audits += 1
+                result = audited_call(live, module, plain, args, kwargs, self._grad, lambda words: self._end(live, module, words))
+            else:
+                result = live.call(args, kwargs)
+        except (ExecutionError, MissError):
+            raise
+        except AotBackwardError as error:  # it does not fit, and nothing was done
+            live.calls -= 1
+            self._eager(f"{live.source.module}: {error}")
+            return plain(module, *args, **kwargs)
+        self.compiled += 1
+        self.since_backward = self.since_backward or torch.is_grad_enabled()
+        return result
+
+    def _end(self, live: LiveModule, module: nn.Module, words: str) -> None:
+        live.ended = f"{live.source.module}: call {live.calls} of the compiled module was not what the module itself computes: {words}"
+        self.differed.append(live.ended)
+        if self.strict:
+            raise MissError(f"{live.ended} (replay was told to be strict)")
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,102 @@
+"""Who is called when a script calls a module: the outermost call goes to the interceptor that was entered last.
+
+While one is entered, ``nn.Module.__call__`` asks it, and assignments to modules and registrations of hooks are counted, so that what was
+bound to a module is looked at again.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+Plain = Callable[..., Any]
+"""PyTorch's own call of a module: ``plain(module, *args, **kwargs)``."""
+
+
+class Interceptor(Protocol):
+    def module_call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes the call, and returns what the module would."""
+
+
+class _Here(threading.local):
+    inside = False
+
+
+_stack: list[Interceptor] = []
+_lock = threading.Lock()
+_here = _Here()
+_replaced: dict[type, dict[str, Any]] = {}
+_TRANSPARENT = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+"""Wrappers: what they wrap is the outermost module."""
+_CHANGES = ("__setattr__", "__delattr__", "add_module", "register_parameter", "register_buffer")
+
+changed: set[int] = set()
+"""``id`` of modules that something was assigned to, of those in :data:`watched`."""
+watched: set[int] = set()
+registrations = [0]
+"""How many hooks were registered so far, of any kind."""
+
+
+def enter(interceptor: Interceptor) -> None:
+    with _lock:
+        if not _stack:
+            _replaced[nn.Module] = {name: vars(nn.Module)[name] for name in ("__call__", *_CHANGES)}
+            _replaced[RemovableHandle] = {"__init__": vars(RemovableHandle)["__init__"]}
+            for name in _CHANGES:
+                setattr(nn.Module, name, _noting(_replaced[nn.Module][name]))
+            RemovableHandle.__init__ = _counting(_replaced[RemovableHandle]["__init__"])  # type: ignore[method-assign]
+            nn.Module.__call__ = _asking(_replaced[nn.Module]["__call__"])  # type: ignore[method-assign]
+        _stack.append(interceptor)
+
+
+def leave(interceptor: Interceptor) -> None:
+    with _lock:
+        _stack.remove(interceptor)
+        if not _stack:
+            for kind, own in _replaced.items():
+                for name, value in own.items():
+                    setattr(kind, name, value)
+            _replaced.clear()
+            watched.clear()
+            changed.clear()
+
+
+def _asking(plain: Plain) -> Plain:
+    def asked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _here.inside or isinstance(self, _TRANSPARENT) or torch.compiler.is_compiling():
+            return plain(self, *args, **kwargs)
+        innermost = _stack[-1:]  # another thread may leave its context meanwhile
+        if not innermost:
+            return plain(self, *args, **kwargs)
+        _here.inside = True
+        try:
+            return innermost[0].module_call(self, plain, args, kwargs)
+        finally:
+            _here.inside = False
+
+    return asked
+
+
+def _noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(self) in watched:
+            changed.add(id(self))
+        return plain(self, *args, **kwargs)
+
+    return noted
+
+
+def _counting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def counted(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+        registrations[0] += 1
+        plain(self, *args, **kwargs)
+
+    return counted

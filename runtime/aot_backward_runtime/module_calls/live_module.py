@@ -1,0 +1,144 @@
+"""A module of the script and the compiled entry that serves it: when it does, and one call of it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import torch_api
+from ..entries.autograd_function import DifferentiableCall
+from ..entries.dispatch import Entry
+from ..entries.module_call import call_entry
+from ..errors import InputError
+from ..format.manifest import EntrySpec, ModuleSource, Tree
+from . import interception
+from .module_facts import CODE, GLOBAL, attributes, code_facts, difference, global_facts
+from .plain_values import NotPlain, Watch
+
+
+class OtherModule(InputError):
+    """The module is another one than was recorded."""
+
+
+def class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def why_uncallable(module: nn.Module) -> str:
+    """Why a call of ``module`` is more than its forward, or ""."""
+    for name, part in module.named_modules():
+        if kind := torch_api.call_hooks(part):
+            return f"{name or 'the module'} has {kind}"
+    return ""
+
+
+def why_not_here() -> str:
+    """Why no call can be compiled, or recorded, where it is made now; or ""."""
+    if torch_api.in_backward():
+        return "it is called within a backward pass, which computes a forward again"
+    if torch_api.saved_tensors_hooks(False) is not None:
+        return "it is called under saved-tensor hooks (checkpointing, offloading)"
+    return ""
+
+
+def facts_of(module: nn.Module, code: Sequence[str], names: Sequence[str], watch: Watch | None = None) -> dict[str, str]:
+    """``code``, ``names``: functions and globals, ``module:qualname``. :class:`NotPlain` where one of the facts cannot be told."""
+    return {**attributes(module, watch), **code_facts(code, watch), **global_facts(names, watch)}
+
+
+def modes_of(module: nn.Module) -> tuple[str, frozenset[str]]:
+    """``train`` or ``eval``, and the submodules that are not in that mode."""
+    apart = frozenset(n for n, m in module.named_modules(remove_duplicate=False) if n and m.training != module.training)
+    return "train" if module.training else "eval", apart
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, tied ones by each."""
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+class LiveModule:
+    """A module that an entry serves. It holds no reference to the module, and is looked at anew (:meth:`bind`) where something may have changed."""
+
+    def __init__(self, entry: Entry, module: nn.Module):
+        self.entry = copy.deepcopy(entry)
+        self.entry.types = dict(_types(entry.spec))
+        source = entry.spec.source
+        assert source is not None
+        self.source: ModuleSource = source
+        self._code = [n.removeprefix(CODE) for n in source.facts if n.startswith(CODE)]
+        self._globals = [n.removeprefix(GLOBAL) for n in source.facts if n.startswith(GLOBAL)]
+        self.calls = 0
+        self.ended = ""
+        """Why no call is compiled any more."""
+        self.bind(module)
+
+    def bind(self, module: nn.Module) -> None:
+        """:class:`InputError` says why the entry does not serve the module as it is now."""
+        if reason := why_uncallable(module):
+            raise InputError(reason)
+        self._watch = Watch()
+        try:
+            found = facts_of(module, self._code, self._globals, self._watch)
+        except NotPlain as error:
+            raise OtherModule(str(error)) from error
+        if words := difference(self.source.facts, found):
+            raise OtherModule(words)
+        state = state_of(module)
+        if odd := sorted(state.keys() ^ set(self.entry.state.names)):
+            raise OtherModule(f"{odd[0]} is {'new' if odd[0] in state else 'gone'}")
+        self._slots = [_slot(module, name) for name in self.entry.state.names]
+        self.mode, apart = modes_of(module)
+        served = [v.spec for v in self.entry.variants if v.spec.mode == self.mode]
+        if not served:
+            raise InputError(f"it is in {self.mode} mode; recorded were {', '.join(sorted({v.spec.mode for v in self.entry.variants}))}")
+        if not any(frozenset(s.set_apart) == apart for s in served):
+            raise InputError(f"{', '.join(sorted(apart)) or 'no submodule'} in another mode than the whole; recorded was another combination")
+        self._ids = frozenset(map(id, module.modules()))
+        interception.watched |= self._ids
+        interception.changed -= self._ids
+        self._registrations = interception.registrations[0]
+
+    def refresh(self, module: nn.Module) -> None:
+        """:meth:`bind`, if something may have changed since."""
+        changed = interception.changed
+        if (changed and not changed.isdisjoint(self._ids)) or self._registrations != interception.registrations[0] or not self._watch.same():
+            self.bind(module)
+
+    def current(self) -> list[torch.Tensor]:
+        try:
+            return [owner[name] for owner, name in self._slots]
+        except KeyError as error:
+            raise OtherModule(f"the parameter or buffer {error.args[0]!r} is gone") from error
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[[DifferentiableCall], None] | None = None) -> Any:
+        """By compiled code; :class:`InputError` and others of ours where it does not fit, and nothing was done."""
+        return call_entry(self.entry, self.current(), self.mode, args, kwargs, made)
+
+
+def _slot(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    path, _, last = name.rpartition(".")
+    owner = root.get_submodule(path)
+    return (owner._parameters if last in owner._parameters else owner._buffers), last
+
+
+def _types(spec: EntrySpec) -> Iterator[tuple[str, type]]:
+    """The classes that results are made of: those of the script, which has imported them."""
+
+    def named(tree: Tree) -> Iterator[str]:
+        if tree.type_name:
+            yield tree.type_name
+        for child in tree.children:
+            yield from named(child)
+
+    for name in {n for v in spec.variants for n in named(v.out_tree)}:
+        module, _, qualname = name.rpartition(".")
+        kind = getattr(sys.modules.get(module), qualname, None)
+        if not isinstance(kind, type):
+            raise OtherModule(f"its result is a {name}, which this process does not have")
+        yield name, kind

@@ -1,0 +1,193 @@
+"""What a module computes with beside its tensors, as texts: classes, attributes, code that ran, globals that the code reads.
+
+A compiled call is that of one such list of facts. They are compared when a live module is bound, and again whenever something may have changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .plain_values import NotPlain, Watch, code_digest, is_known, text_of
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every ``nn.Module`` has: tensors, submodules, hooks and the mode, which are looked at otherwise."""
+CODE, GLOBAL, OF_CLASS = "code of ", "global ", "class attribute "
+
+
+def attributes(module: nn.Module, watch: Watch | None = None) -> dict[str, str]:
+    """The classes of all submodules, and the plain attributes of each; :class:`NotPlain` names an attribute that is none."""
+    found: dict[str, str] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        kind = type(part)
+        found[f"class of {name or 'the module'}"] = f"{kind.__module__}.{kind.__qualname__}"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise NotPlain(f"{name or 'the module'} is TorchScript")
+        for key, value in vars(part).items():
+            if key not in _OF_MODULES:
+                place = f"{name}.{key}" if name else key
+                try:
+                    found[place] = text_of(value, place, watch)
+                except NotPlain:
+                    if not (key.startswith("_") and is_known(kind.__module__)):  # PyTorch's own layers keep what they need, such as lists of weights
+                        raise
+        for key, owner in _class_attributes(kind):
+            place = f"{OF_CLASS}{owner.__module__}.{owner.__qualname__}.{key}"
+            if place not in found:
+                value = vars(owner)[key]
+                found[place] = text_of(value, place, watch)
+                if watch is not None:
+                    watch.places.append((vars(owner), key, value))
+    return found
+
+
+def _class_attributes(kind: type) -> Iterator[tuple[str, type]]:
+    """Plain attributes of the classes of user code: functions, properties and what Python makes itself are no such."""
+    for owner in kind.__mro__:
+        if is_known(owner.__module__):
+            continue
+        for key, value in vars(owner).items():
+            if not (key.startswith("__") and key.endswith("__")) and is_plain(value):
+                yield key, owner
+
+
+def is_plain(value: Any) -> bool:
+    if callable(value) or isinstance(value, (staticmethod, classmethod, property, torch.Tensor)) or hasattr(type(value), "__get__"):
+        return False
+    try:
+        text_of(value, "")
+    except NotPlain:
+        return False
+    return True
+
+
+def resolved(name: str) -> types.FunctionType:
+    """The function whose code has that name, ``module:qualname``; :class:`NotPlain` where none is found."""
+    module, _, qualname = name.partition(":")
+    place: Any = sys.modules.get(module)
+    outer = qualname.partition(".<locals>")[0]
+    for part in outer.split("."):
+        try:
+            place = inspect.getattr_static(place, part)
+        except AttributeError:
+            raise NotPlain(f"the function {qualname} of {module} is not found by its name") from None
+    for function in _wrapped(place):
+        if function.__code__.co_qualname == outer:
+            return function
+    raise NotPlain(f"the function {qualname} of {module} is not found by its name: another one is there")
+
+
+def _wrapped(place: Any) -> Iterator[types.FunctionType]:
+    """The functions that a class or module has in a place, decorated ones with what they decorate."""
+    pending, seen = [place], set[int]()
+    while pending:
+        value = pending.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (staticmethod, classmethod)):
+            pending.append(value.__func__)
+        elif isinstance(value, property):
+            pending += [f for f in (value.fget, value.fset) if f is not None]
+        elif isinstance(value, types.FunctionType):
+            yield value
+            pending += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        if hasattr(value, "__wrapped__"):
+            pending.append(value.__wrapped__)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def code_facts(names: Iterable[str], watch: Watch | None = None) -> dict[str, str]:
+    """What the code of the functions of those names (``module:qualname``) is."""
+    found = {}
+    for name in names:
+        function = resolved(name)
+        found[f"{CODE}{name}"] = code_digest(function)
+        if watch is not None:
+            watch.places.append(_place_of(name))
+    return found
+
+
+def _place_of(name: str) -> tuple[Mapping[str, Any], str, Any]:
+    """Where a function is looked up, and what is there."""
+    module, _, qualname = name.partition(":")
+    *path, last = qualname.partition(".<locals>")[0].split(".")
+    owner: Any = sys.modules[module]
+    for part in path:
+        owner = inspect.getattr_static(owner, part)
+    for holder in owner.__mro__ if isinstance(owner, type) else (owner,):
+        if last in vars(holder):
+            return vars(holder), last, vars(holder)[last]
+    raise NotPlain(f"the function {qualname} of {module} is not found by its name")
+
+
+def global_facts(names: Iterable[str], watch: Watch | None = None) -> dict[str, str]:
+    """Values of globals, ``module:name`` or ``module:name.attribute``; :class:`NotPlain` where one is gone, or is of another kind now."""
+    found = {}
+    for name in names:
+        module, _, path = name.partition(":")
+        place: Any = sys.modules.get(module)
+        first, _, attribute = path.partition(".")
+        names_there = vars(place) if place is not None else {}
+        if first not in names_there:
+            raise NotPlain(f"the global {path} of {module} is gone")
+        value = names_there[first]
+        if watch is not None:
+            watch.places.append((names_there, first, value))
+        if attribute:
+            if attribute not in vars(value):
+                raise NotPlain(f"the global {path} of {module} is gone")
+            if watch is not None:
+                watch.places.append((vars(value), attribute, vars(value)[attribute]))
+            value = vars(value)[attribute]
+        found[f"{GLOBAL}{name}"] = text_of(value, f"the global {path}", watch)
+    return found
+
+
+def globals_read(function: types.FunctionType) -> list[str]:
+    """Names of the plain globals that a function's code may read. :class:`NotPlain` where it reads a tensor or a module, whose changes could not be
+    seen."""
+    found = []
+    where, module = function.__globals__, function.__module__
+    names = set(_names(function.__code__))
+    for name in sorted(names & where.keys()):
+        value = where[name]
+        if isinstance(value, (torch.Tensor, nn.Module)):
+            raise NotPlain(f"{function.__qualname__} reads the global {name}, a {type(value).__qualname__}, whose changes could not be seen")
+        if isinstance(value, types.ModuleType):
+            if not is_known(value.__name__):
+                found += [f"{module}:{name}.{a}" for a in sorted(names & vars(value).keys()) if is_plain(vars(value)[a])]
+        elif not (name.startswith("__") and name.endswith("__")) and is_plain(value):
+            found.append(f"{module}:{name}")
+    return found
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def difference(recorded: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """In words, the first fact that is another one now."""
+    for name, text in recorded.items():
+        if name not in found:
+            return f"{name} is gone; recorded was {text:.80}"
+        if found[name] != text:
+            return f"{name} is another one than was recorded" if name.startswith(CODE) else f"{name} is {found[name]:.80}; recorded was {text:.80}"
+    added = next((name for name in found if name not in recorded), None)
+    return f"{added} is {found[added]:.80}; when it was recorded there was none" if added is not None else ""

@@ -1,0 +1,94 @@
+"""The recorded modules of a package, and the modules of the process that they serve."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ..entries.dispatch import Entry
+from ..errors import InputError
+from .live_module import LiveModule, OtherModule, class_name
+
+_LONGEST = 64  # calls for which a module that did not fit is not looked at again
+_GAIN = 0.97
+"""Of eager's time, that the compiled code must have taken at most, forward and backward, when it was recorded."""
+
+
+class ModuleTable:
+    """By the module's class. A module that fits none is looked at again after 1, 2, 4, … 64 of its calls."""
+
+    def __init__(self, entries: Iterable[Entry], *, always: bool = False):
+        self._entries: dict[str, list[Entry]] = {}
+        self._slower: dict[str, str] = {}
+        for entry in entries:
+            source = entry.spec.source
+            assert source is not None
+            if not always and (words := _why_slower(entry)):
+                self._slower[source.module] = words
+            else:
+                self._entries.setdefault(source.module, []).append(entry)
+        self._met: weakref.WeakKeyDictionary[nn.Module, _Met] = weakref.WeakKeyDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def find(self, module: nn.Module) -> LiveModule:
+        """What serves ``module`` as it is now; :class:`InputError` says why nothing does."""
+        met = self._met.get(module)
+        if met is None:
+            met = self._met[module] = _Met()
+        if met.waits:
+            met.waits -= 1
+            raise InputError(met.reason)
+        try:
+            if met.live is None:
+                met.live = self._bind(module)
+            elif not met.live.ended:
+                met.live.refresh(module)
+        except InputError as error:
+            self.refuse(module, str(error))
+            met.live = met.live if met.live is not None and met.live.ended else None
+            raise
+        if met.live.ended:
+            raise InputError(met.live.ended)
+        met.next_wait = 0
+        return met.live
+
+    def refuse(self, module: nn.Module, reason: str) -> None:
+        """``module`` is not looked at for its next calls."""
+        met = self._met[module]
+        met.waits, met.reason = met.next_wait, reason
+        met.next_wait = min(max(2 * met.next_wait, 1), _LONGEST)
+
+    def _bind(self, module: nn.Module) -> LiveModule:
+        name, reasons = class_name(module), list[InputError]()
+        for entry in self._entries.get(name, ()):
+            try:
+                return LiveModule(entry, module)
+            except InputError as error:
+                reasons.append(error)
+        reasons.sort(key=lambda error: isinstance(error, OtherModule))  # the others came nearer
+        if reasons:
+            raise InputError(f"{name}: {reasons[0]}")
+        raise InputError(f"{name}: {self._slower.get(name, 'no module of that class was recorded')}")
+
+
+class _Met:
+    """What is known of a module of the process."""
+
+    __slots__ = ("live", "next_wait", "reason", "waits")
+
+    def __init__(self) -> None:
+        self.live: LiveModule | None = None
+        self.reason = ""
+        self.waits = self.next_wait = 0
+
+
+def _why_slower(entry: Entry) -> str:
+    ratios: list[Any] = [r for v in entry.variants if v.spec.speed is not None for r in v.spec.speed.ratios]
+    mean = math.prod(ratios) ** (1 / len(ratios)) if ratios else 0.0
+    return f"compiled it took {mean:.2f} of eager's time when it was recorded" if mean > _GAIN else ""
