@@ -45,6 +45,8 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
         ("Frozen", folded(list(map(code, frozen)), "parameters") if frozen else None),
         ("Gradients of", folded(list(map(code, entry.names)), "gradients") if entry.names else None),
         *_step(entry),
+        ("Recorded from", ["calls of ", code(entry.source.module), f" at {entry.source.line}"] if entry.source else None),
+        ("It depends on", folded([code(f"{k}: {v}") for k, v in entry.source.facts.items()], "facts") if entry.source else None),
         ("Without PyTorch", standalone_in_words(entry.standalone) if entry.kind != "replay" else None),
     ]
     parts = [_variant(number, v, entry, archive) for number, v in enumerate(entry.variants)]

@@ -59,6 +59,7 @@ def describe(archive: Archive) -> dict[str, Any]:
             "structures": [_structure(s) for s in entry.structures],
             "updates": [_update(u) for u in entry.updates],
             "step": _step(entry, entry.step, manifest) if entry.step else None,
+            "source": dataclasses.asdict(entry.source) if entry.source else None,
             "standalone": entry.standalone,
         }
         for name, entry in manifest.entries.items()

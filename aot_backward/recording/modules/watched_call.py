@@ -39,7 +39,7 @@ class WatchedCall:
             if says := _MODULES.get(module.partition(".")[0]):
                 self._refuse(says)
             code = frame.f_code
-            if not is_known(module) and code.co_qualname != "<module>":
+            if not is_known(module) and code.co_qualname != "<module>" and not _is_generated(module, code):
                 self.functions.add(f"{module}:{code.co_qualname.partition('.<locals>')[0]}")
         elif event == "c_call" and not is_known(module) and isinstance(argument, types.BuiltinFunctionType):
             of = argument.__module__ or type(argument.__self__).__module__
@@ -48,6 +48,11 @@ class WatchedCall:
 
     def _refuse(self, says: str) -> None:
         self.refused = self.refused or says
+
+
+def _is_generated(module: str, code: types.CodeType) -> bool:
+    """Whether the standard library wrote it for a named tuple or a dataclass."""
+    return code.co_filename == "<string>" and (module.startswith("namedtuple_") or code.co_name.startswith("__"))
 
 
 def _random_states() -> Any:

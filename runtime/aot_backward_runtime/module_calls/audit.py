@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _SMALL = 0.1
 
 Grad = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence["torch.Tensor | None"]]
 """Gradients of outputs with respect to inputs, by eager: ``grad(outputs, inputs, incoming)``."""
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 Differs = Callable[[str], None]
 """Called with what differs. May raise."""
 
@@ -39,26 +41,23 @@ def audited_call(
     """The result by compiled code where it is that of the module itself, else that of the module, after ``differs``.
 
     Buffers and random state are written once: as the one writes them whose result is returned."""
-    live.current()
-    before, buffers = _random_states(), [(b, b.detach().clone()) for b in module.buffers()]
-    expected = plain(module, *args, **kwargs)
+    live.current()  # what does not fit is found before anything runs
+    before = _random_states()
+    with _on_copies_of_buffers(module) as buffers:  # what eager saves of them for its backward must not change any more
+        expected = plain(module, *args, **kwargs)
     after = _random_states()
-    written = [(b, b.detach().clone()) for b, old in buffers if not _equal(b, old)]
-    _write([(b, old) for b, old in buffers if any(b is w for w, _ in written)])
     _set_random_states(before)
     made: list[DifferentiableCall] = []
     try:
         result = live.call(args, kwargs, made.append)
-        words = _difference(live, made, result, expected, buffers, written)
+        words = _difference(live, made, result, expected, buffers)
         if not words and not all(map(torch.equal, _random_states(), after)):
             words = "it draws other random numbers, or another number of them"
     except BaseException:
-        _write(written)
-        _set_random_states(after)
+        _take_over(buffers, after)
         raise
     if words:
-        _write(written)
-        _set_random_states(after)
+        _take_over(buffers, after)
         differs(words)
         return expected
     if made and not any(s._backward_hooks for s in made[0].sources):  # they would be called twice
@@ -99,14 +98,7 @@ def _leaves(live: LiveModule, call: DifferentiableCall, value: Any) -> list[torc
     return out
 
 
-def _difference(
-    live: LiveModule,
-    made: Sequence[DifferentiableCall],
-    result: Any,
-    expected: Any,
-    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    written: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> str:
+def _difference(live: LiveModule, made: Sequence[DifferentiableCall], result: Any, expected: Any, buffers: Pairs) -> str:
     """In words, where results or buffers are not what the module itself made."""
     ours, eager = list(_tensors(result)), list(_tensors(expected))
     if type(result) is not type(expected) or len(ours) != len(eager):
@@ -121,10 +113,9 @@ def _difference(
             return f"result {i} {'requires a' if e.requires_grad else 'requires no'} gradient; compiled it is the other way"
         if words := _compared(a.detach(), e.detach(), 0.0, 1):
             return f"result {i} {words}"
-    wanted = {id(b): new for b, new in written}
-    for buffer, old in buffers:
-        if words := _compared(buffer.detach(), wanted.get(id(buffer), old), 0.0, 1):
-            return f"a buffer of shape {tuple(buffer.shape)} {words}"
+    for buffer, copy in buffers:
+        if words := _compared(buffer.detach(), copy, 0.0, 1):
+            return f"a buffer of shape {tuple(copy.shape)} {words}"
     return ""
 
 
@@ -152,15 +143,26 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)))
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the bit, NaN included."""
-    return torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+@contextlib.contextmanager
+def _on_copies_of_buffers(module: nn.Module) -> Iterator[Pairs]:
+    """Inside, ``module`` has copies of its buffers. The pairs: each buffer and its copy."""
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    places = [(part._buffers, name, b) for part in module.modules() for name, b in part._buffers.items() if b is not None]
+    for slots, name, buffer in places:
+        slots[name] = pairs.setdefault(id(buffer), (buffer, buffer.detach().clone()))[1]
+    try:
+        yield list(pairs.values())
+    finally:
+        for slots, name, buffer in places:
+            slots[name] = buffer
 
 
-def _write(values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _take_over(buffers: Pairs, states: Sequence[torch.Tensor]) -> None:
+    """The buffers and the random state are as eager left them."""
     with torch.no_grad():
-        for tensor, value in values:
-            tensor.copy_(value)
+        for buffer, copy in buffers:
+            buffer.copy_(copy)
+    _set_random_states(states)
 
 
 def _random_states() -> list[torch.Tensor]:

@@ -1,0 +1,386 @@
+"""Calls of an unmodified script's modules, recorded and replayed: eager's numbers, and each thing that changes is caught by what is named here."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import aot_backward as ab
+from aot_backward_runtime.errors import MissError
+
+from ..commands.test_cli import called as aot_backward
+from ..support.exports import shared
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SCALE = 1.5
+LIMITS = {"high": 4.0}
+Out = namedtuple("Out", ["logits", "hidden"])
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5
+
+
+class Mixed(nn.Module):
+    """Dropout, BatchNorm, a tied weight, plain attributes, a config, globals, a function of this file."""
+
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.tied = nn.Linear(6, 8)
+        self.tied.weight = self.first.weight
+        self.gain = 0.5
+        self.config = SimpleNamespace(act="tanh", sizes={"shift": 0.25})
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False) -> Out:
+        hidden = self.norm(self.first(x)) * SCALE + self.tied(halved(x)) * self.factor
+        hidden = torch.tanh(hidden) if self.config.act == "tanh" else torch.relu(hidden)
+        hidden = hidden.clamp(max=LIMITS["high"]) + self.config.sizes["shift"]
+        if mask is not None:
+            hidden = hidden * mask
+        out = self.second(self.drop(hidden)) * (self.gain * (2 if double else 1))
+        return Out(out, hidden)
+
+
+class Reads(torch.autograd.Function):
+    """A backward that depends on the environment, which nothing looks at."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * float(os.environ.get("AOTB_TEST_BACKWARD", "1"))
+
+
+class Hidden(nn.Module):
+    """It depends on the environment, which no fact states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Reads.apply(self.lin(x)) * float(os.environ.get("AOTB_TEST_FORWARD", "1"))
+
+
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.rnn, self.head = nn.Embedding(9, 6), nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 9)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        out, (h, _) = self.rnn(self.emb(tokens))
+        return {"logits": self.head(out), "last": h}
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return kind()
+
+
+def call(net: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    rows = 5 + step % 3
+    if isinstance(net, Sequence):
+        out = net(torch.randint(0, 9, (rows, 4), generator=generator))
+        return out["logits"].square().mean() + out["last"].sum()
+    x = torch.randn(rows, 6, generator=generator)
+    if isinstance(net, Mixed):
+        out = net(x, mask=torch.rand(rows, 1, generator=generator)) if step % 2 else net(x, double=True)
+        return out.logits.square().mean() + out.hidden.mean()
+    return net(x).square().mean()
+
+
+def trained(net: nn.Module, steps: int, each: Callable[[int, nn.Module], object] = lambda step, net: None) -> list[Any]:
+    """Losses, then parameters and buffers, then the random state."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        each(step, net)
+        optimizer.zero_grad()
+        loss = call(net, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach().clone() for p in (*net.parameters(), *net.buffers())), torch.get_rng_state()]
+
+
+KINDS: list[Callable[[], nn.Module]] = [Mixed, Hidden, Sequence]
+
+
+@pytest.fixture(scope="module")
+def package() -> Path:
+    def record(path: Path) -> None:
+        with ab.record(path, modules=True, optimizer=False, tune="none") as recording:
+            for kind in KINDS:
+                trained(made(kind), 9)
+        assert len(recording.compiled_modules) == len(KINDS), recording.skipped
+
+    return shared("module-calls", record)
+
+
+def both(
+    package: Path, kind: Callable[[], nn.Module], steps: int, each: Callable[[int, nn.Module], object], undo: Callable[[], object], **options: Any
+) -> Any:
+    """The report of a replay whose numbers are eager's."""
+    try:
+        eager = trained(made(kind), steps, each)
+    finally:
+        undo()
+    try:
+        with ab.replay(package, modules=True, **options) as session:
+            ours = trained(made(kind), steps, each)
+    finally:
+        undo()
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    return session.report
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_calls_are_served_and_equal_eager(kind: Callable[[], nn.Module], package: Path) -> None:
+    report = both(package, kind, 12, nothing, nothing)
+    assert report.modules == 12 and report.audits == 4 and not report.eager_modules and not report.differed, str(report)
+    assert report.through_modules and not report.misses
+
+
+def test_other_sizes_than_were_recorded_are_served(package: Path) -> None:
+    net = made(Hidden)
+    twin = made(Hidden)
+    with ab.replay(package, modules=True) as session:
+        for rows in (2, 31, 100):
+            x = torch.randn(rows, 6)
+            net(x).sum().backward()
+            twin.forward(x).sum().backward()
+    torch.testing.assert_close([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert session.report.modules == 3
+
+
+def at(step: int, change: Callable[[Any], object]) -> Callable[[int, nn.Module], None]:
+    return lambda now, net: change(net) if now == step else None
+
+
+def set_global(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+def relued(self: Mixed, x: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False) -> Out:
+    hidden = torch.relu(self.first(x))
+    return Out(self.second(hidden), hidden)
+
+
+ORIGINAL = Mixed.forward
+CAUGHT: dict[str, tuple[Callable[[Any], object], Callable[[], object], str]] = {
+    # what changes in the sixth step -> how, how it is undone, and what the reason names
+    "an attribute": (lambda net: setattr(net, "gain", 2.0), nothing, "gain is 2.0; recorded was 0.5"),
+    "an attribute that is deleted": (lambda net: delattr(net, "gain") or setattr(net, "gain", 3.0), nothing, "gain is 3.0"),
+    "a number in a dict of a configuration": (lambda net: net.config.sizes.update(shift=1.0), nothing, "config is"),
+    "an attribute of a configuration": (lambda net: setattr(net.config, "act", "relu"), nothing, "config is"),
+    "a class attribute": (lambda net: setattr(Mixed, "factor", 3.0), lambda: setattr(Mixed, "factor", 2.0), "Mixed.factor is 3.0; recorded was 2.0"),
+    "a global": (lambda net: set_global("SCALE", 0.5), lambda: set_global("SCALE", 1.5), "SCALE is 0.5; recorded was 1.5"),
+    "a global dict": (lambda net: LIMITS.update(high=0.1), lambda: LIMITS.update(high=4.0), "LIMITS is"),
+    "the forward": (lambda net: setattr(Mixed, "forward", relued), lambda: setattr(Mixed, "forward", ORIGINAL), "Mixed.forward"),
+    "a hook of a submodule": (lambda net: net.first.register_forward_hook(lambda m, a, out: out * 2), nothing, "first has a forward hook"),
+    "a submodule": (lambda net: setattr(net, "drop", nn.Identity()), nothing, "class of drop is torch.nn.modules.linear.Identity"),
+    "another probability of a dropout": (lambda net: setattr(net.drop, "p", 0.9), nothing, "drop.p is 0.9; recorded was 0.3"),
+    "the mode of a submodule": (lambda net: net.drop.eval(), nothing, "another mode"),
+    "a parameter that is added": (lambda net: net.register_parameter("more", nn.Parameter(torch.ones(1))), nothing, "more is new"),
+}
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_what_changes_is_caught_and_goes_to_eager(name: str, package: Path) -> None:
+    change, undo, words = CAUGHT[name]
+    report = both(package, Mixed, 9, at(5, change), undo)
+    assert report.modules == 5 and not report.differed, str(report)
+    assert sum(report.eager_modules.values()) == 4 and any(words in reason for reason in report.eager_modules), str(report)
+
+
+def test_a_change_that_is_undone_is_served_again(package: Path) -> None:
+    def each(step: int, net: Any) -> None:
+        net.gain = 2.0 if step == 5 else 0.5
+
+    report = both(package, Mixed, 9, each, nothing)
+    assert report.modules == 8 and sum(report.eager_modules.values()) == 1, str(report)
+
+
+@pytest.mark.parametrize("variable", ["AOTB_TEST_FORWARD", "AOTB_TEST_BACKWARD"])
+def test_an_audit_catches_what_nothing_looks_at(variable: str, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def each(step: int, net: nn.Module) -> None:
+        if step == 7:  # the next call is the eighth, which is audited
+            monkeypatch.setenv(variable, "3")
+
+    report = both(package, Hidden, 12, each, lambda: monkeypatch.delenv(variable))
+    assert report.modules == 8 and len(report.differed) == 1 and "call 8" in report.differed[0], str(report)
+    assert ("the gradient of" in report.differed[0]) == (variable == "AOTB_TEST_BACKWARD")
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(MissError, match="not what the module itself computes"), ab.replay(package, modules=True, strict=True):
+        trained(made(Hidden), 1)
+
+
+def test_without_the_option_nothing_is_served(package: Path) -> None:
+    plain = nn.Module.__call__
+    with ab.replay(package) as session:
+        assert nn.Module.__call__ is plain
+        trained(made(Mixed), 3)
+    assert not session.report.modules
+    with ab.replay(package, modules=True):
+        assert nn.Module.__call__ is not plain
+    assert nn.Module.__call__ is plain and "noted" not in nn.Module.__setattr__.__qualname__
+
+
+def test_calls_under_checkpointing_and_without_gradients(package: Path) -> None:
+    net, twin = made(Hidden), made(Hidden)
+    x = torch.randn(6, 6, requires_grad=True)
+    with ab.replay(package, modules=True) as session:
+        checkpoint(net, x, use_reentrant=False).sum().backward()
+        with torch.no_grad():
+            out = net(x)
+    twin(x.detach()).sum().backward()
+    torch.testing.assert_close([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    torch.testing.assert_close(out, twin(x).detach())
+    assert any("saved-tensor hooks" in reason for reason in session.report.eager_modules), str(session.report)
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * (1.0 if random.random() < 0.5 else 2.0)
+
+
+class Counts(Draws):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.lin(x)
+
+
+class Prints(Draws):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        return self.lin(x)
+
+
+class Keeps(Draws):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.ones(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * self.memory
+
+
+class Closure(Draws):
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.scaled = lambda x: x * factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(self.lin(x))
+
+
+REFUSED = {
+    Draws: "its forward draws from Python's random numbers",
+    Counts: "its forward changes calls",
+    Prints: "its forward prints",
+    Keeps: "memory is a torch.Tensor, whose changes could not be seen",
+    Closure: "which has a closure",
+}
+
+
+def test_what_cannot_be_watched_is_refused_by_name_when_it_is_recorded(tmp_path: Path) -> None:
+    hooked = made(Hidden)
+    hooked.register_forward_pre_hook(lambda module, args: None)
+    penalised = made(Hidden)
+    with ab.record(tmp_path / "none.pt2", modules=True, optimizer=False, tune="none") as recording:
+        for kind in REFUSED:
+            trained(made(kind), 3)
+        trained(hooked, 3)
+        for _ in range(3):
+            x = torch.randn(4, 6, requires_grad=True)
+            (gradient,) = torch.autograd.grad(penalised(x).sum(), x, create_graph=True)
+            gradient.square().sum().backward()
+    assert not recording.compiled_modules
+    said = "\n".join(recording.skipped)
+    for kind, words in REFUSED.items():
+        assert f"{kind.__name__} (called at" in said and words in said, said
+    assert "has a forward pre-hook" in said and "differentiated again (create_graph=True)" in said
+
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8)])
+    def forward(self, x):
+        return self.layers[1](torch.tanh(self.layers[0](x))) + x
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+for step in range(12):
+    x = torch.randn(4 + step % 2, 8)
+    loss = nn.functional.mse_loss(net(x), x * 2)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+print(f"{loss.item():.6f}", "torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "train.py").write_text(SCRIPT)
+    found = aot_backward("record", "--modules", "--tune", "none", "-o", str(folder / "bw.pt2"), "--", str(folder / "train.py"))
+    assert found.exit_code == 0 and "calls of __main__.Net" in found.stderr, found.stderr
+    yield folder
+
+
+def test_the_command_line(recorded_script: Path) -> None:
+    package, script = str(recorded_script / "bw.pt2"), str(recorded_script / "train.py")
+    plain, found = (
+        subprocess.run([sys.executable, "-m", "aot_backward.cli", "replay", *options, package, "--", script], capture_output=True, text=True)
+        for options in ([], ["--modules", "--json", "--strict"])
+    )
+    assert found.returncode == 0 and plain.returncode == 0, found.stderr
+    assert found.stdout == plain.stdout == subprocess.run([sys.executable, script], capture_output=True, text=True).stdout
+    report = json.loads(found.stderr.splitlines()[-1])
+    assert report["module_calls"] == 12 and report["module_calls_audited"] == 4 and not report["audits_that_differed"]
+
+
+def test_the_entry_is_one_like_any_other(recorded_script: Path) -> None:
+    package = str(recorded_script / "bw.pt2")
+    assert "recorded from __main__.Net" in aot_backward("inspect", package).stdout
+    entries = json.loads(aot_backward("inspect", "--json", package).stdout)["entries"]
+    entries = entries.values() if isinstance(entries, dict) else entries
+    (source,) = [e["source"] for e in entries if e.get("source")]
+    assert source["module"] == "__main__.Net" and "class of layers.0" in source["facts"]
+    assert aot_backward("verify", package).exit_code == 0
+    loaded = ab.load(package)
+    (name,) = [n for n, kind in loaded.entries.items() if kind == "module"]
+    loaded.module(name)(torch.randn(3, 8)).sum().backward()
