@@ -39,6 +39,10 @@ def call(kind, path):
         with replay(path, always=True):
             parameters, optimizer = golden.momentum(5)
             return [*parameters, *(s["momentum_buffer"] for s in optimizer.state.values())]
+    if kind == "modules":
+        from aot_backward_runtime import replay
+        with replay(path, modules=True, always=True):
+            return golden.gated_gradients(golden.Gated())
     package = load(path)
     if kind == "step":
         step = package.step()
@@ -82,7 +86,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 FILES = {"pair": "1.0-pair", "passes": "1.1-passes", "step": "1.2-step", "orders": "1.3-orders", "targets": "1.4-targets", "timed": "1.9-passes"}
-FILES |= {"updates": "1.11-updates"}
+FILES |= {"updates": "1.11-updates", "modules": "1.12-modules"}
 Edit = Callable[[Any], object]
 
 
@@ -135,6 +139,7 @@ def both(*edits: Edit) -> Edit:
 
 
 V, LOSS, FIT, TWICE = "entries/pair/variants/0", "entries/loss", "entries/fit", "entries/curved/variants/0"
+MODULE = "entries/module_8557199329308f38"
 PASS, UPDATE = "entries/backward/structures/0/variants/0", "entries/backward/updates/0"
 LIES: Mapping[str, tuple[str, Edit, str]] = {
     # what ended the process, or gave wrong numbers
@@ -197,6 +202,9 @@ LIES: Mapping[str, tuple[str, Edit, str]] = {
     "an optimizer's code of a pass": ("updates", put(f"{UPDATE}/library", "none"), "which the manifest does not have"),
     "an optimizer's vector too short": ("updates", put("libraries/update.0b50f1500a84/inputs/9/shape", [3]), "its numbers are"),
     "a gradient of another shape": ("updates", put("libraries/update.0b50f1500a84/inputs/0/shape", [2, 4]), r"grad is float32"),
+    "a module of another class": ("modules", put(f"{MODULE}/source/module", "torch.nn.Linear"), "recorded from another module than it says"),
+    "a fact of a module changed": ("modules", put(f"{MODULE}/source/facts/sharpness", "4.0"), "recorded from another module than it says"),
+    "a fact of a module left out": ("modules", drop(f"{MODULE}/source/facts/options"), "recorded from another module than it says"),
     "an optimizer timed in another way": ("updates", put(f"{UPDATE}/speed/timings/1/name", "foreach"), "was timed as"),
     "a pass that was timed in another way": ("timed", put(f"{PASS}/speed/timings/2/name", "min_cut"), "was timed as"),
     "a pass that was chosen for other symbols": ("timed", put(f"{PASS}/speed/choices/0/symbols", {"s1": 6}), "its symbols are s0"),

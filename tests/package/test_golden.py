@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,14 @@ from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
 
 from .. import golden_operators
-from ..support.golden_packages import Curved, Pair, arguments, backward_passes, bend, cubed, grid, momentum, samples, training
+from ..support.golden_packages import Curved, Gated, Pair, arguments, backward_passes, bend, cubed, gated_gradients, grid, momentum, samples, training
 from ..support.oracle import assert_same, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES = (
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES = (
     [p for p in FILES if p.stem.endswith(f"-{kind}")]
-    for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches", "speed", "standalone", "updates")
+    for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches", "speed", "standalone", "updates", "modules")
 )
 
 
@@ -32,7 +33,7 @@ def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE, *UPDATES} == {*FILES}
+    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE, *UPDATES, *MODULES} == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -252,3 +253,17 @@ def test_recorded_optimizer_steps_run(path: Path) -> None:
         ours, _ = momentum(10)
     torch.testing.assert_close(ours, momentum(10)[0], rtol=1e-5, atol=1e-6)
     assert replaying.report.steps == 9
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.name)
+def test_recorded_module_calls_are_served(path: Path) -> None:
+    (source,) = [e.source for e in open_package(path).manifest.entries.values() if e.source is not None]
+    assert source.module == "tests.support.golden_packages.Gated"
+    assert {"sharpness": "3.0", "drop.p": "0.5", "class of lin": "torch.nn.modules.linear.Linear"}.items() <= source.facts.items()
+    with replay(path, modules=True, always=True) as replaying:
+        ours = gated_gradients(Gated(), (4, 7, 6, 9))
+    torch.testing.assert_close(ours, gated_gradients(Gated(), (4, 7, 6, 9)))
+    if sys.version_info[:2] == (3, 11):  # another Python compiles the forward to other bytecode, which is found to be other code
+        assert replaying.report.modules == 4, replaying.report
+    else:
+        assert any("code of" in reason for reason in replaying.report.eager_modules)

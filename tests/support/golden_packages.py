@@ -177,6 +177,33 @@ def write_updates(path: Path) -> None:
         momentum(4)
 
 
+class Gated(nn.Module):
+    """A module of a recorded script, with attributes and a submodule in another mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.lin, self.drop = nn.Linear(4, 4), nn.Dropout(0.5).eval()
+        self.sharpness, self.options = 3.0, {"skip": True}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gated = torch.sigmoid(self.sharpness * self.drop(self.lin(x)))
+        return gated + x if self.options["skip"] else gated
+
+
+def gated_gradients(net: nn.Module, batches: Sequence[int] = (4, 4, 6, 6)) -> list[torch.Tensor]:
+    """The gradients that some calls of it add up to."""
+    for rows in batches:
+        net(torch.linspace(-1, 1, 4 * rows).view(rows, 4)).square().sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
+def write_modules(path: Path) -> None:
+    """A module's calls, recorded."""
+    with ab.record(path, tune="quick", modules=True):
+        gated_gradients(Gated())
+
+
 WRITERS = {
     "pair": write_pair,
     "passes": write_passes,
@@ -188,7 +215,10 @@ WRITERS = {
     "speed": write_speed,
     "standalone": write_standalone,
     "updates": write_updates,
+    "modules": write_modules,
 }
 
 if __name__ == "__main__":
+    from tests.support.golden_packages import WRITERS  # classes are called after the module that they are in
+
     WRITERS[Path(sys.argv[1]).stem.rpartition("-")[2]](Path(sys.argv[1]))

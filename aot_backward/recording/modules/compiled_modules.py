@@ -16,8 +16,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from aot_backward_exporters.progress import Progress, silent
-from aot_backward_runtime.errors import AotBackwardError, ExportError
+from aot_backward_runtime.entries.dispatch import Entry
+from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
 from aot_backward_runtime.format.manifest import ModuleSource
+from aot_backward_runtime.loader import load
 from aot_backward_runtime.module_calls.live_module import class_name
 from aot_backward_runtime.module_calls.plain_values import NotPlain
 
@@ -26,8 +28,6 @@ from ...entries import Module, Variant
 from ...packaging.checked_package import checked_package
 from ..package_update import PackageUpdate, locked
 from .observed_modules import CallKind, ObservedModule, ObservedModules
-
-_PREFIX = "module"
 
 
 @dataclasses.dataclass
@@ -46,7 +46,8 @@ def add_modules(path: Path, entry: str, observed: ObservedModules, *, target: st
     with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         package = PackageUpdate.read(path, entry, target)
         done = False
-        for number, (name, seen, facts) in enumerate(_to_compile(observed, package, found.skipped)):
+        known = {entry.name: entry for entry in load(path).recorded_modules()} if path.exists() else {}
+        for number, (name, seen, facts) in enumerate(_to_compile(observed, known, found.skipped)):
             try:
                 part = _exported(Path(folder) / f"{number}.pt2", name, seen, facts, target, tune, say, found.skipped)
             except (AotBackwardError, RuntimeError) as error:
@@ -67,15 +68,19 @@ def _words(seen: ObservedModule) -> str:
     return f"{class_name(seen.module)} (called at {seen.line})"
 
 
-def _to_compile(observed: ObservedModules, package: PackageUpdate, skipped: Counter[str]) -> Iterator[tuple[str, ObservedModule, dict[str, str]]]:
-    """Each kind of module once, the most expensive first: the name of its entry, and the facts. What the package has is left out."""
+def _to_compile(observed: ObservedModules, known: Mapping[str, Entry], skipped: Counter[str]) -> Iterator[tuple[str, ObservedModule, dict[str, str]]]:
+    """Each kind of module once, the most expensive first: the name of its entry, and the facts. What one of the ``known`` entries serves is left
+    out."""
     grouped: dict[str, tuple[ObservedModule, dict[str, str]]] = {}
     for seen in sorted(observed.modules.values(), key=lambda s: -s.seconds):
         if seen.refused:
             skipped[f"calls of {_words(seen)}: {seen.refused}"] += 1
             continue
-        seen.kinds = {key: kind for key, kind in seen.kinds.items() if kind.count > 1}
-        if not seen.kinds:
+        by_autocast: dict[str, dict[Any, CallKind]] = {}
+        for key, kind in seen.kinds.items():
+            if kind.count > 1:
+                by_autocast.setdefault(kind.ambient.autocast, {})[key] = kind
+        if not by_autocast:
             skipped[f"calls of {_words(seen)}: no kind of call came twice"] += 1
             continue
         try:
@@ -83,15 +88,33 @@ def _to_compile(observed: ObservedModules, package: PackageUpdate, skipped: Coun
         except NotPlain as error:
             skipped[f"calls of {_words(seen)}: {error}"] += 1
             continue
-        grouped.setdefault(seen.key(facts), (seen, facts))
-    for key, (seen, facts) in grouped.items():
-        by_ambient: dict[Any, list[CallKind]] = {}
-        for kind in seen.kinds.values():
-            by_ambient.setdefault(kind.ambient, []).append(kind)
-        for ambient, kinds in by_ambient.items():
-            name = f"{_PREFIX}_{key[:12]}" + (f"_{ambient.autocast}" if ambient.autocast else "")
-            if name not in package.manifest.entries:
-                yield name, dataclasses.replace(seen, kinds=dict(enumerate(kinds))), facts
+        for autocast, kinds in by_autocast.items():
+            grouped.setdefault(seen.entry_name(facts, autocast), (dataclasses.replace(seen, kinds=kinds), facts))
+    for name, (seen, facts) in grouped.items():
+        if name not in known or not all(_serves(known[name], kind) for kind in seen.kinds.values()):
+            yield name, seen, facts
+
+
+def _serves(entry: Entry, kind: CallKind) -> bool:
+    """Whether the entry serves calls of all the observed sizes."""
+    flat, tree = pytree.tree_flatten((kind.args, kind.kwargs))
+    places = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
+    with _ambient(kind):
+        for shapes in kind.sizes:
+            for place, shape in zip(places, shapes, strict=True):
+                flat[place] = _of_shape(flat[place], shape)
+            args, kwargs = pytree.tree_unflatten(flat, tree)
+            try:
+                entry.match(kind.mode, tuple(args), dict(kwargs), frozenset(f"parameter:{n}" for n in kind.trained))
+            except InputError:
+                return False
+    return True
+
+
+def _ambient(kind: CallKind) -> contextlib.AbstractContextManager[object]:
+    """The autocast of the observed calls."""
+    autocast = kind.ambient.autocast
+    return torch.autocast("cpu", dtype=getattr(torch, autocast)) if autocast else contextlib.nullcontext()
 
 
 def _exported(
@@ -108,8 +131,8 @@ def _exported(
         skipped[f"{_words(seen)}, with open sizes: {str(error).partition(chr(10))[0]}; compiled for the sizes that came most often"] += 1
         variants = [_variant(seen.module, kind, opened=False) for kind in kinds]
         _export(path, name, seen, kinds, variants, target, tune, say)
-    part = PackageUpdate.read(path, _PREFIX, target)
-    source = ModuleSource(class_name(seen.module), seen.line, dict(facts))
+    part = PackageUpdate.read(path, "backward", target)
+    source = ModuleSource(class_name(seen.module), Path(seen.line).name, dict(facts))  # no path of this machine goes into a package
     own = dataclasses.replace(part.manifest.entries[name], source=source)
     part.manifest = dataclasses.replace(part.manifest, entries={name: own})
     return part
@@ -127,13 +150,12 @@ def _as_called(module: nn.Module, kind: CallKind) -> Iterator[None]:
     """The module in the modes, with the parameters trained and under the autocast of the observed calls; as it was afterwards."""
     modes = [(m, m.training) for m in module.modules()]
     parameters = dict(module.named_parameters())
-    autocast = getattr(torch, kind.ambient.autocast) if kind.ambient.autocast else None
     try:
         for name, part in module.named_modules(remove_duplicate=False):
             part.training = (kind.mode == "train") != (name in kind.apart)
         with (
             requiring_alone(parameters.values(), [parameters[n] for n in kind.trained if n in parameters]),
-            torch.autocast("cpu", dtype=autocast) if autocast is not None else contextlib.nullcontext(),
+            _ambient(kind),
         ):
             yield
     finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from aot_backward_runtime.format import module_source
 from aot_backward_runtime.format.manifest import Ambient
 from aot_backward_runtime.module_calls.interception import Plain
 from aot_backward_runtime.module_calls.live_module import class_name, facts_of, modes_of, state_of, why_not_here, why_uncallable
@@ -64,10 +63,13 @@ class ObservedModule:
         names = {n for f in self.functions for n in globals_read(resolved(f))}
         return facts_of(self.module, sorted(self.functions), sorted(names))
 
-    def key(self, facts: dict[str, str]) -> str:
+    def entry_name(self, facts: dict[str, str], autocast: str) -> str:
         """The same for modules that one entry serves."""
-        state = [(n, str(t.dtype), list(t.shape), list(t.stride()), isinstance(t, nn.Parameter)) for n, t in state_of(self.module).items()]
-        return hashlib.sha256(json.dumps([class_name(self.module), facts, state], sort_keys=True).encode()).hexdigest()
+        state = [
+            (n, str(t.dtype).removeprefix("torch."), tuple(t.shape), tuple(t.stride()), isinstance(t, nn.Parameter))
+            for n, t in state_of(self.module).items()
+        ]
+        return module_source.entry_name(class_name(self.module), facts, state, autocast)
 
 
 class ObservedModules:

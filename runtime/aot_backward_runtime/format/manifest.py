@@ -432,7 +432,7 @@ class ModuleSource:
     "global MODULE:NAME". A module of which one differs is not served."""
 
     module: str  # its class, "__main__.Net"
-    line: str  # where it was called, for people
+    line: str  # where it was called, "train.py:12", for people
     facts: dict[str, str]
 
 

@@ -26,8 +26,6 @@ def check_entry(entry: EntrySpec, manifest: Manifest, named: set[tuple[str, str]
     """:class:`PackageError` names the field of the entry that contradicts another one. The weights and libraries that it refers to must be there.
     ``named``: :func:`state_names`."""
     _check_state(entry, manifest, named)
-    if entry.source is not None and entry.kind != "module":
-        raise PackageError(f"it is of kind {entry.kind!r}, and has the source of a module")
     for number, variant in enumerate(entry.variants):
         check_variant(f"variant {number}", entry, variant, manifest)
     if entry.kind not in _CALLABLE:
