@@ -29,7 +29,7 @@ LEFT_TO_EAGER = {
     "checkpointed_reentrant": {_REENTRANT: 6},
     "backward_in_a_backward": {_REENTRANT: 6},
     "backward_in_a_hook": {_REENTRANT: 3},
-    "double_backward": {"create_graph=True: the engine keeps such passes to itself": 3},
+    "double_backward": {"create_graph=True: its results are differentiated again, and no compiled pass can be": 3},
     "batched_gradients": {_BATCHED: 3},
     "jacobian": {_BATCHED: 3},
     "update_through_a_view_of_another_type": {"view_fn not supported by compiled autograd": 3},

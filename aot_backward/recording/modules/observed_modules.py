@@ -82,7 +82,7 @@ class ObservedModules:
         """The call by the module itself, observed."""
         trained = tuple(n for n, p in module.named_parameters() if p.requires_grad)
         seen = self.modules.get(id(module))
-        if not trained or not torch.is_grad_enabled() or why_not_here() or (seen is None and len(self.modules) >= _MODULES):
+        if not trained or why_not_here() or (seen is None and len(self.modules) >= _MODULES):
             return plain(module, *args, **kwargs)
         if seen is None:
             seen = self.modules[id(module)] = ObservedModule(module, origin.line())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import AotBackwardError, ExecutionError, InputError, MissError
@@ -25,6 +24,7 @@ class ModuleCalls:
         self.table, self.strict = table, strict
         self._eager, self._grad = eager, grad
         self.compiled = self.audits = 0
+        self.saved = 0.0  # seconds, by what was timed when they were recorded
         self.differed: list[str] = []
         self.since_backward = False
         """Whether a compiled call's backward may come with the next pass."""
@@ -43,9 +43,12 @@ class ModuleCalls:
         try:
             if is_audited(live.calls):
                 self.audits += 1
-                result = audited_call(live, module, plain, args, kwargs, self._grad, lambda words: self._end(live, module, words))
+                with live.lock:  # another thread that calls the module must not see the copies of its buffers
+                    result = audited_call(live, module, plain, args, kwargs, self._grad, lambda words: self._end(live, words))
             else:
-                result = live.call(args, kwargs)
+                with live.lock:
+                    result = live.call(args, kwargs)
+                self.saved += live.gain
         except (ExecutionError, MissError):
             raise
         except AotBackwardError as error:  # it does not fit, and nothing was done
@@ -53,10 +56,10 @@ class ModuleCalls:
             self._eager(f"{live.source.module}: {error}")
             return plain(module, *args, **kwargs)
         self.compiled += 1
-        self.since_backward = self.since_backward or torch.is_grad_enabled()
+        self.since_backward = True
         return result
 
-    def _end(self, live: LiveModule, module: nn.Module, words: str) -> None:
+    def _end(self, live: LiveModule, words: str) -> None:
         live.ended = f"{live.source.module}: call {live.calls} of the compiled module was not what the module itself computes: {words}"
         self.differed.append(live.ended)
         if self.strict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ def why_uncallable(module: nn.Module) -> str:
 
 def why_not_here() -> str:
     """Why no call can be compiled, or recorded, where it is made now; or ""."""
+    if not torch.is_grad_enabled():
+        return "it is called without gradients, and recorded were calls with them"
     if torch_api.in_backward():
         return "it is called within a backward pass, which computes a forward again"
     if torch_api.saved_tensors_hooks(False) is not None:
@@ -73,7 +76,11 @@ class LiveModule:
         self.source: ModuleSource = source
         self._code = [n.removeprefix(CODE) for n in source.facts if n.startswith(CODE)]
         self._globals = [n.removeprefix(GLOBAL) for n in source.facts if n.startswith(GLOBAL)]
+        self.lock = threading.RLock()
         self.calls = 0
+        means = [s.means for v in entry.variants if (s := v.spec.speed) is not None]
+        self.gain = sum(m["eager"] - min(t for n, t in m.items() if n != "eager") for m in means) / max(len(means), 1) * 1e-6
+        """Seconds that a call and its backward took less than eager's when it was recorded."""
         self.ended = ""
         """Why no call is compiled any more."""
         self.bind(module)

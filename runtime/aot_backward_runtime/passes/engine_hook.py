@@ -170,7 +170,7 @@ class EngineHook:
         self._looks = False
         if args[2]:
             self.differentiable(roots)
-            self.left_to_eager("create_graph=True: the engine keeps such passes to itself")
+            self.left_to_eager("create_graph=True: its results are differentiated again, and no compiled pass can be")
             return self._without(roots, args, kwargs)
         if torch_api.in_functorch() or any(g is not None and torch_api.is_batched(g) for g in args[0]):
             self.left_to_eager("batched gradients (is_grads_batched=True), or within a transform of functorch")

@@ -110,6 +110,8 @@ class Replaying(EngineHook):
             module_interception.leave(self)
         self.report.modules, self.report.audits = self.modules.compiled, self.modules.audits
         self.report.differed = list(self.modules.differed)
+        self.report.saved += self.modules.saved
+        self.modules.saved = 0.0
 
     def intercepts_modules(self) -> bool:
         """Whether calls of modules are to come to :meth:`module_call`."""
