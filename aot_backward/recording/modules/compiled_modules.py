@@ -47,9 +47,9 @@ def add_modules(path: Path, entry: str, observed: ObservedModules, *, target: st
         package = PackageUpdate.read(path, entry, target)
         done = False
         known = {entry.name: entry for entry in load(path).recorded_modules()} if path.exists() else {}
-        for number, (name, seen, facts) in enumerate(_to_compile(observed, known, found.skipped)):
+        for number, (name, seen, source) in enumerate(_to_compile(observed, known, found.skipped)):
             try:
-                part = _exported(Path(folder) / f"{number}.pt2", name, seen, facts, target, tune, say, found.skipped)
+                part = _exported(Path(folder) / f"{number}.pt2", name, seen, source, target, tune, say, found.skipped)
             except (AotBackwardError, RuntimeError) as error:
                 found.skipped[f"calls of {_words(seen)}: {str(error).partition(chr(10))[0]}"] += 1
                 continue
@@ -68,10 +68,10 @@ def _words(seen: ObservedModule) -> str:
     return f"{class_name(seen.module)} (called at {seen.line})"
 
 
-def _to_compile(observed: ObservedModules, known: Mapping[str, Entry], skipped: Counter[str]) -> Iterator[tuple[str, ObservedModule, dict[str, str]]]:
-    """Each kind of module once, the most expensive first: the name of its entry, and the facts. What one of the ``known`` entries serves is left
-    out."""
-    grouped: dict[str, tuple[ObservedModule, dict[str, str]]] = {}
+def _to_compile(observed: ObservedModules, known: Mapping[str, Entry], skipped: Counter[str]) -> Iterator[tuple[str, ObservedModule, ModuleSource]]:
+    """Each kind of module once, the most expensive first: the name of its entry, and what it was recorded from. What one of the ``known`` entries
+    serves is left out."""
+    grouped: dict[str, tuple[ObservedModule, ModuleSource]] = {}
     for seen in sorted(observed.modules.values(), key=lambda s: -s.seconds):
         if seen.refused:
             skipped[f"calls of {_words(seen)}: {seen.refused}"] += 1
@@ -84,15 +84,15 @@ def _to_compile(observed: ObservedModules, known: Mapping[str, Entry], skipped: 
             skipped[f"calls of {_words(seen)}: no kind of call came twice"] += 1
             continue
         try:
-            facts = seen.facts()
+            source = seen.source()
         except NotPlain as error:
             skipped[f"calls of {_words(seen)}: {error}"] += 1
             continue
         for autocast, kinds in by_autocast.items():
-            grouped.setdefault(seen.entry_name(facts, autocast), (dataclasses.replace(seen, kinds=kinds), facts))
-    for name, (seen, facts) in grouped.items():
+            grouped.setdefault(seen.entry_name(source, autocast), (dataclasses.replace(seen, kinds=kinds), source))
+    for name, (seen, source) in grouped.items():
         if name not in known or not all(_serves(known[name], kind) for kind in seen.kinds.values()):
-            yield name, seen, facts
+            yield name, seen, source
 
 
 def _serves(entry: Entry, kind: CallKind) -> bool:
@@ -118,7 +118,7 @@ def _ambient(kind: CallKind) -> contextlib.AbstractContextManager[object]:
 
 
 def _exported(
-    path: Path, name: str, seen: ObservedModule, facts: Mapping[str, str], target: str, tune: str, say: Progress, skipped: Counter[str]
+    path: Path, name: str, seen: ObservedModule, source: ModuleSource, target: str, tune: str, say: Progress, skipped: Counter[str]
 ) -> PackageUpdate:
     """A package of its own, with open sizes if that can be, else with those that came most often."""
     kinds = list(seen.kinds.values())
@@ -132,7 +132,6 @@ def _exported(
         variants = [_variant(seen.module, kind, opened=False) for kind in kinds]
         _export(path, name, seen, kinds, variants, target, tune, say)
     part = PackageUpdate.read(path, "backward", target)
-    source = ModuleSource(class_name(seen.module), Path(seen.line).name, dict(facts))  # no path of this machine goes into a package
     own = dataclasses.replace(part.manifest.entries[name], source=source)
     part.manifest = dataclasses.replace(part.manifest, entries={name: own})
     return part
@@ -174,14 +173,12 @@ def _variant(module: nn.Module, kind: CallKind, *, opened: bool) -> Variant:
             flat[place] = _of_shape(flat[place], shape)
         args, kwargs = pytree.tree_unflatten(flat, tree)
         return Variant(tuple(args), dict(kwargs), requires_grad=requires, mode=kind.mode)
-    dims: dict[tuple[int, ...], Any] = {}
     specs: list[Any] = [None] * len(flat)
     for number, place in enumerate(places):
         spec = {}
         for d in range(flat[place].dim()):
-            values = tuple(s[number][d] for s in shapes)
-            if len(set(values)) > 1:
-                spec[d] = dims.setdefault(values, torch.export.Dim(f"size{len(dims)}"))
+            if len({s[number][d] for s in shapes}) > 1:
+                spec[d] = torch.export.Dim.AUTO  # which comes out fixed where the program fixes it
         specs[place] = spec or None
     positional, keywords = pytree.tree_unflatten(specs, tree)
     return Variant(kind.args, kind.kwargs, dynamic_shapes=_by_name(module, positional, keywords), requires_grad=requires, mode=kind.mode)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.format import module_source
-from aot_backward_runtime.format.manifest import Ambient
+from aot_backward_runtime.format.manifest import Ambient, ModuleSource
 from aot_backward_runtime.module_calls.interception import Plain
 from aot_backward_runtime.module_calls.live_module import class_name, facts_of, modes_of, state_of, why_not_here, why_uncallable
-from aot_backward_runtime.module_calls.module_facts import attributes, globals_read, resolved
+from aot_backward_runtime.module_calls.module_facts import CODE, GLOBAL, attributes, globals_read, names_in, resolved
 from aot_backward_runtime.module_calls.plain_values import NotPlain
 from aot_backward_runtime.passes import origin
 
@@ -54,22 +54,27 @@ class ObservedModule:
     line: str
     kinds: dict[Any, CallKind] = field(default_factory=dict)
     functions: set[str] = field(default_factory=set)
+    attributes: dict[str, str] = field(default_factory=dict)  # as they were before the first watched call
     refused: str = ""
     count: int = 0
     seconds: float = 0.0  # of its forwards
 
-    def facts(self) -> dict[str, str]:
-        """:class:`NotPlain` where something that the calls depend on cannot be told."""
-        names = {n for f in self.functions for n in globals_read(resolved(f))}
-        return facts_of(self.module, sorted(self.functions), sorted(names))
+    def source(self) -> ModuleSource:
+        """:class:`NotPlain` where something that the calls depend on cannot be told, or has changed since."""
+        functions = [resolved(f) for f in self.functions]
+        facts = facts_of(self.module, sorted(self.functions), sorted({n for f in functions for n in globals_read(f)}))
+        if changed := [n for n, text in facts.items() if not n.startswith((CODE, GLOBAL)) and self.attributes.get(n) != text]:
+            raise NotPlain(f"{changed[0]} was changed after it was called")
+        # no path of this machine goes into a package
+        return ModuleSource(class_name(self.module), Path(self.line).name, facts)
 
-    def entry_name(self, facts: dict[str, str], autocast: str) -> str:
+    def entry_name(self, source: ModuleSource, autocast: str) -> str:
         """The same for modules that one entry serves."""
         state = [
             (n, str(t.dtype).removeprefix("torch."), tuple(t.shape), tuple(t.stride()), isinstance(t, nn.Parameter))
             for n, t in state_of(self.module).items()
         ]
-        return module_source.entry_name(class_name(self.module), facts, state, autocast)
+        return module_source.entry_name(source, state, autocast)
 
 
 class ObservedModules:
@@ -97,10 +102,10 @@ class ObservedModules:
             result = plain(module, *args, **kwargs)
             seen.seconds += time.perf_counter() - start
             return result
-        return self._watched(seen, module, plain, args, kwargs)
+        return self._watched(seen, module, plain, args, kwargs, first=kind.count == 1)
 
-    def _watched(self, seen: ObservedModule, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call, before = WatchedCall(), None
+    def _watched(self, seen: ObservedModule, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Any:
+        call = WatchedCall(first=first)
         seen.refused = why_uncallable(module)
         if seen.refused:
             return plain(module, *args, **kwargs)
@@ -109,6 +114,7 @@ class ObservedModules:
         except NotPlain as error:
             seen.refused = str(error)
             return plain(module, *args, **kwargs)
+        seen.attributes = seen.attributes or before
         tensors = [(t, t._version) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         with call.watching():
             result = plain(module, *args, **kwargs)
@@ -118,10 +124,7 @@ class ObservedModules:
         elif any(t._version != version for t, version in tensors):
             seen.refused = "its forward writes into its arguments"
         else:
-            with contextlib.suppress(NotPlain):
-                after = attributes(module)
-                changed = next((n for n in (*before, *after) if before.get(n) != after.get(n)), None)
-                seen.refused = f"its forward changes {changed}" if changed is not None else ""
+            seen.refused = _changed(before, attributes(module), call.functions)
         return result
 
     def differentiated_again(self, leaves: set[int]) -> None:
@@ -156,6 +159,18 @@ class ObservedModules:
         if sizes in kind.sizes or len(kind.sizes) < _SIZES:
             kind.sizes[sizes] = kind.sizes.get(sizes, 0) + 1
         return kind
+
+
+def _changed(before: dict[str, str], after: dict[str, str], functions: set[str]) -> str:
+    """Which attribute the code of a forward, that names it, has changed."""
+    changed = [n for n in (*before, *after) if before.get(n) != after.get(n)]
+    if not changed:
+        return ""
+    try:
+        named = names_in(map(resolved, functions))
+    except NotPlain as error:
+        return str(error)
+    return next((f"its forward changes {n}" for n in changed if n.rpartition(".")[2] in named), "")
 
 
 def _unsupported(values: Sequence[Any]) -> str:

@@ -12,13 +12,15 @@ from typing import Any
 from aot_backward_runtime.module_calls.plain_values import is_known
 
 _SAYS: dict[Any, str] = {print: "prints", input: "reads from standard input", open: "opens a file"}
-_MODULES = {"time": "asks for the time", "logging": "logs", "random": "draws from Python's random numbers", "secrets": "draws random numbers"}
+_MODULES = {"time": "asks for the time", "random": "draws from Python's random numbers", "secrets": "draws random numbers"}
 
 
 class WatchedCall:
     """``functions``: ``module:qualname`` of the functions of user code that ran. ``refused``: what a compiled call would leave out, or ""."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: bool) -> None:
+        """``first``: of its kind: what it logs may be said once."""
+        self.first = first
         self.functions: set[str] = set()
         self.refused = ""
 
@@ -36,9 +38,11 @@ class WatchedCall:
     def _event(self, frame: types.FrameType, event: str, argument: Any) -> None:
         module = str(frame.f_globals.get("__name__"))
         if event == "call":
+            code = frame.f_code
             if says := _MODULES.get(module.partition(".")[0]):
                 self._refuse(says)
-            code = frame.f_code
+            elif not self.first and code.co_qualname == "Logger._log" and module == "logging":
+                self._refuse("logs")
             if not is_known(module) and code.co_qualname != "<module>" and not _is_generated(module, code):
                 self.functions.add(f"{module}:{code.co_qualname.partition('.<locals>')[0]}")
         elif event == "c_call" and not is_known(module) and isinstance(argument, types.BuiltinFunctionType):

@@ -18,7 +18,7 @@ from ..entries.module_call import call_entry
 from ..errors import InputError
 from ..format.manifest import EntrySpec, ModuleSource, Tree
 from . import interception
-from .module_facts import CODE, GLOBAL, attributes, code_facts, difference, global_facts
+from .module_facts import CODE, GLOBAL, attributes, code_facts, difference, global_facts, names_in, resolved
 from .plain_values import NotPlain, Watch
 
 
@@ -51,7 +51,8 @@ def why_not_here() -> str:
 
 def facts_of(module: nn.Module, code: Sequence[str], names: Sequence[str], watch: Watch | None = None) -> dict[str, str]:
     """``code``, ``names``: functions and globals, ``module:qualname``. :class:`NotPlain` where one of the facts cannot be told."""
-    return {**attributes(module, watch), **code_facts(code, watch), **global_facts(names, watch)}
+    facts = code_facts(code, watch)
+    return {**attributes(module, names_in(map(resolved, code)), watch), **facts, **global_facts(names, watch)}
 
 
 def modes_of(module: nn.Module) -> tuple[str, frozenset[str]]:

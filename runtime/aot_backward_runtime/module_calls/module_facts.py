@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,28 +18,35 @@ from .plain_values import NotPlain, Watch, code_digest, is_known, text_of
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every ``nn.Module`` has: tensors, submodules, hooks and the mode, which are looked at otherwise."""
-CODE, GLOBAL, OF_CLASS = "code of ", "global ", "class attribute "
+CLASS, CODE, GLOBAL, OF_CLASS = "class of ", "code of ", "global ", "class attribute "
+UNTOLD = "cannot be told: "
 
 
-def attributes(module: nn.Module, watch: Watch | None = None) -> dict[str, str]:
-    """The classes of all submodules, and the plain attributes of each; :class:`NotPlain` names an attribute that is none."""
+def attributes(module: nn.Module, read: Container[str] | None = None, watch: Watch | None = None) -> dict[str, str]:
+    """The classes of all submodules, and the plain attributes of each: of PyTorch's layers all, of user code those whose names are in ``read``.
+    :class:`NotPlain` names one that cannot be told. Without ``read``, all, and the text of one that cannot be told begins with :data:`UNTOLD`."""
     found: dict[str, str] = {}
     for name, part in module.named_modules(remove_duplicate=False):
         kind = type(part)
-        found[f"class of {name or 'the module'}"] = f"{kind.__module__}.{kind.__qualname__}"
+        found[f"{CLASS}{name or 'the module'}"] = f"{kind.__module__}.{kind.__qualname__}"
         if isinstance(part, torch.jit.ScriptModule):
             raise NotPlain(f"{name or 'the module'} is TorchScript")
+        # PyTorch's own code reads what its layers have
+        wanted = None if any(is_known(k.__module__) for k in kind.__mro__ if k not in (nn.Module, object)) else read
         for key, value in vars(part).items():
-            if key not in _OF_MODULES:
+            if key not in _OF_MODULES and (wanted is None or key in wanted):
                 place = f"{name}.{key}" if name else key
                 try:
                     found[place] = text_of(value, place, watch)
-                except NotPlain:
-                    if not (key.startswith("_") and is_known(kind.__module__)):  # PyTorch's own layers keep what they need, such as lists of weights
+                except NotPlain as error:
+                    if key.startswith("_") and is_known(kind.__module__):
+                        continue  # PyTorch's own layers keep what they need, such as lists of weights
+                    if read is not None:
                         raise
+                    found[place] = f"{UNTOLD}{error}"
         for key, owner in _class_attributes(kind):
             place = f"{OF_CLASS}{owner.__module__}.{owner.__qualname__}.{key}"
-            if place not in found:
+            if place not in found and (wanted is None or key in wanted):
                 value = vars(owner)[key]
                 found[place] = text_of(value, place, watch)
                 if watch is not None:
@@ -173,6 +180,23 @@ def globals_read(function: types.FunctionType) -> list[str]:
         elif not (name.startswith("__") and name.endswith("__")) and is_plain(value):
             found.append(f"{module}:{name}")
     return found
+
+
+def names_in(functions: Iterable[types.FunctionType]) -> set[str]:
+    """Every name and text in the code of functions: an attribute that is not among them is read and written by none of them, unless its name is put
+    together."""
+    found: set[str] = set()
+    for function in functions:
+        found.update(_names(function.__code__), _texts(function.__code__))
+    return found
+
+
+def _texts(code: types.CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _texts(constant)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
