@@ -118,7 +118,7 @@ class Replaying(EngineHook):
         else:
             self.report.steps += 1
             if update.spec.speed is not None:
-                self.report.saved += update.spec.speed.means["eager"] * 1e-6 - (time.perf_counter() - start)
+                self.report.saved_against_eager += update.spec.speed.means["eager"] * 1e-6 - (time.perf_counter() - start)
             return loss
         eager(optimizer)
         return loss
@@ -149,13 +149,16 @@ class Replaying(EngineHook):
         return "" if not self.looks_at_all and self.sites.is_faster_in_eager(roots) else None
 
     def ran_in_eager(self, what: Any, seconds: float) -> None:
+        self.report.passes += 1
         self.report.slower.note("left to eager, which ran passes called from there faster when they were recorded")
 
     def rested(self, count: int) -> None:
+        self.report.passes += count
         self.report.slower.note("left to eager without a look, as all before them were", count)
 
     def left_to_eager(self, reason: str) -> None:
         self.in_a_row = 0
+        self.report.passes += 1
         self.report.eager.note(reason)
         self._log_once(f"a backward pass was left to eager: {reason}")
 
@@ -192,6 +195,7 @@ class Replaying(EngineHook):
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
         """Runs one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
         start = time.perf_counter()
+        self.report.passes += 1
         try:
             if torch.is_anomaly_enabled():
                 raise InputError("anomaly mode looks at every node: the tape is interpreted")
@@ -229,12 +233,13 @@ class Replaying(EngineHook):
     ) -> list[torch.Tensor | None]:
         assert structure.spec is not None
         results = match.variant.run(operands, match, self.calling_out, self._missed)
+        self.report.compiled += 1
         if not binding:
             self.report.hits += 1
             if fastest.times:
-                self.report.saved += fastest.times["eager"] * 1e-6 - (time.perf_counter() - self.began)
+                self.report.saved_against_eager += fastest.times["eager"] * 1e-6 - (time.perf_counter() - self.began)
             else:
-                self.report.saved += structure.spec.seconds - (time.perf_counter() - start)
+                self.report.saved_against_tapes += structure.spec.seconds - (time.perf_counter() - start)
             self._hits_in_a_row += 1
             if self._hits_in_a_row == _QUIET_AFTER_HITS:
                 self._set_verbose_logging(False)
