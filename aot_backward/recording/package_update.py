@@ -38,9 +38,10 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-@dataclass
+@dataclass(frozen=True)
 class PackageUpdate:
-    """The package at ``path``, or an empty one where there is none yet."""
+    """The package at ``path``, or an empty one where there is none yet. With something added it is another object, so that whoever is interrupted
+    has the one or the other."""
 
     path: Path
     entry: str
@@ -93,18 +94,20 @@ class PackageUpdate:
         found = next((s for s in self.manifest.entries[self.entry].structures if s.fingerprint == fingerprint), None)
         return found.variants if found else ()
 
-    def add(self, programs: Sequence[tuple[TracedProgram, PassSpec]], artifacts: Mapping[str, Artifact]) -> None:
-        """``programs``: compiled and checked, each with its spec."""
-        libraries = dict(self.manifest.libraries)
+    def with_passes(
+        self, programs: Sequence[tuple[TracedProgram, PassSpec]], artifacts: Mapping[str, Artifact], places: Mapping[str, int]
+    ) -> PackageUpdate:
+        """``programs``: compiled and checked, each with its spec. ``places``: the order, after the others, of structures that are new."""
+        libraries, files, tensors, graphs = dict(self.manifest.libraries), dict(self.artifacts), dict(self.weights), dict(self.graphs)
         added: dict[str, list[tuple[TracedProgram, PassSpec]]] = {}
         for program, spec in programs:
             added.setdefault(program.fingerprint, []).append((program, spec))
-            self.graphs.update(program.portables)
+            graphs.update(program.portables)
             for graph in program.graphs:
                 libraries[graph.name] = library_spec(graph, artifacts[graph.name])
-                self.artifacts[graph.name] = artifacts[graph.name]
+                files[graph.name] = artifacts[graph.name]
                 for key, tensor in graph.constants.values():
-                    self.weights.setdefault(key, tensor)
+                    tensors.setdefault(key, tensor)
         old = self.manifest.entries[self.entry]
         structures = {s.fingerprint: s for s in old.structures}
         for fingerprint, new in added.items():
@@ -113,25 +116,32 @@ class PackageUpdate:
             variants = (*(spec for _, spec in new), *(before.variants if before else ()))
             seconds = seen.seconds if seen.seconds < float("inf") else (before.seconds if before else 0.0)
             structures[fingerprint] = StructureSpec(fingerprint, seen.tape.nodes, len(seen.tape.ops), variants, round(seconds, 7))
-        weights = {k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "") for k, t in self.weights.items()}
-        entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, structures=tuple(structures.values()))}
-        self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=weights)
+        weights = {k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "") for k, t in tensors.items()}
+        ordered = tuple(sorted(structures.values(), key=lambda s: places.get(s.fingerprint, -1)))
+        entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, structures=ordered)}
+        manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=weights)
+        return dataclasses.replace(self, manifest=manifest, artifacts=files, weights=tensors, graphs=graphs)
 
-    def add_steps(self, steps: Sequence[CompiledStep]) -> None:
-        libraries = dict(self.manifest.libraries)
+    def with_steps(self, steps: Sequence[CompiledStep]) -> PackageUpdate:
+        libraries, files, graphs = dict(self.manifest.libraries), dict(self.artifacts), dict(self.graphs)
         for step in steps:
             name = step.spec.library
-            libraries[name], self.artifacts[name] = library_spec(step.graph, step.artifact), step.artifact
+            libraries[name], files[name] = library_spec(step.graph, step.artifact), step.artifact
             if step.portable is not None:
-                self.graphs[name] = step.portable
+                graphs[name] = step.portable
         old = self.manifest.entries[self.entry]
         new = {s.spec.library: s.spec for s in steps}
         updates = (*(u for u in old.updates if u.library not in new), *new.values())
         entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, updates=updates)}
-        self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries)
+        manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries)
+        return dataclasses.replace(self, manifest=manifest, artifacts=files, graphs=graphs)
 
     def write(self) -> None:
-        operators.say(write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs).operators)
+        write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs)
+
+    def say_operators(self) -> None:
+        """Logs what a process that loads the package must import first."""
+        operators.say(operators.operators_of(self.manifest))
 
 
 def _artifacts(archive: Archive) -> dict[str, Artifact]:

@@ -291,7 +291,7 @@ def test_the_command_line_says_it(tmp_path: Path) -> None:
     )
     done = aot_backward("record", "-o", path, "--tune", "quick", "--", script)
     assert done.returncode == 0, done.stderr
-    counted = re.search(r"(\d+) passes of 1 structures recorded and (\d+) timed in eager", done.stderr)
+    counted = re.search(r"(\d+) backward passes of 1 structure recorded, (\d+) timed in eager", done.stderr)
     assert counted is not None and sum(map(int, counted.groups())) == 40 and int(counted[2]) >= 20, done.stderr
     shown = aot_backward("inspect", path)
     assert "timed when it was recorded" in shown.stdout and "eager" in shown.stdout, shown.stdout
