@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 import aot_backward as ab
 from aot_backward_exporters.progress import silent
+from aot_backward_exporters.toolchain import gcc
 
 from ..commands.test_cli import called
 from ..support.terminal import on_terminal
@@ -281,3 +283,28 @@ def test_a_terminal_is_told_what_is_compiled(script: Path) -> None:
     status, shown = on_terminal("stderr", "-m", "aot_backward.cli", "record", "-o", "bw.pt2", "--", script, columns=160)
     assert status == 0 and b"compile 2 of 2 structures (called at " in shown and b" % of the backward time" in shown
     assert b"done" not in shown.replace(b"\r", b"").split(b"\n")[0]  # which the script printed on its standard output
+
+
+def test_what_is_left_to_eager_is_not_covered(tmp_path: Path) -> None:
+    square = torch.full((400, 400), 1e-3, requires_grad=True)
+    with ab.record(tmp_path / "bw.pt2") as recording:
+        for _ in range(3):
+            SINE()
+            torch.autograd.grad((square @ square).sum(), square, create_graph=True)
+    assert held(tmp_path / "bw.pt2") == {"sine"} and 0 < recording.covered_seconds < 0.5 * recording.backward_seconds
+
+
+def test_an_interrupt_ends_the_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, started = tmp_path / "g++", tmp_path / "started"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\necho $$ > {started}.new\nmv {started}.new {started}\nexec sleep 600\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(KeyboardInterrupt), gcc.Builder() as builder:
+        (compiling,) = builder.compile("net", [gcc.Command((str(compiler),), (), {"kernel.cpp": ""})] * 2, tmp_path)[:1]
+        while not started.exists():
+            assert not compiling.done()
+        raise KeyboardInterrupt
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from aot_backward_runtime.errors import InputError
 
 T = TypeVar("T")
-_FEW, _MANY = 4, 16  # items of a batch: as many as processors, between these
+_FEW, _MANY = 2, 16  # items of a batch: as many as processors, between these
 
 
 class Batches:
