@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,22 @@ def test_an_interrupt_while_compiling_keeps_what_is_finished(when: list[tuple[st
         record_three(path, interrupting(*when))
     assert len(held(path)) == finished and "expensive" in held(path)
     assert sorted(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_an_interrupt_that_python_drops_ends_it_at_the_next_step(tmp_path: Path) -> None:
+    class Thing:
+        pass
+
+    def say(stage: str, done: int, total: int) -> None:
+        if stage.startswith("compile 3 of 3"):
+            thing = Thing()
+            _ = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+            del thing
+
+    with pytest.raises(KeyboardInterrupt):
+        record_three(tmp_path / "bw.pt2", say)
+    assert held(tmp_path / "bw.pt2") == {"expensive"}
 
 
 @pytest.mark.usefixtures("_interruptible")
@@ -297,7 +314,7 @@ def test_what_is_left_to_eager_is_not_covered(tmp_path: Path) -> None:
 def test_an_interrupt_ends_the_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, started = tmp_path / "g++", tmp_path / "started"
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\necho $$ > {started}.new\nmv {started}.new {started}\nexec sleep 600\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\necho $$ > {started}.new\nmv {started}.new {started}\nexec sleep 60\n'
     )
     compiler.chmod(0o700)
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))
