@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
-from .support.failures import EXIT_CODES, debug_option
+from .support import record_report
+from .support.failures import EXIT_CODES, FAILED, ScriptInterrupted, debug_option
 from .support.imports import import_option
 from .support.progress import shown
 from .support.script import Script, run_script, script_options
-from .support.tables import count
+from .support.tables import say
 from .support.tune import tune_option
 
 
@@ -20,6 +21,13 @@ from .support.tune import tune_option
 @click.option("--entry", default="backward", show_default=True, metavar="NAME", help="The name of its replay entry.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
 @tune_option("How long passes are timed in eager and compiled; with none they are not, and replay runs whatever is compiled.")
+@click.option("--min-seen", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Compile structures seen N times or more.")
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Begin to compile no further structure after so long: the most expensive come first, and one is always compiled.",
+)
 @click.option("--no-optimizer", is_flag=True, help="Compile backward passes alone, and no steps of optimizers.")
 @click.option("--modules", is_flag=True, help="Compile the outermost calls of modules too, forward and backward, for replay --modules.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
@@ -33,6 +41,8 @@ def record(
     entry: str,
     target: str,
     tune: str,
+    min_seen: int,
+    time_limit: float | None,
     no_optimizer: bool,
     modules: bool,
     as_json: bool,
@@ -41,7 +51,8 @@ def record(
 ) -> None:
     """Run TRAIN.py as it is, and compile its backward passes and optimizer steps into BW.pt2 when it ends.
 
-    Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the script fails.
+    Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the script fails. Ctrl-C ends the
+    script, and what was recorded is compiled; while it is compiled, Ctrl-C ends that, and what is finished is written.
     """
     from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
@@ -57,23 +68,21 @@ def record(
             tune=tune,
             optimizer=not no_optimizer,
             modules=modules,
+            min_seen=min_seen,
+            time_limit=time_limit,
         )
-        code = run_script(script, session)
+        code, interrupt = 0, None
+        try:
+            code = run_script(script, session, lambda: click.echo("compiling what was recorded; Ctrl-C ends that", err=True))
+        except (ScriptInterrupted, KeyboardInterrupt) as error:
+            interrupt = error
     if as_json:
-        more = {"recorded": session.recorded, "timed_in_eager": session.in_eager, "skipped": dict(session.skipped), "slower_compiled": session.slower}
-        more["optimizer_steps_compiled"], more["modules_compiled"] = session.compiled_steps, session.compiled_modules
-        click.echo(json.dumps({**session.report.to_json(), **more}), err=True)
+        click.echo(json.dumps(record_report.to_json(session)), err=True)
     else:
-        timed = f" and {session.in_eager} timed in eager" if session.in_eager else ""
-        click.echo(f"{session.recorded} passes of {len(session.structures)} structures recorded{timed}; {session.report}", err=True)
-        if session.compiled_steps:
-            click.echo(f"{count(len(session.compiled_steps), 'kind')} of optimizer steps compiled: {', '.join(session.compiled_steps)}", err=True)
-        for words in session.compiled_modules:
-            click.echo(f"calls of {words} compiled", err=True)
-        for reason in session.skipped:
-            click.echo(f"  left out: {reason}", err=True)
-        for words in session.slower:
-            click.echo(f"  replay leaves to eager, unless told --always: {words}", err=True)
-        if output.exists():
-            click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)", err=True)
-    context.exit(code)
+        for line in record_report.lines(session, output):
+            say(line, err=True)
+    if isinstance(interrupt, KeyboardInterrupt):
+        raise click.Abort from None
+    if interrupt is not None:
+        raise interrupt
+    context.exit(code or (0 if record_report.serves_anything(session) else FAILED))

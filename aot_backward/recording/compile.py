@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,15 @@ from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
+from aot_backward_runtime.format.manifest import PassSpec
 
 from ..capture.shapes.symbolic_shapes import Sizes
 from . import pass_speed
 from .infer_shapes import fake_mode
+from .limits.added import Added, Contents
+from .limits.batches import Batches
+from .limits.interrupts import Interrupts
+from .limits.selection import percent, select
 from .optimizer_steps.compiled_steps import compile_steps, slower
 from .optimizer_steps.observed_steps import ObservedSteps
 from .package_update import PackageUpdate, locked
@@ -29,40 +34,70 @@ from .recorded_structure import RecordedStructure
 from .trace import TracedProgram, trace_structures
 
 
-@dataclass
-class Added:
-    """``skipped``: why passes were left out, counted. ``slower``: those whose code is slower than eager, or than interpreting them, in words.
-    ``steps``: the optimizers of which a kind of steps was added."""
-
-    skipped: Counter[str] = field(default_factory=Counter)
-    slower: list[str] = field(default_factory=list)
-    steps: list[str] = field(default_factory=list)
-
-
 def add_passes(
     path: Path,
     entry: str,
     structures: Mapping[str, RecordedStructure],
+    added: Added,
     *,
     steps: ObservedSteps | None = None,
     target: str = "cpu",
     progress: Progress | None = None,
     tune: str = "none",
-) -> Added:
-    """Compiles ``structures`` (by fingerprint) and ``steps`` and adds them to the ``replay`` entry of the package at ``path``.
+    min_seen: int = 1,
+    time_limit: float | None = None,
+    served: float = 0.0,
+    total: float = 0.0,
+) -> None:
+    """Compiles ``structures`` (by fingerprint) and ``steps`` and adds them to the ``replay`` entry of the package at ``path``: ``added``.
+
+    Structures of which ``min_seen`` passes came, or that the package has already, are compiled in batches, the most expensive first, and each batch
+    is in the file before the next begins. After ``time_limit`` seconds no further one begins. A :class:`KeyboardInterrupt` is raised once what is
+    checked is written; a second one, while it is, at once. ``total``: seconds that all backward passes of the script took, ``served``: those that the
+    package served; the progress says how much of it is covered.
 
     What could not be traced or compiled, or differs from the recorded values, is left out. What was timed while it was recorded is timed
     (:data:`~aot_backward.packaging.tuning.SECONDS` of ``tune``). Raises :class:`ExportError` where the package there is for another torch or
     target, or cannot be written.
     """
-    say = progress or silent
-    mode = fake_mode()
-    with locked(path):
+    with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, Interrupts() as interrupts:
+        say = interrupts.watching(progress or silent)
         package = PackageUpdate.read(path, entry, target)
-        added = Added()
-        programs = trace_structures(structures, package.variants, mode, added.skipped, say)
-        _add(package, programs, mode, target, added, say, tune, steps)
-    return added
+        selected = select(structures, min_seen, lambda fingerprint: bool(package.variants(fingerprint)))
+        added.seldom, added.chosen = selected.seldom, len(selected.structures)
+        new = [fingerprint for fingerprint in structures if not package.variants(fingerprint)]
+        job = _Job(package, added, target, tune, say, Path(folder), new)
+        batches, covered = Batches(time_limit), served
+        try:
+            for batch in batches.of(list(selected.structures.items())):
+                covered += sum(s.backward_seconds for _, s in batch)
+                stage = _in_words([s for _, s in batch], added, percent(covered, total))
+                say(stage, 0, len(batch))
+                mode = fake_mode()
+                job.compile(trace_structures(dict(batch), package.variants, mode, added.skipped, say), mode)
+                added.settled |= {fingerprint for fingerprint, _ in batch}
+                say(stage, len(batch), len(batch))
+            if steps is not None and not (selected.structures and batches.is_over):
+                job.compile_steps(steps)
+            elif steps is not None and steps.repeated:
+                added.skipped["steps of optimizers: the time limit was reached"] += 1
+            interrupts.raise_lost()
+            if added.unfinished:
+                added.stopped = "time limit"
+        except KeyboardInterrupt:
+            interrupts.noticed()
+            job.write()
+            raise
+        finally:
+            job.end()
+
+
+def _in_words(batch: Sequence[RecordedStructure], added: Added, share: str) -> str:
+    """Of a batch, with those before it: ``compile 4 of 11 structures (called at train.py:12), 93 % of the backward time``."""
+    lines = list(dict.fromkeys(s.line for s in batch if s.line))
+    called = f" (called at {lines[0]}{', …' if len(lines) > 1 else ''})" if lines else ""
+    what = "structure" if added.chosen == 1 else "structures"
+    return f"compile {len(added.settled) + len(batch)} of {added.chosen} {what}{called}, {share} of the backward time"
 
 
 def add_programs(
@@ -70,49 +105,91 @@ def add_programs(
 ) -> Counter[str]:
     """:func:`add_passes` of what is traced already, in the fake mode ``mode``."""
     added = Added()
-    with locked(path):
-        _add(PackageUpdate.read(path, entry, target), programs, mode, target, added, progress or silent)
+    with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
+        job = _Job(PackageUpdate.read(path, entry, target), added, target, "none", progress or silent, Path(folder))
+        job.compile(programs, mode)
+        job.end()
     return added.skipped
 
 
-def _add(
-    package: PackageUpdate,
-    programs: list[TracedProgram],
-    mode: Any,
-    target: str,
-    added: Added,
-    say: Progress,
-    tune: str = "none",
-    steps: ObservedSteps | None = None,
-) -> None:
-    """Compiles, checks and times ``programs`` and ``steps``, and writes the package with those that are right; nothing is written where none is."""
-    right, skipped = [], added.skipped
-    with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        programs = _with_graphs(programs, mode, skipped)
-        programs, artifacts = _compile(programs, Path(folder), mode, target, say, skipped)
-        for done, program in enumerate(programs):
-            say("check", done, len(programs))
-            try:
-                sizes = program.shapes.package_sizes(mode.shape_env)
-                _state_graphs(program, sizes)
-                libraries = libraries_of(program, artifacts)
-                spec = checked(program, program.spec(sizes), libraries)
-                if tune != "none" and (speed := pass_speed.measure(program, spec, libraries, tune, target)) is not None:
-                    spec = dataclasses.replace(spec, speed=speed)
-                    added.slower += pass_speed.slower(program, speed)
-                right.append((program, spec))
-            except (ExportError, InputError, PackageError, RuntimeError) as error:  # the last from native code
-                skipped[f"{program.name}: {str(error).partition(chr(10))[0]}{program.structure.location()}"] += 1
-        say("check", len(programs), len(programs))
-        compiled = list(compile_steps(steps, Path(folder), target, say, tune, skipped)) if steps is not None else []
-        added.slower += [words for step in compiled for words in slower(step.spec)]
-        added.steps += [step.spec.optimizer.rpartition(".")[2] for step in compiled]
-        if right or compiled:
-            package.add(right, artifacts)
-            package.add_steps(compiled)
-            say("write", 0, 1)
-            package.write()
-            say("write", 1, 1)
+class _Job:
+    """Adds to a package, part after part; what is right is written when its part ends. New structures come in the order in which they were met,
+    which is the same for every recording."""
+
+    def __init__(self, package: PackageUpdate, added: Added, target: str, tune: str, say: Progress, folder: Path, new: Sequence[str] = ()):
+        """``new``: fingerprints that the package does not have, in order."""
+        self.package, self.added = package, added
+        self._target, self._tune, self._say, self._folder = target, tune, say, folder
+        self._parts = itertools.count()
+        self._places = {fingerprint: place for place, fingerprint in enumerate(new)}
+        self._next: tuple[PackageUpdate, Contents] | None = None  # what the file is to have
+
+    def compile(self, programs: list[TracedProgram], mode: Any) -> None:
+        """Compiles, checks and times ``programs``."""
+        programs = _with_graphs(programs, mode, self.added.skipped)
+        programs, artifacts = _compile(programs, self._subfolder(), mode, self._target, self._say, self.added.skipped)
+        done = 0
+        for fingerprint, group in itertools.groupby(programs, key=lambda program: program.fingerprint):
+            right: list[tuple[TracedProgram, PassSpec]] = []
+            words: list[str] = []
+            for program in group:
+                self._say("check", done, len(programs))
+                spec = self._checked(program, artifacts, mode)
+                if spec is not None:
+                    right.append((program, spec))
+                    words += pass_speed.slower(program, spec.speed) if spec.speed is not None else ()
+                done += 1
+            if right:
+                package, contents = self._next or (self.package, self.added.contents)
+                variants = {**contents.variants, **{(fingerprint, p.name): p.seconds for p, _ in right}}
+                self._next = (
+                    package.with_passes(right, artifacts, self._places),
+                    replace(contents, variants=variants, slower=(*contents.slower, *words)),
+                )
+        self._say("check", len(programs), len(programs))
+        self.write()
+
+    def compile_steps(self, observed: ObservedSteps) -> None:
+        steps = list(compile_steps(observed, self._subfolder(), self._target, self._say, self._tune, self.added.skipped))
+        if steps:
+            contents = self.added.contents
+            names = tuple(step.spec.optimizer.rpartition(".")[2] for step in steps)
+            words = tuple(words for step in steps for words in slower(step.spec))
+            self._next = self.package.with_steps(steps), replace(contents, steps=(*contents.steps, *names), slower=(*contents.slower, *words))
+        self.write()
+
+    def write(self) -> None:
+        """What is not in the file yet. Interrupted, it can be called again."""
+        if self._next is None:
+            return
+        package, contents = self._next
+        self._say("write", 0, 1)
+        package.write()
+        self.package, self.added.contents = package, contents
+        self._next = None
+        self._say("write", 1, 1)
+
+    def end(self) -> None:
+        if self.added.contents:
+            self.package.say_operators()
+
+    def _subfolder(self) -> Path:
+        folder = self._folder / str(next(self._parts))
+        folder.mkdir()
+        return folder
+
+    def _checked(self, program: TracedProgram, artifacts: Mapping[str, Artifact], mode: Any) -> PassSpec | None:
+        """The program as the package states it, timed; None where it does not give what was recorded, with the reason in ``skipped``."""
+        try:
+            sizes = program.shapes.package_sizes(mode.shape_env)
+            _state_graphs(program, sizes)
+            libraries = libraries_of(program, artifacts)
+            spec = checked(program, program.spec(sizes), libraries)
+            speed = pass_speed.measure(program, spec, libraries, self._tune, self._target) if self._tune != "none" else None
+            return replace(spec, speed=speed)
+        except (ExportError, InputError, PackageError, RuntimeError) as error:  # the last from native code
+            self.added.skipped[f"{program.name}: {str(error).partition(chr(10))[0]}{program.structure.location()}"] += 1
+            return None
 
 
 def _with_graphs(programs: list[TracedProgram], mode: Any, skipped: Counter[str]) -> list[TracedProgram]:
@@ -158,8 +235,8 @@ def _state_graphs(program: TracedProgram, sizes: Sizes) -> None:
     for n, graph in enumerate(program.graphs):
         traced = next(t for t in program.traced if t.name == graph.name)
         inputs, outputs = graph_specs(traced, sizes)
-        program.graphs[n] = graph = dataclasses.replace(graph, inputs=inputs, outputs=outputs)
+        program.graphs[n] = graph = replace(graph, inputs=inputs, outputs=outputs)
         with contextlib.suppress(ExportError):  # without the graph as data the package works, and cannot be rebuilt
             program.portables[graph.name] = graph_json.graph_to_bytes(graph, sizes.worded, sizes.hints())
         operands = graph_operands(traced, sizes)
-        program.segments = [dataclasses.replace(s, operands=operands) if s.library == graph.name else s for s in program.segments]
+        program.segments = [replace(s, operands=operands) if s.library == graph.name else s for s in program.segments]

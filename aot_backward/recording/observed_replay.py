@@ -68,7 +68,8 @@ class ObservedReplay(Replaying):
                 observation.sizes,
                 times=recorded.times_of(observation),
             )
-            results = self._interpret_and_copy(structure, operands, example)
+            results, seconds = self._interpret_and_copy(structure, operands, example)
+            recorded.typical.note(seconds, copied=True)
             self.interpreted(example.times, math.inf)
             examples[1:] = [(observation, example)]
         else:
@@ -76,25 +77,22 @@ class ObservedReplay(Replaying):
             results = self.run_tape(structure, operands)
             seconds = time.perf_counter() - start
             recorded.seconds = min(recorded.seconds, seconds)
+            recorded.typical.note(seconds, copied=False)
             self.interpreted(recorded.times_of(observation), seconds)
         if observation in recorded.observations or len(recorded.observations) < _OBSERVATIONS:
             recorded.observations[observation] = recorded.observations.get(observation, 0) + 1  # not of a pass that raised
+        else:
+            recorded.further += 1
         return results
 
     def interpreted(self, times: PassTimes, seconds: float) -> None:
         """``times``: of passes that look like the one which was just interpreted, in ``seconds``; inf where that says nothing."""
 
-    def structures_to_compile(self) -> dict[str, RecordedStructure]:
-        """All structures, or, where ``max_structures`` was reached, those that came more than once; ``skipped`` says how many were dropped."""
-        if not self.table.full:
-            return self.structures
-        repeated = {f: s for f, s in self.structures.items() if sum(s.observations.values()) > 1}
-        once = len(self.structures) - len(repeated)
-        self.skipped[
-            f"the structure kept changing: after {self.table.max_structures} structures (max_structures), further ones were left to eager, "
-            f"and {once} of those that were recorded came once and are not compiled. {_CONSTANTS}"
-        ] += 1
-        return repeated
+    def note_if_full(self, rest: str = "") -> None:
+        """Says in ``skipped`` that ``max_structures`` was reached, where it was."""
+        if self.table.full:
+            most = f"after {self.table.max_structures} structures (max_structures), further ones were left to eager"
+            self.skipped[f"the structure kept changing: {most}{rest}. {_CONSTANTS}"] += 1
 
     def _recorded_structure(self, tape: Tape, operands: Operands) -> RecordedStructure:
         fingerprint = tape.fingerprint()
@@ -109,15 +107,18 @@ class ObservedReplay(Replaying):
             )
         return self.structures[fingerprint]
 
-    def _interpret_and_copy(self, structure: Structure, operands: Operands, example: ExamplePass) -> list[torch.Tensor | None]:
-        tape = structure.tape
+    def _interpret_and_copy(self, structure: Structure, operands: Operands, example: ExamplePass) -> tuple[list[torch.Tensor | None], float]:
+        """The results, and seconds without the copies."""
+        tape, seconds = structure.tape, 0.0
         run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.calling_out)
         for op in tape.ops:
+            start = time.perf_counter()
             run.step(op)
+            seconds += time.perf_counter() - start
             for number in op.results:
                 if number >= 0:  # copied before the next operation: a hook may change it in place
                     example.values[number] = _copy(run.values[number])
-        return [run.get(o) for o in tape.outputs]
+        return [run.get(o) for o in tape.outputs], seconds
 
 
 def _is_worth_keeping(observation: Observation, kept: Sequence[Observation], seen: Mapping[Observation, int]) -> bool:

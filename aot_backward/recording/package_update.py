@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,9 +39,10 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-@dataclass
+@dataclass(frozen=True)
 class PackageUpdate:
-    """The package at ``path``, or an empty one where there is none yet."""
+    """The package at ``path``, or an empty one where there is none yet. With something added it is another object, so that whoever is interrupted
+    has the one or the other."""
 
     path: Path
     entry: str
@@ -93,18 +95,20 @@ class PackageUpdate:
         found = next((s for s in self.manifest.entries[self.entry].structures if s.fingerprint == fingerprint), None)
         return found.variants if found else ()
 
-    def add(self, programs: Sequence[tuple[TracedProgram, PassSpec]], artifacts: Mapping[str, Artifact]) -> None:
-        """``programs``: compiled and checked, each with its spec."""
-        libraries = dict(self.manifest.libraries)
+    def with_passes(
+        self, programs: Sequence[tuple[TracedProgram, PassSpec]], artifacts: Mapping[str, Artifact], places: Mapping[str, int]
+    ) -> PackageUpdate:
+        """``programs``: compiled and checked, each with its spec. ``places``: the order, after the others, of structures that are new."""
+        libraries, files, tensors, graphs = dict(self.manifest.libraries), dict(self.artifacts), dict(self.weights), dict(self.graphs)
         added: dict[str, list[tuple[TracedProgram, PassSpec]]] = {}
         for program, spec in programs:
             added.setdefault(program.fingerprint, []).append((program, spec))
-            self.graphs.update(program.portables)
+            graphs.update(program.portables)
             for graph in program.graphs:
                 libraries[graph.name] = library_spec(graph, artifacts[graph.name])
-                self.artifacts[graph.name] = artifacts[graph.name]
+                files[graph.name] = artifacts[graph.name]
                 for key, tensor in graph.constants.values():
-                    self.weights.setdefault(key, tensor)
+                    tensors.setdefault(key, tensor)
         old = self.manifest.entries[self.entry]
         structures = {s.fingerprint: s for s in old.structures}
         for fingerprint, new in added.items():
@@ -113,41 +117,56 @@ class PackageUpdate:
             variants = (*(spec for _, spec in new), *(before.variants if before else ()))
             seconds = seen.seconds if seen.seconds < float("inf") else (before.seconds if before else 0.0)
             structures[fingerprint] = StructureSpec(fingerprint, seen.tape.nodes, len(seen.tape.ops), variants, round(seconds, 7))
-        weights = {k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "") for k, t in self.weights.items()}
-        entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, structures=tuple(structures.values()))}
-        self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=weights)
+        weights = {k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "") for k, t in tensors.items()}
+        ordered = tuple(sorted(structures.values(), key=lambda s: places.get(s.fingerprint, -1)))
+        entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, structures=ordered)}
+        manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=weights)
+        return dataclasses.replace(self, manifest=manifest, artifacts=files, weights=tensors, graphs=graphs)
 
-    def add_steps(self, steps: Sequence[CompiledStep]) -> None:
-        libraries = dict(self.manifest.libraries)
+    def with_steps(self, steps: Sequence[CompiledStep]) -> PackageUpdate:
+        libraries, files, graphs = dict(self.manifest.libraries), dict(self.artifacts), dict(self.graphs)
         for step in steps:
             name = step.spec.library
-            libraries[name], self.artifacts[name] = library_spec(step.graph, step.artifact), step.artifact
+            libraries[name], files[name] = library_spec(step.graph, step.artifact), step.artifact
             if step.portable is not None:
-                self.graphs[name] = step.portable
+                graphs[name] = step.portable
         old = self.manifest.entries[self.entry]
         new = {s.spec.library: s.spec for s in steps}
         updates = (*(u for u in old.updates if u.library not in new), *new.values())
         entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, updates=updates)}
-        self.manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries)
+        manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries)
+        return dataclasses.replace(self, manifest=manifest, artifacts=files, graphs=graphs)
 
-    def add_entries(self, other: PackageUpdate) -> None:
-        """The entries of ``other``, whose graphs, weights and examples are called otherwise than those here."""
-        mine, theirs = self.manifest, other.manifest
-        self.artifacts |= other.artifacts
-        self.weights |= other.weights
-        self.examples |= other.examples
-        self.graphs |= other.graphs
-        self.manifest = dataclasses.replace(
-            mine,
-            entries={**mine.entries, **theirs.entries},
-            libraries={**mine.libraries, **theirs.libraries},
-            weights={**mine.weights, **theirs.weights},
-            required_features=tuple(sorted({*mine.required_features, *theirs.required_features})),
-            notes={**mine.notes, **theirs.notes},
+    def with_entries(self, other: PackageUpdate) -> PackageUpdate:
+        """The entries of ``other``, in the place of those of the same name. Its graphs, weights and examples are called after their entries."""
+        replaced = tuple(f"{name}." for name in other.manifest.entries)
+
+        def together(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in mine.items() if not name.startswith(replaced)} | dict(theirs)
+
+        manifest = dataclasses.replace(
+            self.manifest,
+            entries={**self.manifest.entries, **other.manifest.entries},
+            libraries=together(self.manifest.libraries, other.manifest.libraries),
+            weights=together(self.manifest.weights, other.manifest.weights),
+            required_features=tuple(sorted({*self.manifest.required_features, *other.manifest.required_features})),
+            notes={**self.manifest.notes, **other.manifest.notes},
+        )
+        return dataclasses.replace(
+            self,
+            manifest=manifest,
+            artifacts=together(self.artifacts, other.artifacts),
+            weights=together(self.weights, other.weights),
+            examples=together(self.examples, other.examples),
+            graphs=together(self.graphs, other.graphs),
         )
 
     def write(self) -> None:
-        operators.say(write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs).operators)
+        write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs)
+
+    def say_operators(self) -> None:
+        """Logs what a process that loads the package must import first."""
+        operators.say(operators.operators_of(self.manifest))
 
 
 def _artifacts(archive: Archive) -> dict[str, Artifact]:

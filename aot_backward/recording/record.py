@@ -18,10 +18,17 @@ from aot_backward_runtime.module_calls.interception import Plain
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
 from aot_backward_runtime.passes import origin
+from aot_backward_runtime.passes.compiled_pass import Match
+from aot_backward_runtime.passes.fastest_way import FastestWay
+from aot_backward_runtime.passes.pass_contract import Operands
+from aot_backward_runtime.passes.structure import Structure
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
 from ..packaging.tuning import tune_of
+from .limits.added import Added
+from .limits.batches import check_time_limit
+from .limits.selection import MIN_SEEN, check_min_seen, percent
 from .modules.observed_modules import ObservedModules, leaves_of
 from .observed_replay import ObservedReplay
 from .optimizer_steps.observed_steps import ObservedSteps
@@ -34,8 +41,8 @@ Asked = tuple[Row, Sequence[Any], Sequence[Any]]
 
 class Recording(ObservedReplay):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted;
-    ``in_eager``: how many were timed in eager instead; ``slower``: what is slower compiled, in words;
-    ``compiled_steps``: the optimizers of which a kind of steps was compiled; ``compiled_modules``: the classes of modules of which calls were."""
+    ``in_eager``: how many were timed in eager instead; ``added``: what was compiled when it closed, and what was not; ``compiled_modules``: the
+    classes of modules of which calls were compiled, and their time beside eager's."""
 
     def __init__(
         self,
@@ -45,9 +52,12 @@ class Recording(ObservedReplay):
         progress: Progress | None,
         max_structures: int,
         tune: str,
-        optimizer: bool = True,
-        modules: bool = False,
+        optimizer: bool,
+        min_seen: int,
+        time_limit: float | None,
+        modules: bool,
     ):
+        self.min_seen, self.time_limit = check_min_seen(min_seen), check_time_limit(time_limit)
         if path is not None:
             check_destination(path)
         package = None
@@ -61,11 +71,11 @@ class Recording(ObservedReplay):
         self.path, self.entry, self.target, self.progress = path, entry, target, progress
         self.recorded = 0
         self.in_eager = 0
-        self.slower: list[str] = []
-        self.compiled_steps: list[str] = []
+        self.added = Added(skipped=self.skipped)
         self.compiled_modules: list[str] = []
         self.steps = ObservedSteps() if optimizer and target.startswith("cpu") else None
         self.observed_modules = ObservedModules() if modules and target.startswith("cpu") else None
+        self._served = self._in_eager = 0.0  # seconds of passes that the package had, as interpreted, and of those left to eager
 
     def intercepts_modules(self) -> bool:
         return self.observed_modules is not None
@@ -77,6 +87,31 @@ class Recording(ObservedReplay):
     def differentiable(self, roots: Sequence[Any]) -> None:
         if self.observed_modules is not None:
             self.observed_modules.differentiated_again(leaves_of(roots))
+
+    @property
+    def slower(self) -> tuple[str, ...]:
+        """What is slower compiled than in eager, or interpreted, in words."""
+        return self.added.contents.slower
+
+    @property
+    def compiled_steps(self) -> tuple[str, ...]:
+        """The optimizers of which a kind of steps was compiled."""
+        return self.added.contents.steps
+
+    @property
+    def backward_seconds(self) -> float:
+        """What the backward passes of the script took, those that are recorded interpreted."""
+        return self._served + self._in_eager + sum(s.backward_seconds for s in self.structures.values())
+
+    @property
+    def covered_seconds(self) -> float:
+        """That part of it for which the package has code."""
+        return self._served + sum(self.added.contents.variants.values())
+
+    @property
+    def coverage(self) -> str:
+        """``93 %`` of the backward time."""
+        return percent(self.covered_seconds, self.backward_seconds)
 
     def intercepts_steps(self) -> bool:
         return self.steps is not None
@@ -100,6 +135,7 @@ class Recording(ObservedReplay):
 
     def ran_in_eager(self, what: Asked, seconds: float) -> None:
         self.in_eager += 1
+        self.report.passes += 1
         with contextlib.suppress(Exception):
             self.timed.ran_in_eager(*what, seconds)
 
@@ -109,29 +145,58 @@ class Recording(ObservedReplay):
     def ended(self) -> None:
         self.timed.ended(self.reached - self.began + time.perf_counter() - self.left)
 
+    def was_left_to_eager(self, seconds: float) -> None:
+        self._in_eager += seconds
+
+    def _run_compiled(
+        self, structure: Structure, operands: Operands, match: Match, fastest: FastestWay, binding: bool, start: float
+    ) -> list[torch.Tensor | None]:
+        results = super()._run_compiled(structure, operands, match, fastest, binding, start)
+        assert structure.spec is not None
+        self._served += structure.spec.seconds or time.perf_counter() - start
+        return results
+
     def _missed(self, reason: str) -> None:
         self.recorded += 1
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        kind = error[0]
-        done = kind is None or (isinstance(kind, type) and issubclass(kind, SystemExit))  # a script that calls sys.exit has ended, too
         for words, reason in self.steps.refused.items() if self.steps is not None else ():
             self.skipped[f"the optimizer step of {words}: {reason}"] += 1
-        if done and self.path is not None and (self.observed_any or (self.steps is not None and self.steps.kinds)):
+        self.note_if_full()
+        kind = error[0]
+        if self.path is None or not (kind is None or (isinstance(kind, type) and issubclass(kind, (SystemExit, KeyboardInterrupt)))):
+            return
+        if self.observed_any or (self.steps is not None and self.steps.kinds):
             from .compile import add_passes
 
-            structures = self.structures_to_compile()
-            added = add_passes(self.path, self.entry, structures, steps=self.steps, target=self.target, progress=self.progress, tune=self.tune)
-            self.skipped += added.skipped
-            self.slower += added.slower
-            self.compiled_steps += added.steps
-        if done and self.path is not None and self.observed_modules is not None and self.observed_modules.modules:
-            from .modules.compiled_modules import add_modules
+            try:
+                add_passes(
+                    self.path,
+                    self.entry,
+                    self.structures,
+                    self.added,
+                    steps=self.steps,
+                    target=self.target,
+                    progress=self.progress,
+                    tune=self.tune,
+                    min_seen=self.min_seen,
+                    time_limit=self.time_limit,
+                    served=self._served,
+                    total=self.backward_seconds,
+                )
+            except KeyboardInterrupt:
+                self.added.stopped = "interrupt"
+                raise
+        if self.observed_modules is not None and self.observed_modules.modules and not self.added.stopped:
+            from .modules.compiled_modules import AddedModules, add_modules
 
-            made = add_modules(self.path, self.entry, self.observed_modules, target=self.target, tune=self.tune, progress=self.progress)
-            self.skipped += made.skipped
-            self.compiled_modules += made.added
+            made = AddedModules(self.compiled_modules, self.skipped)
+            try:
+                add_modules(self.path, self.entry, self.observed_modules, made, target=self.target, tune=self.tune, progress=self.progress)
+            except KeyboardInterrupt:
+                self.added.stopped = "interrupt"
+                raise
 
 
 def record(
@@ -143,6 +208,8 @@ def record(
     max_structures: int = MAX_STRUCTURES,
     tune: str | None = None,
     optimizer: bool = True,
+    min_seen: int = MIN_SEEN,
+    time_limit: float | None = None,
     modules: bool = False,
 ) -> Recording:
     """A context in which every backward pass is observed; when it closes, those that are new are compiled and added to the package at ``path``.
@@ -150,8 +217,12 @@ def record(
     Inside, passes are interpreted with eager's gradients; those that an existing package has a variant for run from it. Sizes that changed
     between passes become dynamic, so let the script see at least two batch sizes. Each compiled pass is compared with the recorded values, and
     left out, with the reason in ``skipped``, where it differs or cannot be traced. ``path=None``: nothing is compiled, only :attr:`tapes` are
-    kept. Nothing is written where the block ends by an exception. Needs memory for two passes of each structure. After ``max_structures`` new
-    structures, further ones are left to eager, and those that came only once are not compiled: ``skipped`` says so.
+    kept. Needs memory for two passes of each structure. After ``max_structures`` new structures, further ones are left to eager: ``skipped`` says so.
+
+    Structures of which ``min_seen`` passes came, or that the package has a variant of, are compiled: the most expensive first, and none begins after
+    ``time_limit`` seconds, but for one. :attr:`~Recording.added` counts the others. A :class:`KeyboardInterrupt` ends the block as a script that has
+    done its work; while structures are compiled, it ends that: what is finished is in the package. Nothing is written where the block ends by another
+    exception.
 
     Steps of ``torch.optim`` optimizers on a CPU, of a kind that comes more than once after the one that makes the state, are compiled too, unless
     ``optimizer`` is False.
@@ -163,7 +234,8 @@ def record(
     interpreted ("full" takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else
     "quick". What was slower compiled than by eager is in the package all the same, ``slower`` says which, and a replay leaves such passes to eager.
     """
-    return Recording(Path(path) if path is not None else None, entry, target, progress, max_structures, tune_of(tune), optimizer, modules)
+    file = Path(path) if path is not None else None
+    return Recording(file, entry, target, progress, max_structures, tune_of(tune), optimizer, min_seen, time_limit, modules)
 
 
 def _refuse_several_targets(path: Path) -> None:

@@ -15,6 +15,7 @@ from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
 from .observed_replay import ObservedReplay
+from .recorded_structure import RecordedStructure
 
 
 class MissSavingReplay(ObservedReplay):
@@ -32,7 +33,15 @@ class MissSavingReplay(ObservedReplay):
         if self.observed_any:
             from .miss_file import save_misses
 
-            self.skipped += save_misses(self.file, self.structures_to_compile())
+            self.skipped += save_misses(self.file, self._structures_to_save())
+
+    def _structures_to_save(self) -> dict[str, RecordedStructure]:
+        """All, or, where ``max_structures`` was reached, those that came more than once."""
+        if not self.table.full:
+            return self.structures
+        repeated = {f: s for f, s in self.structures.items() if s.passes > 1}
+        self.note_if_full(f", and {len(self.structures) - len(repeated)} of those that were recorded came once and are not saved")
+        return repeated
 
 
 def replay(

@@ -80,6 +80,7 @@ class TimedPasses:
         """The row ends where its beginning was all that the pass had in common with it."""
         if _likeness(roots, inputs, _LARGEST) == row.likeness:
             row.seconds.append(seconds)
+            row.times.passes_in_eager += 1
         else:
             row.length = len(row.seconds)
 

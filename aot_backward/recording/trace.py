@@ -37,6 +37,7 @@ class TracedProgram:
     partitions: list[Partition]
     traced: list[TracedPartition]  # of the compiled partitions, in their order
     examples: list[ExamplePass]
+    seconds: float = 0.0  # of the passes that it serves, as RecordedStructure.backward_seconds
     graphs: list[Graph] = field(default_factory=list)
     portables: dict[str, bytes] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
@@ -122,7 +123,8 @@ def _trace_variant(fingerprint: str, name: str, structure: RecordedStructure, gr
             else:
                 raise
             continue
-        return TracedProgram(fingerprint, name, structure, shapes, observation, partitions, traced, examples)
+        seconds = structure.seconds_of(group)
+        return TracedProgram(fingerprint, name, structure, shapes, observation, partitions, traced, examples, seconds)
 
 
 def _refuse_unsupported(structure: RecordedStructure, observation: Observation) -> None:

@@ -278,7 +278,7 @@ def test_forward_mode_over_recorded_passes() -> None:
 
     def make(path: Path) -> None:
         x = torch.linspace(-1, 1, 5).requires_grad_()
-        with ab.record(path):
+        with ab.record(path, min_seen=1):
             torch.autograd.grad(product(x), x)
             torch.autograd.grad(x.sin() * x, x, torch.ones(5))
             torch.autograd.grad((x * torch.linspace(1, 2, 5)).sum(), x)

@@ -96,7 +96,7 @@ if not torch_api.at_least("2.13"):
 
 def test_served(tmp_path: Path) -> None:
     path = tmp_path / "bw.pt2"
-    with ab.record(path) as recording:
+    with ab.record(path, min_seen=1) as recording:
         for name, (seen, _, _) in SERVED.items():
             step = stepping(name)
             for n in seen:
@@ -147,7 +147,7 @@ def test_a_node_that_cannot_be_compiled_is_named_with_its_layer_and_line(tmp_pat
     from aot_backward.recording import trace
 
     monkeypatch.setattr(trace, "_MAX_OPAQUE", 0)
-    with ab.record(tmp_path / "bw.pt2") as recording:
+    with ab.record(tmp_path / "bw.pt2", min_seen=1) as recording:
         stepping("packed")(1)
     (skipped,) = recording.skipped
     assert re.search(

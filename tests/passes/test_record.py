@@ -194,7 +194,7 @@ def test_strict_makes_a_miss_an_error_before_anything_ran(package: Path) -> None
 
 def test_a_wrong_graph_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Library.run
-    with ab.record(tmp_path / "bw.pt2") as recording:
+    with ab.record(tmp_path / "bw.pt2", min_seen=1) as recording:
         mlp((3, 4))
         monkeypatch.setattr(Library, "run", lambda self, inputs: [r * 1.01 for r in original(self, inputs)])
         infinite = torch.zeros(1, requires_grad=True)
@@ -210,7 +210,7 @@ def test_leaves_get_gradients_of_their_own(tmp_path: Path) -> None:
         (a + b + c.view(2, 2).t().reshape(4)).backward(given)
         return a, b, c
 
-    with ab.record(tmp_path / "bw.pt2") as recording:
+    with ab.record(tmp_path / "bw.pt2", min_seen=1) as recording:
         step()
     assert not recording.skipped
     with ab.replay(tmp_path / "bw.pt2", strict=True):
@@ -274,7 +274,7 @@ def test_what_a_hook_returns_is_looked_at(tmp_path: Path) -> None:
         return x.grad
 
     path = tmp_path / "bw.pt2"
-    with ab.record(path) as recording:
+    with ab.record(path, min_seen=1) as recording:
         step()
     assert not recording.skipped
     for change in (lambda g: g * 2, lambda g: (g.t().contiguous() * 2).t(), lambda g: None):
@@ -326,7 +326,7 @@ def scaled_step(factor: float) -> Tensor | None:
 
 def test_a_plain_custom_backward_becomes_part_of_the_graph(tmp_path: Path) -> None:
     path = tmp_path / "bw.pt2"
-    with ab.record(path) as recording:
+    with ab.record(path, min_seen=1) as recording:
         for factor in (2.0, 2.0, 3.0):
             scaled_step(factor)
     assert not recording.skipped
@@ -347,7 +347,7 @@ def test_a_custom_backward_that_does_more_is_called(tmp_path: Path) -> None:
         Counted.apply(x.exp()).sin().sum().backward()
         return x.grad
 
-    with ab.record(tmp_path / "bw.pt2") as recording:
+    with ab.record(tmp_path / "bw.pt2", min_seen=1) as recording:
         step()
     assert not recording.skipped
     Counted.calls.clear()
@@ -409,7 +409,7 @@ def close_to(grad: Tensor) -> Tensor:
 
 def test_numbers_that_keep_changing_end_in_one_structure(tmp_path: Path) -> None:
     path = tmp_path / "bw.pt2"
-    with ab.record(path) as recording:
+    with ab.record(path, min_seen=1) as recording:
         for factor in range(30):
             scaled_step(1.0 + factor)
     assert not recording.skipped and len(ab.load(path).manifest.entries["backward"].structures) == 5
@@ -437,7 +437,7 @@ def test_gradients_that_were_absent_and_come(tmp_path: Path, package: Path) -> N
         Sometimes.apply(x.tanh(), y.tanh()).sum().backward()
         return [x.grad, y.grad]
 
-    with ab.record(tmp_path / "bw.pt2"):
+    with ab.record(tmp_path / "bw.pt2", min_seen=1):
         step()
     given[0] = 3.0
     expected = step()
@@ -486,7 +486,7 @@ def test_the_order_of_the_forward_decides_the_order_of_hooks(tmp_path: Path) -> 
         (made["a"] + made["b"]).exp().sum().backward()
         return log, x.grad
 
-    with ab.record(tmp_path / "bw.pt2") as recording:
+    with ab.record(tmp_path / "bw.pt2", min_seen=1) as recording:
         step("a")
         step("b")
     assert not recording.skipped
@@ -521,7 +521,7 @@ def test_memory_that_changes_under_a_pass(tmp_path: Path) -> None:
         (b.tanh() * 2 + a.cos() * 3).backward(a.grad if grad_of_leaf else torch.ones(4))
         return b.grad
 
-    with ab.record(tmp_path / "bw.pt2") as recording:
+    with ab.record(tmp_path / "bw.pt2", min_seen=1) as recording:
         step()
         accumulated(False)
     assert not recording.skipped

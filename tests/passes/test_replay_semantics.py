@@ -44,7 +44,7 @@ def run(name: str) -> list[dict[str, object]]:
 @pytest.fixture(scope="module")
 def package() -> Path:
     def make(path: Path) -> None:
-        with ab.record(path) as recording:
+        with ab.record(path, min_seen=1) as recording:
             for name in NAMES:
                 run(name)
         assert not recording.skipped, list(recording.skipped)

@@ -20,14 +20,17 @@ def shown() -> Iterator[Progress]:
     from rich.progress import Progress as Bars
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        running: dict[str, TaskID] = {}
+    bars = Bars(*columns, console=Console(stderr=True), transient=True)
+    running: dict[str, TaskID] = {}
+    with contextlib.ExitStack() as drawn:
 
         def say(stage: str, done: int, total: int) -> None:
+            if not bars.live.is_started:  # while bars are drawn they catch what is printed, and a script that is recorded prints before the first
+                drawn.enter_context(bars)
             if stage not in running:
                 running[stage] = bars.add_task(stage, total=total)
             bars.update(running[stage], completed=done, total=total)
             if done >= total:
-                running.pop(stage)  # the same work for the next variant is a line of its own
+                bars.remove_task(running.pop(stage))  # the same work for the next variant is a line of its own
 
         yield say

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -71,31 +72,51 @@ def _parsed(context: click.Context, parameter: click.Parameter, words: Sequence[
     return Script(first, tuple(rest))
 
 
-def run_script(script: Script, context: AbstractContextManager[Any]) -> int:
+def run_script(script: Script, context: AbstractContextManager[Any], on_interrupt: Callable[[], None] = lambda: None) -> int:
     """Runs ``script`` as ``__main__`` inside ``context``; its exit code.
 
-    What it raises is printed as Python prints it, without frames of aot-backward, and ends the command with Python's exit status. What
-    ``context`` raises, a strict replay's :class:`MissError` included, is raised.
+    What it raises is printed as Python prints it, without frames of aot-backward, and ends the command with Python's exit status. An interrupt of the
+    script is ``context``'s to see too: :class:`ScriptInterrupted` is raised once it has closed, ``on_interrupt`` is called before. What ``context``
+    raises, a strict replay's :class:`MissError` included, is raised.
     """
     from aot_backward_runtime.errors import MissError
 
-    code = 0
-    with _as_main(script), context:
-        try:
-            script.run()
-        except SystemExit as end:
-            code = _exit_code(end)
-        except MissError:
-            raise
-        except BaseException as error:
-            _drop_own_frames(error, set())
-            if isinstance(error, ImportError) and error.__traceback__ is None:  # runpy itself, which found no such module
-                raise click.ClickException(str(error)) from None
-            sys.excepthook(type(error), error, error.__traceback__)
-            if isinstance(error, KeyboardInterrupt):
-                raise ScriptInterrupted from None
-            raise click.exceptions.Exit(FAILED) from None
+    code, interrupted = 0, False
+    try:
+        with _as_main(script), context:
+            try:
+                with _interrupts_of_its_own():
+                    script.run()
+            except SystemExit as end:
+                code = _exit_code(end)
+            except MissError:
+                raise
+            except BaseException as error:
+                _drop_own_frames(error, set())
+                if isinstance(error, ImportError) and error.__traceback__ is None:  # runpy itself, which found no such module
+                    raise click.ClickException(str(error)) from None
+                sys.excepthook(type(error), error, error.__traceback__)
+                if isinstance(error, KeyboardInterrupt):
+                    interrupted = True
+                    on_interrupt()
+                    raise
+                raise click.exceptions.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        if interrupted:
+            raise ScriptInterrupted from None
+        raise
     return code
+
+
+@contextmanager
+def _interrupts_of_its_own() -> Iterator[None]:
+    """What the script does on an interrupt is over with the script."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if before is not None and signal.getsignal(signal.SIGINT) != before:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

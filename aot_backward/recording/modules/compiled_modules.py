@@ -38,14 +38,14 @@ class AddedModules:
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-def add_modules(path: Path, entry: str, observed: ObservedModules, *, target: str, tune: str, progress: Progress | None = None) -> AddedModules:
-    """Adds an entry for each kind of module that was called at least twice; what cannot be exported is left out, with its reason. Raises
-    :class:`ExportError` where the package there is for another torch or target, or cannot be written."""
+def add_modules(
+    path: Path, entry: str, observed: ObservedModules, found: AddedModules, *, target: str, tune: str, progress: Progress | None = None
+) -> None:
+    """Adds an entry for each kind of module that was called at least twice; what cannot be exported is left out, with its reason. ``found`` says what
+    was done. Raises :class:`ExportError` where the package there is for another torch or target, or cannot be written."""
     say = progress or silent
-    found = AddedModules()
     with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         package = PackageUpdate.read(path, entry, target)
-        done = False
         known = {entry.name: entry for entry in load(path).recorded_modules()} if path.exists() else {}
         for number, (name, seen, source) in enumerate(_to_compile(observed, known, found.skipped)):
             try:
@@ -53,15 +53,12 @@ def add_modules(path: Path, entry: str, observed: ObservedModules, *, target: st
             except (AotBackwardError, RuntimeError) as error:
                 found.skipped[f"calls of {_words(seen)}: {str(error).partition(chr(10))[0]}"] += 1
                 continue
-            package.add_entries(part)
-            done = True
+            package = package.with_entries(part)
+            package.write()  # each when it is done: an interrupt keeps them
             speeds = [s for v in part.manifest.entries[name].variants if (s := v.speed) is not None]
             ratios = [r for s in speeds for r in s.ratios]
             took = f": {min(ratios):.2f} to {max(ratios):.2f} of eager's time" if ratios else ""
             found.added.append(f"{class_name(seen.module)}{took}")
-        if done:
-            package.write()
-    return found
 
 
 def _words(seen: ObservedModule) -> str:
@@ -133,8 +130,7 @@ def _exported(
         _export(path, name, seen, kinds, variants, target, tune, say)
     part = PackageUpdate.read(path, "backward", target)
     own = dataclasses.replace(part.manifest.entries[name], source=source)
-    part.manifest = dataclasses.replace(part.manifest, entries={name: own})
-    return part
+    return dataclasses.replace(part, manifest=dataclasses.replace(part.manifest, entries={name: own}))
 
 
 def _export(

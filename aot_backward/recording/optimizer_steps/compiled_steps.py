@@ -64,8 +64,8 @@ def compile_steps(observed: ObservedSteps, folder: Path, target: str, say: Progr
     """Those that came more than once. What cannot be compiled, or is not what eager makes, is left out, with the reason in ``skipped``."""
     mode = fake_mode()
     traced: list[_Traced] = []
-    kinds = [(digest, kind) for digest, kind in observed.kinds.items() if kind.example is not None]
-    for done, (digest, kind) in enumerate(kinds):
+    kinds = observed.repeated
+    for done, (digest, kind) in enumerate(kinds.items()):
         say("trace optimizer steps", done, len(kinds))
         with _left_out(kind, skipped):
             traced.append(_traced(f"{_PREFIX}.{digest[:12]}", kind, mode))

@@ -43,6 +43,11 @@ class ObservedSteps:
     refused: dict[str, str] = field(default_factory=dict)
     _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
 
+    @property
+    def repeated(self) -> dict[str, ObservedStep]:
+        """The kinds that came more than once, which are compiled."""
+        return {digest: kind for digest, kind in self.kinds.items() if kind.example is not None}
+
     def observe(self, optimizer: torch.optim.Optimizer, line: str) -> None:
         """Called before a step in eager."""
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1

@@ -12,7 +12,7 @@ import functools
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,16 +102,22 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 class Builder:
-    """Runs recorded commands in a pool of threads; leave it with ``with``, which waits for what runs and drops what does not."""
+    """Runs recorded commands in a pool of threads; leave it with ``with``, which waits for what runs and drops what does not. An interrupt ends what
+    runs: Python would wait for it before it ends."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="g++")
         self._parts: dict[str, Future[Path]] = {}
+        self._running: set[subprocess.Popen[str]] = set()
 
     def __enter__(self) -> Builder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(self._running):
+                process.kill()
         self._pool.shutdown(cancel_futures=True)
 
     def compile(self, name: str, commands: Sequence[Command], folder: Path) -> list[Future[None]]:
@@ -130,7 +136,7 @@ class Builder:
         objects = [_object(file) for c in commands for file in c.sources]
         interface = str(self._parts["interface"].result() / "interface.o")
         argv = [*command.compiler, *objects, interface, "-o", str(library), *command.flags, *_LINK_FLAGS]
-        return self._pool.submit(_run, name, argv, folder)
+        return self._pool.submit(self._run, name, argv, folder)
 
     def _compile(self, name: str, command: Command, folder: Path) -> None:
         (file,) = command.sources
@@ -140,15 +146,26 @@ class Builder:
             shared = ["-include", str(part / "wrapper.h"), f"-I{part / 'include'}"]
         elif file == "kernel.cpp":
             shared = ["-include", str(self._parts["kernel.h"].result() / "kernel.h")]
-        _run(name, [*command.compiler, *shared, *command.flags, "-w", "-c", file, "-o", _object(file)], folder)
+        self._run(name, [*command.compiler, *shared, *command.flags, "-w", "-c", file, "-o", _object(file)], folder)
 
     def _start_parts(self, file: str, command: Command) -> None:
         for part in {"wrapper.cpp": ("wrapper.h", "interface"), "kernel.cpp": ("kernel.h",)}.get(file, ()):
             if part not in self._parts:
-                self._parts[part] = self._pool.submit(_build_shared_part, part, command)
+                self._parts[part] = self._pool.submit(_build_shared_part, part, command, self._run)
+
+    def _run(self, what: str, argv: Sequence[str], folder: Path) -> None:
+        process = subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        self._running.add(process)
+        try:
+            said, _ = process.communicate()
+        finally:
+            self._running.discard(process)
+        if process.returncode:
+            last = "\n".join(said.splitlines()[-_LINES_SHOWN:])
+            raise ExportError(f"{what}: {argv[0]} failed with exit status {process.returncode}; another compiler can be named in CXX\n{last}")
 
 
-def _build_shared_part(part: str, command: Command) -> Path:
+def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence[str], Path], None]) -> Path:
     """The folder of a precompiled header or of the C interface's object, built if no process has built it with these flags yet."""
     text = {
         "wrapper.h": cpp_source.wrapper_header,
@@ -164,17 +181,10 @@ def _build_shared_part(part: str, command: Command) -> Path:
         if part == "wrapper.h":
             cpp_source.write_patched_headers(folder / "include")
         argv = [*command.compiler, "-Iinclude", *command.flags, "-w", *source, "-o", output]
-        _run(f"the part that all libraries share ({part})", argv, folder)
+        run(f"the part that all libraries share ({part})", argv, folder)
 
     return store_folder(cache_root() / "shared" / key, build)
 
 
 def _object(file: str) -> str:
     return f"{file.rpartition('.')[0]}.o"
-
-
-def _run(what: str, argv: Sequence[str], folder: Path) -> None:
-    done = subprocess.run(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if done.returncode:
-        last = "\n".join(done.stdout.splitlines()[-_LINES_SHOWN:])
-        raise ExportError(f"{what}: {argv[0]} failed with exit status {done.returncode}; another compiler can be named in CXX\n{last}")

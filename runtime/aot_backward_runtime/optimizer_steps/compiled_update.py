@@ -25,6 +25,8 @@ FIRST_NUMBER = 2
 """Elements of the vector before the numbers: flags of training steps, 0 here."""
 IGNORED = ("foreach", "fused")
 """Options that say how eager computes, not what."""
+NO_STATE = "the optimizer has no state yet"
+"""Why eager makes the first step of an optimizer that keeps state."""
 
 
 class OtherGroups(InputError):
@@ -126,7 +128,7 @@ class BoundUpdate:
             own = state.get(parameter)
             if own is None or not keys:
                 if keys:
-                    raise InputError("the optimizer has no state yet")
+                    raise InputError(NO_STATE)
                 if own and any(v is not None for v in own.values()):
                     raise InputError(f"the optimizer has the state {next(k for k, v in own.items() if v is not None)!r}; none was recorded")
                 continue

@@ -72,6 +72,9 @@ class EngineHook:
     def left_to_eager(self, reason: str) -> None:
         raise NotImplementedError
 
+    def was_left_to_eager(self, seconds: float) -> None:
+        """After :meth:`left_to_eager`, where that pass was not within another."""
+
     def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """Whether a pass that is called now goes to eager before the engine looks at it: None, or what :meth:`ran_in_eager` is to be told."""
         return None
@@ -170,25 +173,19 @@ class EngineHook:
         self._looks = False
         if args[2]:
             self.differentiable(roots)
-            self.left_to_eager("create_graph=True: its results are differentiated again, and no compiled pass can be")
-            return self._without(roots, args, kwargs)
+            return self._leave_to_eager("create_graph=True: its results are differentiated again, and no compiled pass can be", roots, args, kwargs)
         if torch_api.in_functorch() or any(g is not None and torch_api.is_batched(g) for g in args[0]):
-            self.left_to_eager("batched gradients (is_grads_batched=True), or within a transform of functorch")
-            return self._without(roots, args, kwargs)
+            return self._leave_to_eager("batched gradients (is_grads_batched=True), or within a transform of functorch", roots, args, kwargs)
         if torch_api.in_forward_mode():
-            self.left_to_eager("within forward-mode differentiation, whose tangents native code would drop")
-            return self._without(roots, args, kwargs)
+            return self._leave_to_eager("within forward-mode differentiation, whose tangents native code would drop", roots, args, kwargs)
         while not self._turn.acquire(timeout=0.02):
             if self.outside:  # the thread whose turn it is may be waiting for this very pass
-                self.left_to_eager("ran while another thread's hook was called")
-                return self._without(roots, args, kwargs)
+                return self._leave_to_eager("ran while another thread's hook was called", roots, args, kwargs)
         try:
             if self.inside:
-                self.left_to_eager("re-entrant: called by a hook or a custom function of another pass")
-                return self._without(roots, args, kwargs)
+                return self._leave_to_eager("re-entrant: called by a hook or a custom function of another pass", roots, args, kwargs)
             if self._off:
-                self.left_to_eager("ran beside a pass of another thread")
-                return self._without(roots, args, kwargs)
+                return self._leave_to_eager("ran beside a pass of another thread", roots, args, kwargs)
             if self._left >= _LEFT_LEAST and (self._left >= _LEFT_BEHIND or self._left * self.largest >= _LEFT_NODES):
                 self.clear_cache()
             self.inside, self.running, self.runs_in = True, False, threading.get_ident()
@@ -208,12 +205,15 @@ class EngineHook:
                 self.inside = self.running = False
                 self.roots = self.targets = ()
                 self.callbacks.clear()
+            start = time.perf_counter()
             result = self._without(roots, args, kwargs)  # raises what eager would where the pass itself is wrong
+            seconds = time.perf_counter() - start
             for rest in (" You can disable", " Please ", " Exception raised from"):
                 reason = reason.partition(rest)[0]
             if reason.startswith("!vlogger"):  # it walks to where a recording was given up, and has nothing to say about it
                 reason = "a structure that was left to eager before"
             self.left_to_eager(reason)
+            self.was_left_to_eager(seconds)
             return result
         finally:
             self._turn.release()
@@ -256,6 +256,14 @@ class EngineHook:
         finally:
             if has:
                 self._turn.release()
+
+    def _leave_to_eager(self, reason: str, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self.left_to_eager(reason)
+        within, start = self.inside, time.perf_counter()
+        result = self._without(roots, args, kwargs)
+        if not within:
+            self.was_left_to_eager(time.perf_counter() - start)
+        return result
 
     def _without(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The pass by eager, with the hook off for as long as any such pass runs."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-_KEPT, _SHOWN = 256, 12
+from ..optimizer_steps.compiled_update import NO_STATE
+
+_KEPT, _SHOWN, _IN_TEXT = 256, 12, 3
 REST = "(other reasons)"
 
 
@@ -24,24 +27,29 @@ class Reasons(Counter[str]):
                 rest += count
             self[REST] = rest
 
-    def shown(self) -> dict[str, int]:
+    def shown(self, most: int = _SHOWN) -> dict[str, int]:
         """The most frequent, and how many passes had another one."""
-        first = [(reason, count) for reason, count in self.most_common(_SHOWN + 1) if reason != REST][:_SHOWN]
+        first = [(reason, count) for reason, count in self.most_common(most + 1) if reason != REST][:most]
         rest = sum(self.values()) - sum(count for _, count in first)
         return dict(first) | ({REST: rest} if rest else {})
 
 
 @dataclass
 class Report:
-    """What became of the backward passes of a context.
+    """What became of the backward passes of a context. As text, three lines where nothing was missed: the engine's messages are in the JSON alone.
 
-    ``bindings``: passes that met a structure for the first time; ``hits``: further ones that the package served; ``misses``: those that were
-    interpreted, by reason; ``eager``: those that the engine would not have, by reason; ``slower``: those for which the package has code that was
-    slower than eager, or than interpreting them, when it was compiled, and which therefore ran so; those of a rest, in which nothing is looked at,
-    are counted when it ends. ``saved``: seconds by which the hits were faster than eager was when they were recorded; where it was not timed then,
-    than their tapes uncompiled. ``steps``: optimizer steps by compiled code, whose gain is in ``saved``; ``eager_steps``: the others, by reason.
+    ``passes``: all that were called; ``compiled``: those that ran compiled. ``bindings``: passes that met a structure for the first time; ``hits``:
+    further ones that the package served; ``misses``: those that were interpreted, by reason; ``eager``: those that the engine would not have, by
+    reason; ``slower``: those for which the package has code that was slower than eager, or than interpreting them, when it was compiled, and which
+    therefore ran so; those of a rest, in which nothing is looked at, are counted when it ends. ``saved_against_eager``: seconds by which the hits and
+    the optimizer steps were faster than eager was when they were recorded; ``saved_against_tapes``: by which the other hits, whose structure was not
+    timed in eager then, were faster than their tapes interpreted. ``steps``: optimizer steps by compiled code; ``eager_steps``: the others, by
+    reason. ``modules``: calls of modules by compiled code, of which ``audits`` were made by eager, too; ``eager_modules``: others of modules with
+    parameters, by reason; ``differed``: what the audits found; ``through_modules``: those of the compiled passes whose forward was such a call.
     """
 
+    passes: int = 0
+    compiled: int = 0
     bindings: int = 0
     hits: int = 0
     misses: Reasons = field(default_factory=Reasons)
@@ -50,15 +58,23 @@ class Report:
     engine: Reasons = field(default_factory=Reasons)  # what the engine said of the first passes that its cache did not have
     steps: int = 0
     eager_steps: Reasons = field(default_factory=Reasons)
-    saved: float = 0.0
-    modules: int = 0  # calls of modules by compiled code
-    audits: int = 0  # of those, calls that eager made too, for comparison
-    through_modules: int = 0  # passes through them, by eager's engine
+    saved_against_eager: float = 0.0
+    saved_against_tapes: float = 0.0
+    modules: int = 0
+    audits: int = 0
+    through_modules: int = 0
     eager_modules: Reasons = field(default_factory=Reasons)
-    differed: list[str] = field(default_factory=list)  # what audits found
+    differed: list[str] = field(default_factory=list)
+
+    @property
+    def saved(self) -> float:
+        """Seconds, against either."""
+        return self.saved_against_eager + self.saved_against_tapes
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "passes": self.passes,
+            "compiled": self.compiled,
             "bindings": self.bindings,
             "hits": self.hits,
             "misses": self.misses.shown(),
@@ -73,25 +89,44 @@ class Report:
             "audits_that_differed": self.differed,
             "passes_through_modules": self.through_modules,
             "seconds_saved": round(self.saved, 6),
+            "seconds_saved_against": {"eager": round(self.saved_against_eager, 6), "interpreted": round(self.saved_against_tapes, 6)},
         }
 
     def __str__(self) -> str:
-        missed, eager, slower = sum(self.misses.values()), sum(self.eager.values()), sum(self.slower.values())
-        not_faster = f", {slower} not faster compiled" if slower else ""
-        lines = [f"{self.bindings} bound, {self.hits} hits, {missed} misses, {eager} left to eager{not_faster}; {self.saved:.3f} s saved"]
-        if self.steps or self.eager_steps:
-            lines.append(f"{self.steps} optimizer steps compiled, {sum(self.eager_steps.values())} in eager")
-        if self.modules or self.eager_modules or self.differed:
-            lines.append(f"{self.modules} module calls compiled ({self.audits} audited), {sum(self.eager_modules.values())} in eager")
-        lines += [f"  AUDIT: {words}" for words in self.differed]
-        named = (
-            ("miss", self.misses),
-            ("eager", self.eager),
-            ("slower", self.slower),
-            ("engine", self.engine),
-            ("optimizer", self.eager_steps),
-            ("module", self.eager_modules),
-        )
-        for what, reasons in named:
-            lines += [f"  {what} x{count}: {reason}" for reason, count in reasons.shown().items()]
-        return "\n".join(lines)
+        audits = (f"  AUDIT: {words}" for words in self.differed)
+        return "\n".join([self._what_ran(), *self._slower_ones(), *self._time_saved(), *audits, *self.reasons()])
+
+    def reasons(self) -> Iterator[str]:
+        """Why something was not compiled: of each kind the most frequent reasons, a line each."""
+        steps = Reasons({reason: count for reason, count in self.eager_steps.items() if reason != NO_STATE})
+        for what, reasons in (("miss", self.misses), ("eager", self.eager), ("optimizer", steps), ("module", self.eager_modules)):
+            yield from (f"  {what} x{count}: {reason}" for reason, count in reasons.shown(_IN_TEXT).items())
+
+    def _what_ran(self) -> str:
+        how = f"{self.bindings} binding{'' if self.bindings == 1 else 's'}, {self.hits} hit{'' if self.hits == 1 else 's'}"
+        parts = [f"{self.compiled} of {self.passes} backward passes ({how})"]
+        in_eager = sum(self.eager_steps.values())
+        if self.steps or in_eager:
+            first = f" ({self.eager_steps[NO_STATE]} made the state, in eager)" if self.eager_steps[NO_STATE] else ""
+            parts.append(f"{self.steps} of {self.steps + in_eager} optimizer steps{first}")
+        if self.modules or self.eager_modules:
+            parts.append(f"{self.modules} of {self.modules + sum(self.eager_modules.values())} module calls ({self.audits} audited)")
+        return f"{' and '.join(parts)} ran compiled"
+
+    def _slower_ones(self) -> Iterator[str]:
+        if self.slower:
+            count = sum(self.slower.values())
+            yield f"{count} not faster compiled: these ran in eager, or interpreted, as was faster when they were recorded (always=True, --always)"
+
+    def _time_saved(self) -> Iterator[str]:
+        parts = []
+        if self.saved_against_eager:
+            parts.append(f"{_gained(self.saved_against_eager)} against eager, as it was timed when they were recorded")
+        if self.saved_against_tapes:
+            parts.append(f"{_gained(self.saved_against_tapes)} against their tapes interpreted, as no eager was timed")
+        if parts:
+            yield "; ".join(parts)
+
+
+def _gained(seconds: float) -> str:
+    return f"{seconds:.3f} s saved" if seconds >= 0 else f"{-seconds:.3f} s lost"

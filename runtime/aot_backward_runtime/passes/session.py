@@ -87,6 +87,7 @@ class Replaying(EngineHook):
         self._attempts_left = 0  # passes to record until all of those are bound again
         self._skip = 0  # passes until the next attempt after those
         self._intercepts = self._intercepts_modules = False
+        self._calls_seen = 0  # of modules, compiled, when the last pass through them was seen
 
     def __enter__(self) -> Replaying:
         super().__enter__()
@@ -110,7 +111,7 @@ class Replaying(EngineHook):
             module_interception.leave(self)
         self.report.modules, self.report.audits = self.modules.compiled, self.modules.audits
         self.report.differed = list(self.modules.differed)
-        self.report.saved += self.modules.saved
+        self.report.saved_against_eager += self.modules.saved
         self.modules.saved = 0.0
 
     def intercepts_modules(self) -> bool:
@@ -147,7 +148,7 @@ class Replaying(EngineHook):
         else:
             self.report.steps += 1
             if update.spec.speed is not None:
-                self.report.saved += update.spec.speed.means["eager"] * 1e-6 - (time.perf_counter() - start)
+                self.report.saved_against_eager += update.spec.speed.means["eager"] * 1e-6 - (time.perf_counter() - start)
             return loss
         eager(optimizer)
         return loss
@@ -178,18 +179,30 @@ class Replaying(EngineHook):
         return "" if not self.looks_at_all and self.sites.is_faster_in_eager(roots) else None
 
     def ran_in_eager(self, what: Any, seconds: float) -> None:
+        self.report.passes += 1
         self.report.slower.note("left to eager, which ran passes called from there faster when they were recorded")
 
     def is_through_modules(self) -> bool:
         through, self.modules.since_backward = self.modules.since_backward, False
-        self.report.through_modules += through
+        if through:
+            self._note_through_modules(1)
         return through
 
+    def _note_through_modules(self, count: int) -> None:
+        self._calls_seen = self.modules.compiled
+        self.report.passes += count
+        self.report.compiled += count
+        self.report.through_modules += count
+
     def rested(self, count: int) -> None:
-        self.report.slower.note("left to eager without a look, as all before them were", count)
+        through = min(count, self.modules.compiled - self._calls_seen)
+        self._note_through_modules(through)
+        self.report.passes += count - through
+        self.report.slower.note("left to eager without a look, as all before them were", count - through)
 
     def left_to_eager(self, reason: str) -> None:
         self.in_a_row = 0
+        self.report.passes += 1
         self.report.eager.note(reason)
         self._log_once(f"a backward pass was left to eager: {reason}")
 
@@ -226,6 +239,7 @@ class Replaying(EngineHook):
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
         """Runs one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
         start = time.perf_counter()
+        self.report.passes += 1
         try:
             if torch.is_anomaly_enabled():
                 raise InputError("anomaly mode looks at every node: the tape is interpreted")
@@ -263,12 +277,13 @@ class Replaying(EngineHook):
     ) -> list[torch.Tensor | None]:
         assert structure.spec is not None
         results = match.variant.run(operands, match, self.calling_out, self._missed)
+        self.report.compiled += 1
         if not binding:
             self.report.hits += 1
             if fastest.times:
-                self.report.saved += fastest.times["eager"] * 1e-6 - (time.perf_counter() - self.began)
+                self.report.saved_against_eager += fastest.times["eager"] * 1e-6 - (time.perf_counter() - self.began)
             else:
-                self.report.saved += structure.spec.seconds - (time.perf_counter() - start)
+                self.report.saved_against_tapes += structure.spec.seconds - (time.perf_counter() - start)
             self._hits_in_a_row += 1
             if self._hits_in_a_row == _QUIET_AFTER_HITS:
                 self._set_verbose_logging(False)

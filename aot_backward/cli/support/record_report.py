@@ -1,0 +1,93 @@
+"""What ``aot-backward record`` says when it has ended: three lines where all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .tables import count
+
+if TYPE_CHECKING:
+    from ...recording.record import Recording
+
+_SHOWN = 5  # reasons
+
+
+def to_json(session: Recording) -> dict[str, Any]:
+    """The report of the passes, and everything about what was compiled."""
+    added, total = session.added, session.backward_seconds
+    return {
+        **session.report.to_json(),
+        "recorded": session.recorded,
+        "timed_in_eager": session.in_eager,
+        "structures": len(session.structures),
+        "written": bool(added.contents),
+        "structures_compiled": len(added.contents.structures),
+        "optimizer_steps_compiled": list(added.contents.steps),
+        "modules_compiled": session.compiled_modules,
+        "backward_time_covered": round(session.covered_seconds / total, 6) if total else 0.0,
+        "seen_too_seldom": added.seldom,
+        "unfinished": added.unfinished,
+        "stopped_by": added.stopped or None,
+        "skipped": dict(session.skipped),
+        "slower_compiled": list(added.contents.slower),
+    }
+
+
+def serves_anything(session: Recording) -> bool:
+    """Whether the package holds code for something that the script did, from now on or before."""
+    return bool(session.added.contents or session.compiled_modules or session.report.compiled)
+
+
+def lines(session: Recording, output: Path) -> Iterator[str]:
+    added, report = session.added, session.report
+    passes = [f"{count(session.recorded, 'backward pass', 'backward passes')} of {count(len(session.structures), 'structure')} recorded"]
+    passes += [f"{session.in_eager} timed in eager"] if session.in_eager else []
+    passes += [f"{report.compiled} run from {output}"] if report.compiled else []
+    passes += [f"{sum(report.eager.values())} left to eager"] if report.eager else []
+    yield ", ".join(passes)
+    yield _written(session, output)
+    if session.compiled_modules:
+        yield f"calls of modules compiled: {'; '.join(session.compiled_modules)}"
+    if added.seldom:
+        seen = "once" if session.min_seen == 2 else f"less than {session.min_seen} times"
+        are, them = ("is", "it") if added.seldom == 1 else ("are", "them")
+        yield f"{count(added.seldom, 'structure')} seen {seen} {are} left out (--min-seen 1 compiles {them})"
+    if added.unfinished:
+        why = "interrupted" if added.stopped == "interrupt" else f"the time limit of {session.time_limit:g} s was reached"
+        yield f"{count(added.unfinished, 'structure')} left out: {why}"
+    for reason, times in report.eager.shown(_SHOWN).items():
+        yield f"  eager x{times}: {reason}"
+    for reason in list(session.skipped)[:_SHOWN]:
+        yield f"  left out: {reason}"
+    if len(session.skipped) > _SHOWN:
+        yield f"  left out for {len(session.skipped) - _SHOWN} other reasons (--json has all)"
+
+
+def _written(session: Recording, output: Path) -> str:
+    contents, covers = session.added.contents, f"covers {session.coverage} of the backward time"
+    if contents:
+        parts = [f"{count(len(contents.structures), 'structure')} compiled"] if contents.variants else []
+        parts += [f"{'' if parts else 'compiled '}steps of {', '.join(contents.steps)}"] if contents.steps else []
+        slower = f"; {len(contents.slower)} of these not faster than eager, where replay leaves them (--always)" if contents.slower else ""
+        return f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB), which {covers}: {' and '.join(parts)}{slower}"
+    if session.compiled_modules:
+        return f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)"
+    if session.report.compiled and not session.structures:
+        return f"nothing is new: {output} {covers}"
+    return f"nothing was written: {_why_not(session)}"
+
+
+def _why_not(session: Recording) -> str:
+    added, report = session.added, session.report
+    if not report.passes:
+        return "no backward pass was called"
+    if not session.structures:
+        return "all backward passes were left to eager"
+    if added.stopped == "interrupt":
+        return "interrupted before anything was compiled"
+    if not added.chosen:
+        new = "new " if report.compiled else ""
+        return f"no {new}structure was seen " + ("twice" if session.min_seen == 2 else f"{session.min_seen} times")
+    return "nothing that was recorded could be compiled"

@@ -1,0 +1,1 @@
+"""What of a recording is compiled: which structures, in which order, and for how long."""
