@@ -82,7 +82,7 @@ class Recording(ObservedReplay):
         self.timed.interpreted(times, seconds)
 
     def ended(self) -> None:
-        self.timed.ended(self.reached - self.began + time.perf_counter() - self.left)
+        self.timed.ended(self.reached - self.began + time.perf_counter() - self.left, self.reduced)
 
     def _missed(self, reason: str) -> None:
         self.recorded += 1

@@ -154,6 +154,16 @@ class Tape:
         return any(s.index in sums for op in self.ops if op.kind == "add" for s in slots(op.operands))
 
     @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """The inputs to whose ``.grad`` something is added, in that order."""
+        return tuple(op.operands[0].index for op in self.ops if op.kind == "accumulate")
+
+    @cached_property
+    def reaches_undefined(self) -> bool:
+        """Whether the engine comes to leaves whose gradient is undefined, of which no operation says anything."""
+        return not self.outputs and sum(name.endswith("AccumulateGrad") for name in self.nodes) > len(self.leaves)
+
+    @cached_property
     def positions(self) -> frozenset[int]:
         """The size slots that only say where a view begins or ends. Zero and one mean nothing else there, as they do in a size."""
         places = [s.index for op in self.ops for s in slots(_positions(op)) if s.kind == "size"]
