@@ -10,6 +10,7 @@ import click
 from .support.failures import EXIT_CODES, debug_option
 from .support.imports import import_option
 from .support.progress import shown
+from .support.ranks import rank_of_several
 from .support.script import Script, run_script, script_options
 from .support.tables import count
 from .support.tune import tune_option
@@ -55,14 +56,23 @@ def record(
             tune=tune,
             optimizer=not no_optimizer,
         )
-        code = run_script(script, session)
+        try:
+            code = run_script(script, session)
+        except click.exceptions.Exit as end:
+            if not session.of_ranks:
+                raise
+            code = end.exit_code  # it failed since another process was killed; what the rest saw is compiled
     if as_json:
         more = {"recorded": session.recorded, "timed_in_eager": session.in_eager, "skipped": dict(session.skipped), "slower_compiled": session.slower}
         more["optimizer_steps_compiled"] = session.compiled_steps
+        if (rank := rank_of_several()) is not None:
+            more.update(rank=rank, writes=session.writes, of_ranks=session.of_ranks)
         click.echo(json.dumps({**session.report.to_json(), **more}), err=True)
-    else:
+    elif session.writes:
         timed = f" and {session.in_eager} timed in eager" if session.in_eager else ""
         click.echo(f"{session.recorded} passes of {len(session.structures)} structures recorded{timed}; {session.report}", err=True)
+        for words in session.of_ranks:
+            click.echo(words, err=True)
         if session.compiled_steps:
             click.echo(f"{count(len(session.compiled_steps), 'kind')} of optimizer steps compiled: {', '.join(session.compiled_steps)}", err=True)
         for reason in session.skipped:

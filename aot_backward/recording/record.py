@@ -24,6 +24,7 @@ from ..packaging.tuning import tune_of
 from .observed_replay import ObservedReplay
 from .optimizer_steps.observed_steps import ObservedSteps
 from .recorded_structure import DEFAULT_ENTRY, PassTimes
+from .several_processes import Ranks, ranks_here
 from .timed_passes import Row, TimedPasses
 
 Asked = tuple[Row, Sequence[Any], Sequence[Any]]
@@ -33,7 +34,8 @@ Asked = tuple[Row, Sequence[Any], Sequence[Any]]
 class Recording(ObservedReplay):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted;
     ``in_eager``: how many were timed in eager instead; ``slower``: what is slower compiled, in words;
-    ``compiled_steps``: the optimizers of which a kind of steps was compiled."""
+    ``compiled_steps``: the optimizers of which a kind of steps was compiled. Of several processes one ``writes``, whose ``of_ranks`` says in words
+    what the others gave."""
 
     def __init__(self, path: Path | None, entry: str, target: str, progress: Progress | None, max_structures: int, tune: str, optimizer: bool = True):
         if path is not None:
@@ -51,6 +53,9 @@ class Recording(ObservedReplay):
         self.in_eager = 0
         self.slower: list[str] = []
         self.compiled_steps: list[str] = []
+        self.ranks = ranks_here(path) if path is not None else None
+        self.writes = True
+        self.of_ranks: list[str] = []
         self.steps = ObservedSteps() if optimizer and target.startswith("cpu") else None
 
     def intercepts_steps(self) -> bool:
@@ -87,20 +92,61 @@ class Recording(ObservedReplay):
     def _missed(self, reason: str) -> None:
         self.recorded += 1
 
+    def __enter__(self) -> Recording:
+        with contextlib.ExitStack() as undo:
+            if self.ranks is not None:
+                self.ranks.enter()
+                undo.callback(self.ranks.leave)
+            super().__enter__()
+            undo.pop_all()
+        return self
+
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         kind = error[0]
         done = kind is None or (isinstance(kind, type) and issubclass(kind, SystemExit))  # a script that calls sys.exit has ended, too
         for words, reason in self.steps.refused.items() if self.steps is not None else ():
             self.skipped[f"the optimizer step of {words}: {reason}"] += 1
-        if done and self.path is not None and (self.observed_any or (self.steps is not None and self.steps.kinds)):
-            from .compile import add_passes
+        if self.ranks is not None:
+            try:
+                self._compile_of_ranks(self.ranks, done)
+            finally:
+                self.ranks.leave()
+        elif done and self.path is not None:
+            self._compile(self.path)
 
-            structures = self.structures_to_compile()
-            added = add_passes(self.path, self.entry, structures, steps=self.steps, target=self.target, progress=self.progress, tune=self.tune)
-            self.skipped += added.skipped
-            self.slower += added.slower
-            self.compiled_steps += added.steps
+    def _compile(self, path: Path) -> None:
+        if not self.observed_any and not (self.steps is not None and self.steps.kinds):
+            return
+        from .compile import add_passes
+
+        structures = self.structures_to_compile()
+        added = add_passes(path, self.entry, structures, steps=self.steps, target=self.target, progress=self.progress, tune=self.tune)
+        self.skipped += added.skipped
+        self.slower += added.slower
+        self.compiled_steps += added.steps
+
+    def _compile_of_ranks(self, ranks: Ranks, done: bool) -> None:
+        """What all processes saw, where this is the one that writes."""
+        assert self.path is not None
+        self.writes = False
+        if not done and not ranks.failed_for_another():
+            ranks.fail()
+            return
+        gathered = ranks.gather(self.structures, self.recorded)
+        if gathered is None:
+            return
+        self.writes, self.of_ranks = True, gathered.lines
+        self.structures = gathered.structures
+        self.skipped += gathered.skipped
+        try:
+            self._compile(self.path)
+            for file in gathered.files:
+                from .miss_file import compile_misses
+
+                self.skipped += compile_misses(file, self.path, entry=self.entry, target=self.target, progress=self.progress)
+        finally:
+            ranks.say_done()
 
 
 def record(
