@@ -99,6 +99,8 @@ class Ranks:
             signal.signal(signal.SIGTERM, self._prior)
             self._prior = None
         self._lock.close()
+        if not any(map(self._is_there, self.others)):  # the last one
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str, rank: int | None = None) -> Path:
         return self.folder / f"{self.rank if rank is None else rank}.{name}"
@@ -199,12 +201,11 @@ class Ranks:
             self._put(f"traced.{writer}", {"skipped": skipped})
 
     def say_done(self) -> None:
-        """The writer's last word, after which the others go on."""
+        """The writer's last word, after which the others go on, and leave before it."""
         self._put("done", {})
         until = time.monotonic() + 10
         while any(map(self._is_there, self.others)) and time.monotonic() < until:
             time.sleep(_POLL)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _is_done(self) -> bool:
         return not self.folder.exists() or any(self.folder.glob("*.done"))
