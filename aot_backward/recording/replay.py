@@ -13,6 +13,7 @@ from aot_backward_runtime.passes.session import replay as runtime_replay
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
+from . import several_processes
 from .observed_replay import ObservedReplay
 
 
@@ -64,5 +65,8 @@ def replay(
             always=always,
             optimizer=optimizer,
         )
+    file = Path(save_misses)
+    if rank := several_processes.rank_here():  # each writes its own
+        file = file.with_name(f"{file.name}.rank{rank}")
     package = load(path, imports=imports, signature=signature, key=key)
-    return MissSavingReplay(package, entry, Path(save_misses), strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
+    return MissSavingReplay(package, entry, file, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)

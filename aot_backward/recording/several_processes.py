@@ -54,11 +54,18 @@ class Gathered:
 
 def ranks_here(output: Path) -> Ranks | None:
     """The processes that record into ``output``, by the launcher's environment variables; None where it is this one alone."""
-    number = os.environ.get("LOCAL_RANK", os.environ.get("RANK", ""))
-    count = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", ""))
-    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count) and int(count) > 1):
-        return None
-    return Ranks(output, int(number), int(count))
+    rank = rank_here()
+    return None if rank is None else Ranks(output, rank, int(_count_here()))
+
+
+def rank_here() -> int | None:
+    """The number of this process on this machine; None where it is the only one."""
+    number, count = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "")), _count_here()
+    return int(number) if number.isdecimal() and count.isdecimal() and int(number) < int(count) and int(count) > 1 else None
+
+
+def _count_here() -> str:
+    return os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", ""))
 
 
 class Ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,7 @@ def run_script(script: Script, context: AbstractContextManager[Any]) -> int:
     ``context`` raises, a strict replay's :class:`MissError` included, is raised.
     """
     from aot_backward_runtime.errors import MissError
+    from aot_backward_runtime.passes.data_parallel import reducers
 
     code = 0
     with _as_main(script), context:
@@ -95,6 +97,10 @@ def run_script(script: Script, context: AbstractContextManager[Any]) -> int:
             if isinstance(error, KeyboardInterrupt):
                 raise ScriptInterrupted from None
             raise click.exceptions.Exit(FAILED) from None
+    if reducers.known:
+        # What is left of the script, while its threads can still take the GIL: those of a process group that a DistributedDataParallel holds on to would
+        # end the process by SIGABRT where they ask for it while Python shuts down.
+        gc.collect()
     return code
 
 
