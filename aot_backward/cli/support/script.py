@@ -98,8 +98,8 @@ def run_script(script: Script, context: AbstractContextManager[Any]) -> int:
                 raise ScriptInterrupted from None
             raise click.exceptions.Exit(FAILED) from None
     if reducers.known:
-        # What is left of the script, while its threads can still take the GIL: those of a process group that a DistributedDataParallel holds on to would
-        # end the process by SIGABRT where they ask for it while Python shuts down.
+        # What is left of the script goes now: where the process group of a DistributedDataParallel goes while Python shuts down, a thread of it that
+        # then asks for the GIL ends the process by SIGABRT.
         gc.collect()
     return code
 

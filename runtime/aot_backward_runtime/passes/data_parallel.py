@@ -10,14 +10,12 @@ A tape is the same with and without reducers, and so is what is compiled of it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .. import torch_api
-from ..tapes.node_order import nodes_to
-from ..tapes.tape import Tape
 
 Eager = Callable[[Sequence[torch.Tensor], Sequence[Any], dict[str, Any]], Any]
 """Runs a pass by eager: (roots, (incoming gradients, keep_graph, create_graph, inputs), further arguments)."""
@@ -64,15 +62,8 @@ class Reducers:
             if parameter() is leaf and (found := reducer()) is not None:
                 yield torch_api.autograd_hook_of(found), index
 
-    def reduce(self, tape: Tape, inputs: Sequence[torch.Tensor], roots: Sequence[Any], targets: Sequence[Any], eager: Eager) -> None:
-        """Calls the reducers of the leaves that a pass has reached, in the order of ``tape``, and waits until they are done.
-
-        ``inputs``: the pass's; ``roots``, ``targets``: as the caller of ``backward`` gave them, for the leaves whose gradient was undefined. The tape
-        has none of those, and eager calls their hooks all the same."""
-        leaves = [inputs[i] for i in tape.leaves]
-        if tape.reaches_undefined:
-            known = set(map(id, leaves))
-            leaves += [leaf for leaf in leaves_of(roots, targets) if id(leaf) not in known]
+    def reduce(self, leaves: Iterable[torch.Tensor], eager: Eager) -> None:
+        """Calls the reducers of ``leaves``, which a pass has reached in that order, and waits until they are done."""
         hooks = [hook for leaf in leaves for hook in self._hooks_of(leaf)]
         if not hooks:
             return
@@ -85,13 +76,6 @@ class Reducers:
         root = torch.zeros((), requires_grad=True)
         root.register_hook(call)
         eager((root,), ((torch.ones(()),), False, False, ()), {"allow_unreachable": True, "accumulate_grad": True})
-
-
-def leaves_of(roots: Sequence[Any], targets: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The leaves whose ``AccumulateGrad`` the engine runs."""
-    for node in nodes_to(roots, targets):
-        if type(node).__name__ == "AccumulateGrad":
-            yield node.variable
 
 
 def in_our_words(reason: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch
 from .. import torch_api
 from ..errors import AotBackwardError, MissError
 from ..tapes.interpreter import MATERIALIZE
-from ..tapes.tape import Tape
 from .data_parallel import MIXED_PRECISION, in_our_words, reducers
 
 _hooks: list[EngineHook] = []
@@ -142,10 +141,10 @@ class EngineHook:
             with self.calling_out():
                 self.callbacks.pop(0)()
 
-    def reduce(self, tape: Tape, inputs: Sequence[torch.Tensor]) -> None:
-        """Calls the reducers of the leaves that a pass has reached."""
+    def reduce(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Calls the reducers of the leaves that a pass has reached, in that order."""
         start = time.perf_counter()
-        reducers.reduce(tape, inputs, self.roots, self.targets, self._without)
+        reducers.reduce(leaves, self._without)
         self.reduced = time.perf_counter() - start
 
     # -- one pass

@@ -320,7 +320,7 @@ class _BoundPass:
             inputs = [inputs[i] for i in self.recorded.picked]
         results = session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)
         if reducers.known:
-            session.reduce(self.tape, inputs)
+            session.reduce([inputs[i] for i in self.tape.leaves])
         if session.callbacks:
             session.final_callbacks()
         session.left = time.perf_counter()

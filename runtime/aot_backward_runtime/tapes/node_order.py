@@ -88,19 +88,6 @@ def eager_order(roots: Sequence[Any], inputs: Sequence[Any], names: Sequence[str
     return order
 
 
-def nodes_to(roots: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """The nodes that the engine runs to come from ``roots`` to ``inputs``, or to every leaf where there are none; in no order that is promised."""
-    pending = [node for node, _ in map(_edge, roots) if node is not None]
-    needed = _needed(pending, [_edge(i)[0] for i in inputs]) if inputs else None
-    found = dict.fromkeys(pending)
-    while pending:
-        for node, _ in pending.pop().next_functions:
-            if node is not None and node not in found:
-                found[node] = None
-                pending.append(node)
-    return [node for node in found if needed is None or node in needed]
-
-
 def in_order(ops: Sequence[Op], outputs: Sequence[Any], order: Sequence[int], values: int) -> tuple[Op, ...]:
     """``ops`` by the blocks of their nodes in ``order``, and every sum of gradients in the order in which they then arrive.
 

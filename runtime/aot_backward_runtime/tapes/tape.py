@@ -155,13 +155,8 @@ class Tape:
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
-        """The inputs to whose ``.grad`` something is added, in that order."""
+        """The inputs to whose ``.grad`` something is added, in that order; those too whose gradient turns out undefined."""
         return tuple(op.operands[0].index for op in self.ops if op.kind == "accumulate")
-
-    @cached_property
-    def reaches_undefined(self) -> bool:
-        """Whether the engine comes to leaves whose gradient is undefined, of which no operation says anything."""
-        return not self.outputs and sum(name.endswith("AccumulateGrad") for name in self.nodes) > len(self.leaves)
 
     @cached_property
     def positions(self) -> frozenset[int]:
