@@ -11,6 +11,7 @@ from .support import record_report
 from .support.failures import EXIT_CODES, FAILED, ScriptInterrupted, debug_option
 from .support.imports import import_option
 from .support.progress import shown
+from .support.ranks import rank_of_several
 from .support.script import Script, run_script, script_options
 from .support.tables import say
 from .support.tune import tune_option
@@ -76,13 +77,18 @@ def record(
             code = run_script(script, session, lambda: click.echo("compiling what was recorded; Ctrl-C ends that", err=True))
         except (ScriptInterrupted, KeyboardInterrupt) as error:
             interrupt = error
+        except click.exceptions.Exit as end:
+            if not session.of_ranks:
+                raise
+            code = end.exit_code  # it failed since another process was killed; what the rest saw is compiled
     if as_json:
-        click.echo(json.dumps(record_report.to_json(session)), err=True)
-    else:
-        for line in record_report.lines(session, output):
+        of_ranks = {} if (rank := rank_of_several()) is None else {"rank": rank, "writes": session.writes, "of_ranks": session.of_ranks}
+        click.echo(json.dumps(record_report.to_json(session) | of_ranks), err=True)
+    elif session.writes:
+        for line in (*record_report.lines(session, output), *session.of_ranks):
             say(line, err=True)
     if isinstance(interrupt, KeyboardInterrupt):
         raise click.Abort from None
     if interrupt is not None:
         raise interrupt
-    context.exit(code or (0 if record_report.serves_anything(session) else FAILED))
+    context.exit(code or (0 if not session.writes or record_report.serves_anything(session) else FAILED))

@@ -10,6 +10,7 @@ import click
 
 from .support.failures import EXIT_CODES, debug_option
 from .support.imports import import_option
+from .support.ranks import rank_of_several
 from .support.script import Script, run_script, script_options
 from .support.signatures import signature_options
 from .support.tables import say
@@ -69,9 +70,10 @@ def replay(
         max_structures=max_structures or MAX_STRUCTURES,
     )
     code = run_script(script, session)
+    rank, report = rank_of_several(), session.report
     if as_json:
-        click.echo(json.dumps(session.report.to_json()), err=True)
-    else:
-        for line in str(session.report).splitlines():  # reasons hold names from the package
-            say(line, err=True)
+        click.echo(json.dumps(report.to_json() | ({} if rank is None else {"rank": rank})), err=True)
+    elif not rank or report.misses or report.eager:
+        for line in str(report).splitlines():  # reasons hold names from the package
+            say(f"rank {rank}: {line}" if rank else line, err=True)
     context.exit(code)

@@ -7,7 +7,9 @@ without them.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import tempfile
 import zipfile
@@ -38,6 +40,7 @@ from .pass_graphs import TracedPartition
 from .recorded_structure import DEFAULT_ENTRY, ExamplePass, RecordedStructure
 from .trace import TracedProgram, trace_structures
 
+_NEVER = 1e9  # seconds, of passes that were not timed
 VERSION = 1
 """Of the file. 1: 2026-11-21, the first."""
 
@@ -124,7 +127,7 @@ def _program_to_json(program: TracedProgram, shape_env: Any, numbers: dict[str, 
         examples.append({"shapes": example.shapes, "sizes": example.sizes, "inputs": inputs, "values": results, "undefined": undefined})
     return {
         "fingerprint": program.fingerprint, "name": program.name, "tape": program.structure.tape.to_json(),
-        "seconds": min(program.structure.seconds, 1e9), "spec": plain(spec), "hints": hints, "pieces": pieces, "examples": examples,
+        "seconds": min(program.structure.seconds, _NEVER), "spec": plain(spec), "hints": hints, "pieces": pieces, "examples": examples,
         "cut": [[list(p.ops), p.compiled] for p in program.partitions],
     }  # fmt: skip
 
@@ -163,8 +166,10 @@ def _program_from_json(form: dict[str, Any], number: int, mode: Any, numbers: Ma
         traced = [_traced_from_json(piece, fake, mode) for piece in form["pieces"]]
         partitions = [Partition(tuple(ops), compiled) for ops, compiled in form["cut"]]
         examples = [_example_from_json(form, n, e, numbers) for n, e in enumerate(form["examples"])]
-        name = f"{form['name']}.m{form['fingerprint'][12:16]}"
-        structure, observation = RecordedStructure(tape, seconds=form["seconds"]), Observation(metadata, (), spec.scalars, spec.ambient)
+        kind = hashlib.sha256(json.dumps(form["spec"], sort_keys=True).encode()).hexdigest()  # another file may have other passes of the structure
+        name = f"{form['name']}.m{form['fingerprint'][12:16]}{kind[:8]}"
+        seconds = form["seconds"] if form["seconds"] < _NEVER else math.inf
+        structure, observation = RecordedStructure(tape, seconds=seconds), Observation(metadata, (), spec.scalars, spec.ambient)
         return TracedProgram(form["fingerprint"], name, structure, shapes, observation, partitions, traced, examples)
     except Exception as error:  # the file may say anything, and much of it is run on fake tensors to see
         raise PackageError(f"this is no file of missed passes: {type(error).__name__}: {error}") from error

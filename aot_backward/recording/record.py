@@ -33,6 +33,7 @@ from .modules.observed_modules import ObservedModules, leaves_of
 from .observed_replay import ObservedReplay
 from .optimizer_steps.observed_steps import ObservedSteps
 from .recorded_structure import DEFAULT_ENTRY, PassTimes
+from .several_processes import Ranks, ranks_here
 from .timed_passes import Row, TimedPasses
 
 Asked = tuple[Row, Sequence[Any], Sequence[Any]]
@@ -42,7 +43,8 @@ Asked = tuple[Row, Sequence[Any], Sequence[Any]]
 class Recording(ObservedReplay):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted;
     ``in_eager``: how many were timed in eager instead; ``added``: what was compiled when it closed, and what was not; ``compiled_modules``: the
-    classes of modules of which calls were compiled, and their time beside eager's."""
+    classes of modules of which calls were compiled, and their time beside eager's. Of several processes one ``writes``, whose ``of_ranks`` says in
+    words what the others gave."""
 
     def __init__(
         self,
@@ -73,6 +75,9 @@ class Recording(ObservedReplay):
         self.in_eager = 0
         self.added = Added(skipped=self.skipped)
         self.compiled_modules: list[str] = []
+        self.ranks = ranks_here(path) if path is not None else None
+        self.writes = True
+        self.of_ranks: list[str] = []
         self.steps = ObservedSteps() if optimizer and target.startswith("cpu") else None
         self.observed_modules = ObservedModules() if modules and target.startswith("cpu") else None
         self._served = self._in_eager = 0.0  # seconds of passes that the package had, as interpreted, and of those left to eager
@@ -143,7 +148,7 @@ class Recording(ObservedReplay):
         self.timed.interpreted(times, seconds)
 
     def ended(self) -> None:
-        self.timed.ended(self.reached - self.began + time.perf_counter() - self.left)
+        self.timed.ended(self.reached - self.began + time.perf_counter() - self.left, self.reduced)
 
     def was_left_to_eager(self, seconds: float) -> None:
         self._in_eager += seconds
@@ -159,44 +164,89 @@ class Recording(ObservedReplay):
     def _missed(self, reason: str) -> None:
         self.recorded += 1
 
+    def __enter__(self) -> Recording:
+        with contextlib.ExitStack() as undo:
+            if self.ranks is not None:
+                self.ranks.enter()
+                undo.callback(self.ranks.leave)
+            super().__enter__()
+            undo.pop_all()
+        return self
+
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         for words, reason in self.steps.refused.items() if self.steps is not None else ():
             self.skipped[f"the optimizer step of {words}: {reason}"] += 1
         self.note_if_full()
         kind = error[0]
-        if self.path is None or not (kind is None or (isinstance(kind, type) and issubclass(kind, (SystemExit, KeyboardInterrupt)))):
+        ended = kind is None or (
+            isinstance(kind, type) and issubclass(kind, (SystemExit, KeyboardInterrupt))
+        )  # a script that calls sys.exit has, too
+        if self.ranks is not None:
+            try:
+                self._compile_of_ranks(self.ranks, ended)
+            finally:
+                self.ranks.leave()
+        elif ended and self.path is not None:
+            self._compile(self.path)
+
+    def _compile(self, path: Path) -> None:
+        try:
+            self._compile_passes(path)
+            self._compile_modules(path)
+        except KeyboardInterrupt:
+            self.added.stopped = "interrupt"
+            raise
+
+    def _compile_passes(self, path: Path) -> None:
+        if not self.observed_any and not (self.steps is not None and self.steps.kinds):
             return
-        if self.observed_any or (self.steps is not None and self.steps.kinds):
-            from .compile import add_passes
+        from .compile import add_passes
 
-            try:
-                add_passes(
-                    self.path,
-                    self.entry,
-                    self.structures,
-                    self.added,
-                    steps=self.steps,
-                    target=self.target,
-                    progress=self.progress,
-                    tune=self.tune,
-                    min_seen=self.min_seen,
-                    time_limit=self.time_limit,
-                    served=self._served,
-                    total=self.backward_seconds,
-                )
-            except KeyboardInterrupt:
-                self.added.stopped = "interrupt"
-                raise
-        if self.observed_modules is not None and self.observed_modules.modules and not self.added.stopped:
-            from .modules.compiled_modules import AddedModules, add_modules
+        add_passes(
+            path,
+            self.entry,
+            self.structures,
+            self.added,
+            steps=self.steps,
+            target=self.target,
+            progress=self.progress,
+            tune=self.tune,
+            min_seen=self.min_seen,
+            time_limit=self.time_limit,
+            served=self._served,
+            total=self.backward_seconds,
+        )
 
-            made = AddedModules(self.compiled_modules, self.skipped)
-            try:
-                add_modules(self.path, self.entry, self.observed_modules, made, target=self.target, tune=self.tune, progress=self.progress)
-            except KeyboardInterrupt:
-                self.added.stopped = "interrupt"
-                raise
+    def _compile_modules(self, path: Path) -> None:
+        if self.observed_modules is None or not self.observed_modules.modules:
+            return
+        from .modules.compiled_modules import AddedModules, add_modules
+
+        made = AddedModules(self.compiled_modules, self.skipped)
+        add_modules(path, self.entry, self.observed_modules, made, target=self.target, tune=self.tune, progress=self.progress)
+
+    def _compile_of_ranks(self, ranks: Ranks, ended: bool) -> None:
+        """What all processes saw, where this is the one that writes."""
+        assert self.path is not None
+        self.writes = False
+        if not ended and not ranks.failed_for_another():
+            ranks.fail()
+            return
+        gathered = ranks.gather(self.structures, self.recorded)
+        if gathered is None:
+            return
+        self.writes, self.of_ranks = True, gathered.lines
+        self.structures = gathered.structures
+        self.skipped += gathered.skipped
+        try:
+            self._compile(self.path)
+            for file in gathered.files:
+                from .miss_file import compile_misses
+
+                self.skipped += compile_misses(file, self.path, entry=self.entry, target=self.target, progress=self.progress)
+        finally:
+            ranks.say_done()
 
 
 def record(

@@ -14,6 +14,7 @@ from aot_backward_runtime.passes.session import replay as runtime_replay
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
+from . import several_processes
 from .observed_replay import ObservedReplay
 from .recorded_structure import RecordedStructure
 
@@ -77,6 +78,9 @@ def replay(
             optimizer=optimizer,
             modules=modules,
         )
+    file = Path(save_misses)
+    if rank := several_processes.rank_here():  # each writes its own
+        file = file.with_name(f"{file.name}.rank{rank}")
     package = load(path, imports=imports, signature=signature, key=key)
     options: dict[str, Any] = {"strict": strict, "max_structures": max_structures, "always": always, "optimizer": optimizer, "modules": modules}
-    return MissSavingReplay(package, entry, Path(save_misses), **options)
+    return MissSavingReplay(package, entry, file, **options)

@@ -23,6 +23,7 @@ import aot_backward as ab
 from aot_backward.recording.miss_file import compile_misses
 from aot_backward_runtime.entries import autograd_function
 from aot_backward_runtime.native.library import Library
+from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.tapes.custom_function import digest_of
 
 from ..conftest import aot_backward
@@ -457,6 +458,23 @@ def test_gradients_that_were_absent_and_come(tmp_path: Path, package: Path) -> N
         actual = step()
     torch.testing.assert_close(actual, expected)
     assert ["is defined" in r for r in replaying.report.misses] == [True]
+
+
+def test_two_files_of_misses_of_one_structure(tmp_path: Path) -> None:
+    """A batch of one row is another kind of pass than one of four, so each file holds a variant, and they are in one package."""
+    package = tmp_path / "bw.pt2"
+    with ab.record(package):
+        nn.Linear(3, 3)(torch.randn(2, 3)).sum().backward()
+    for rows in (4, 1):
+        with ab.replay(package, save_misses=tmp_path / f"{rows}"):
+            mlp((rows,))
+    for rows in (4, 1):
+        assert not compile_misses(tmp_path / f"{rows}", package)
+    with ab.replay(package) as replaying:
+        mlp((4, 1))
+    assert replaying.report.bindings + replaying.report.hits == 2 and not replaying.report.misses
+    (_, structure) = open_package(package).manifest.entries["backward"].structures
+    assert len(structure.variants) == 2 and structure.seconds == 0  # none was interpreted a second time, which is what is timed
 
 
 def test_a_variant_for_each_precision(tmp_path: Path) -> None:

@@ -48,12 +48,11 @@ class CompiledPass:
         self._binding = (constants, ())
         self._libraries = libraries
         self._calls_out = any(op.kind in CALLS_OUT for op in tape.ops)
-        self._leaves = [op.operands[0].index for op in tape.ops if op.kind == "accumulate"]
         self.fastest = FastestWays(spec.speed)
 
     def check_leaves(self, operands: Operands) -> None:
         """:class:`InputError` where a leaf's present gradient is memory that the pass reads: eager would add to it in between."""
-        held = [g for i in self._leaves if (g := operands.inputs[i].grad) is not None and type(g) is torch.Tensor and g.layout is torch.strided]
+        held = [g for i in self.tape.leaves if (g := operands.inputs[i].grad) is not None and type(g) is torch.Tensor and g.layout is torch.strided]
         if held and meet(held, operands.inputs):
             raise InputError("the .grad of a leaf is a tensor that the pass reads")
 

@@ -37,6 +37,7 @@ from ..tapes.tape import Tape
 from . import origin
 from .call_sites import CallSites
 from .compiled_pass import Match
+from .data_parallel import reducers
 from .engine_hook import EngineHook
 from .fastest_way import FastestWay
 from .pass_contract import Operands
@@ -367,6 +368,8 @@ class _BoundPass:
         if len(self.recorded.picked) != len(inputs):
             inputs = [inputs[i] for i in self.recorded.picked]
         results = session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)
+        if reducers.known:
+            session.reduce([inputs[i] for i in self.tape.leaves])
         if session.callbacks:
             session.final_callbacks()
         session.left = time.perf_counter()

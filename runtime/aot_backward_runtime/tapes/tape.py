@@ -154,6 +154,11 @@ class Tape:
         return any(s.index in sums for op in self.ops if op.kind == "add" for s in slots(op.operands))
 
     @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """The inputs to whose ``.grad`` something is added, in that order; those too whose gradient turns out undefined."""
+        return tuple(op.operands[0].index for op in self.ops if op.kind == "accumulate")
+
+    @cached_property
     def positions(self) -> frozenset[int]:
         """The size slots that only say where a view begins or ends. Zero and one mean nothing else there, as they do in a size."""
         places = [s.index for op in self.ops for s in slots(_positions(op)) if s.kind == "size"]
