@@ -23,8 +23,8 @@ from ..packaging.package_writer import check_destination
 from ..packaging.tuning import tune_of
 from .observed_replay import ObservedReplay
 from .optimizer_steps.observed_steps import ObservedSteps
+from .processes.ranks import Ranks, ranks_here
 from .recorded_structure import DEFAULT_ENTRY, PassTimes
-from .several_processes import Ranks, ranks_here
 from .timed_passes import Row, TimedPasses
 
 Asked = tuple[Row, Sequence[Any], Sequence[Any]]

@@ -13,8 +13,8 @@ from aot_backward_runtime.passes.session import replay as runtime_replay
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
-from . import several_processes
 from .observed_replay import ObservedReplay
+from .processes.ranks import rank_here
 
 
 class MissSavingReplay(ObservedReplay):
@@ -66,7 +66,7 @@ def replay(
             optimizer=optimizer,
         )
     file = Path(save_misses)
-    if rank := several_processes.rank_here():  # each writes its own
+    if rank := rank_here():  # each writes its own
         file = file.with_name(f"{file.name}.rank{rank}")
     package = load(path, imports=imports, signature=signature, key=key)
     return MissSavingReplay(package, entry, file, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
