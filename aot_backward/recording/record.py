@@ -32,8 +32,8 @@ from .limits.selection import MIN_SEEN, check_min_seen, percent
 from .modules.observed_modules import ObservedModules, leaves_of
 from .observed_replay import ObservedReplay
 from .optimizer_steps.observed_steps import ObservedSteps
+from .processes.ranks import Ranks, ranks_here
 from .recorded_structure import DEFAULT_ENTRY, PassTimes
-from .several_processes import Ranks, ranks_here
 from .timed_passes import Row, TimedPasses
 
 Asked = tuple[Row, Sequence[Any], Sequence[Any]]

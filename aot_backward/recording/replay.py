@@ -14,8 +14,8 @@ from aot_backward_runtime.passes.session import replay as runtime_replay
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
-from . import several_processes
 from .observed_replay import ObservedReplay
+from .processes.ranks import rank_here
 from .recorded_structure import RecordedStructure
 
 
@@ -79,7 +79,7 @@ def replay(
             modules=modules,
         )
     file = Path(save_misses)
-    if rank := several_processes.rank_here():  # each writes its own
+    if rank := rank_here():  # each writes its own
         file = file.with_name(f"{file.name}.rank{rank}")
     package = load(path, imports=imports, signature=signature, key=key)
     options: dict[str, Any] = {"strict": strict, "max_structures": max_structures, "always": always, "optimizer": optimizer, "modules": modules}

@@ -276,7 +276,10 @@ NOTHING = {
     ),
     "eager": (
         "for i in range(3):\n    torch.autograd.grad((x**2).sum(), x, create_graph=True)",
-        ["nothing was written: all backward passes were left to eager", "  eager x3: create_graph=True: the engine keeps such passes to itself"],
+        [
+            "nothing was written: all backward passes were left to eager",
+            "  eager x3: create_graph=True: its results are differentiated again, and no compiled pass can be",
+        ],
     ),
     "refused": (
         "for i in range(3):\n    torch.sparse.mm(torch.eye(3).to_sparse(), x[None].expand(3, 3)).sum().backward()",

@@ -28,9 +28,9 @@ from typing import Any
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.atomic_file import replacing
 
-from .observation import Observation
+from ..observation import Observation
+from ..recorded_structure import RecordedStructure
 from .observation_json import observations_from_json, observations_to_json
-from .recorded_structure import RecordedStructure
 
 _RUN = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"
 _POLL = 0.05
@@ -44,7 +44,7 @@ Seen = dict[Observation, int]
 
 @dataclass
 class Gathered:
-    """What the writer is to compile. ``files``: written by :func:`~.miss_file.save_misses`; ``lines``: what became of the others, for the report."""
+    """What the writer is to compile. ``files``: written by :func:`~..miss_file.save_misses`; ``lines``: what became of the others, for the report."""
 
     structures: dict[str, RecordedStructure]
     files: list[Path] = field(default_factory=list)
@@ -201,7 +201,7 @@ class Ranks:
 
     def _trace(self, structures: Mapping[str, RecordedStructure], wanted: Mapping[str, Seen], writer: int) -> None:
         if wanted:
-            from .miss_file import save_misses
+            from ..miss_file import save_misses
 
             asked = {f: replace(structures[f], observations=seen) for f, seen in wanted.items()}
             skipped = save_misses(self._path(f"graphs.{writer}"), asked)

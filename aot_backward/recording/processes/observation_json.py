@@ -10,7 +10,7 @@ import torch
 
 from aot_backward_runtime.format.manifest import Ambient
 
-from .observation import Observation, TensorMetadata
+from ..observation import Observation, TensorMetadata
 
 
 def observations_to_json(observations: Mapping[Observation, int]) -> list[Any]:
