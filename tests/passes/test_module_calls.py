@@ -26,6 +26,7 @@ from ..support.exports import shared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SCALE = 1.5
+ACTIVATION = torch.tanh
 LIMITS = {"high": 4.0}
 Out = namedtuple("Out", ["logits", "hidden"])
 
@@ -34,10 +35,15 @@ def halved(x: torch.Tensor) -> torch.Tensor:
     return x * 0.5
 
 
+def halving(x: torch.Tensor, max: float) -> torch.Tensor:
+    return x * 0.5
+
+
 class Mixed(nn.Module):
     """Dropout, BatchNorm, a tied weight, plain attributes, a config, globals, a function of this file."""
 
     factor = 2.0
+    limited = staticmethod(torch.clamp)
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +57,8 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False) -> Out:
         hidden = self.norm(self.first(x)) * SCALE + self.tied(halved(x)) * self.factor
-        hidden = torch.tanh(hidden) if self.config.act == "tanh" else torch.relu(hidden)
-        hidden = hidden.clamp(max=LIMITS["high"]) + self.config.sizes["shift"]
+        hidden = ACTIVATION(hidden) if self.config.act == "tanh" else torch.relu(hidden)
+        hidden = self.limited(hidden, max=LIMITS["high"]) + self.config.sizes["shift"]
         if mask is not None:
             hidden = hidden * mask
         out = self.second(self.drop(hidden)) * (self.gain * (2 if double else 1))
@@ -200,11 +206,26 @@ CAUGHT: dict[str, tuple[Callable[[Any], object], Callable[[], object], str]] = {
     "a number in a dict of a configuration": (lambda net: net.config.sizes.update(shift=1.0), nothing, "config is"),
     "an attribute of a configuration": (lambda net: setattr(net.config, "act", "relu"), nothing, "config is"),
     "a class attribute": (lambda net: setattr(Mixed, "factor", 3.0), lambda: setattr(Mixed, "factor", 2.0), "Mixed.factor is 3.0; recorded was 2.0"),
+    "a function of a class": (
+        lambda net: setattr(Mixed, "limited", staticmethod(halving)),
+        lambda: setattr(Mixed, "limited", staticmethod(torch.clamp)),
+        "Mixed.limited is",
+    ),
     "a global": (lambda net: set_global("SCALE", 0.5), lambda: set_global("SCALE", 1.5), "SCALE is 0.5; recorded was 1.5"),
     "a global dict": (lambda net: LIMITS.update(high=0.1), lambda: LIMITS.update(high=4.0), "LIMITS is"),
+    "a global that names a function": (
+        lambda net: set_global("ACTIVATION", torch.sigmoid),
+        lambda: set_global("ACTIVATION", torch.tanh),
+        "ACTIVATION is",
+    ),
     "the forward": (lambda net: setattr(Mixed, "forward", relued), lambda: setattr(Mixed, "forward", ORIGINAL), "Mixed.forward"),
     "a hook of a submodule": (lambda net: net.first.register_forward_hook(lambda m, a, out: out * 2), nothing, "first has a forward hook"),
     "a submodule": (lambda net: setattr(net, "drop", nn.Identity()), nothing, "class of drop is torch.nn.modules.linear.Identity"),
+    "a submodule that is written past setattr": (
+        lambda net: net._modules.update(drop=nn.Identity()),
+        nothing,
+        "class of drop is torch.nn.modules.linear.Identity",
+    ),
     "another probability of a dropout": (lambda net: setattr(net.drop, "p", 0.9), nothing, "drop.p is 0.9; recorded was 0.3"),
     "the mode of a submodule": (lambda net: net.drop.eval(), nothing, "another mode"),
     "a parameter that is added": (lambda net: net.register_parameter("more", nn.Parameter(torch.ones(1))), nothing, "more is new"),
@@ -304,7 +325,16 @@ class Closure(Draws):
         return self.scaled(self.lin(x))
 
 
+TABLE = {"gain": 2.0, "weights": torch.ones(6)}
+
+
+class Looks(Draws):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * TABLE["gain"]
+
+
 REFUSED = {
+    Looks: "reads the global TABLE, a dict, whose changes could not be seen",
     Draws: "its forward draws from Python's random numbers",
     Counts: "its forward changes calls",
     Prints: "its forward prints",
