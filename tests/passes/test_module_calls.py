@@ -248,6 +248,18 @@ def test_a_change_that_is_undone_is_served_again(package: Path) -> None:
     assert report.modules == 8 and sum(report.eager_modules.values()) == 1, str(report)
 
 
+def test_equal_modules_are_told_apart(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hidden, "__eq__", lambda self, other: type(self) is type(other))
+    monkeypatch.setattr(Hidden, "__hash__", lambda self: 1)
+    net, other, x = made(Hidden), made(Hidden), torch.randn(5, 6)
+    with torch.no_grad():
+        other.lin.weight.mul_(3)
+    with ab.replay(package, modules=True) as session:
+        for called in (net, net, other):  # the third call of one module would not be audited
+            torch.testing.assert_close(called(x), called.forward(x))
+    assert session.report.modules == 3, str(session.report)
+
+
 @pytest.mark.parametrize("variable", ["AOTB_TEST_FORWARD", "AOTB_TEST_BACKWARD"])
 def test_an_audit_catches_what_nothing_looks_at(variable: str, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def each(step: int, net: nn.Module) -> None:
