@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import aot_backward as ab
 from aot_backward_runtime.errors import MissError
+from aot_backward_runtime.module_calls.audit import _Gradients, _on_copies_of_buffers
+from aot_backward_runtime.module_calls.live_module import why_not_here
 
 from ..commands.test_cli import called as aot_backward
 from ..support.exports import shared
@@ -248,6 +250,42 @@ def test_a_change_that_is_undone_is_served_again(package: Path) -> None:
     assert report.modules == 8 and sum(report.eager_modules.values()) == 1, str(report)
 
 
+def test_a_call_that_does_not_fit_is_made_once(package: Path) -> None:
+    def run() -> list[Any]:
+        net = made(Mixed)
+        torch.manual_seed(0)
+        outs = [net(torch.randn(rows, 6, requires_grad=True), double=True).logits.detach() for rows in (5, 6, 7)]
+        return [*outs, *(b.clone() for b in net.buffers()), torch.get_rng_state()]
+
+    eager = run()
+    with ab.replay(package, modules=True) as session:
+        ours = run()
+    torch.testing.assert_close(ours, eager)
+    assert not session.report.modules and sum(session.report.eager_modules.values()) == 3, str(session.report)
+
+
+def test_a_forward_that_raises_in_an_audit_has_written_its_buffers() -> None:
+    norm = nn.BatchNorm1d(6)
+    with pytest.raises(IndexError, match="bad"), _on_copies_of_buffers(norm):
+        norm(torch.randn(5, 6))
+        raise IndexError("bad")
+    assert norm.num_batches_tracked == 1
+
+
+def test_hooks_that_come_between_an_audited_call_and_its_backward_are_called_once(package: Path) -> None:
+    net, twin = made(Hidden), made(Hidden)
+    with ab.replay(package, modules=True) as session:
+        for called in (net, twin.forward):
+            hidden = torch.ones(5, 6)
+            out = called(hidden)
+            calls: list[int] = []
+            (net if called is net else twin).lin.weight.register_hook(lambda g, calls=calls: calls.append(1) or g * 2)
+            out.sum().backward()
+            assert calls == [1]
+    torch.testing.assert_close(net.lin.weight.grad, twin.lin.weight.grad)
+    assert session.report.audits == 1 and not session.report.differed, str(session.report)
+
+
 def test_equal_modules_are_told_apart(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hidden, "__eq__", lambda self, other: type(self) is type(other))
     monkeypatch.setattr(Hidden, "__hash__", lambda self: 1)
@@ -258,6 +296,48 @@ def test_equal_modules_are_told_apart(package: Path, monkeypatch: pytest.MonkeyP
         for called in (net, net, other):  # the third call of one module would not be audited
             torch.testing.assert_close(called(x), called.forward(x))
     assert session.report.modules == 3, str(session.report)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_no_call_is_compiled_while_torch_jit_traces() -> None:
+    reasons = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        reasons.append(why_not_here())
+        return x * 2
+
+    torch.jit.trace(traced, torch.ones(2), check_trace=False)
+    assert "while torch.jit traces" in reasons[0] and not why_not_here()
+
+
+def test_no_call_is_compiled_under_a_mode_that_sees_operations() -> None:
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Dispatched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    for mode in (Seeing(), Dispatched()):
+        with mode:
+            assert "TorchFunctionMode" in why_not_here()
+    with torch.device("cpu"):
+        assert not why_not_here()
+
+
+def test_an_audit_knows_the_sum_of_the_gradients_of_a_tensor_that_is_given_twice() -> None:
+    x, differed = torch.ones(3, requires_grad=True), list[str]()
+    variant = SimpleNamespace(incoming=[0], spec=SimpleNamespace(out_tree=None))
+    call: Any = SimpleNamespace(
+        sources=(x, x), wrt=("input:0", "input:1"), matched=SimpleNamespace(variant=variant), runnable=SimpleNamespace(outputs=[("result", 0)])
+    )
+    one = torch.ones(3)
+    for second, differs in ((2 * one, False), (one, True)):
+        audit = _Gradients(call, [x * 1 + x * 2], torch.autograd.grad, differed.append)
+        given = audit.gradients([one, second], [one], [True, True])
+        torch.testing.assert_close(sum(g for g in given if g is not None), 3 * one)
+        assert bool(differed) == differs
 
 
 @pytest.mark.parametrize("variable", ["AOTB_TEST_FORWARD", "AOTB_TEST_BACKWARD"])
