@@ -20,12 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 import aot_backward as ab
 from aot_backward_runtime.errors import MissError
+from aot_backward_runtime.module_calls.audit import _Gradients, _on_copies_of_buffers
+from aot_backward_runtime.module_calls.live_module import why_not_here
 
 from ..commands.test_cli import called as aot_backward
 from ..support.exports import shared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SCALE = 1.5
+ACTIVATION = torch.tanh
 LIMITS = {"high": 4.0}
 Out = namedtuple("Out", ["logits", "hidden"])
 
@@ -34,10 +37,15 @@ def halved(x: torch.Tensor) -> torch.Tensor:
     return x * 0.5
 
 
+def halving(x: torch.Tensor, max: float) -> torch.Tensor:
+    return x * 0.5
+
+
 class Mixed(nn.Module):
     """Dropout, BatchNorm, a tied weight, plain attributes, a config, globals, a function of this file."""
 
     factor = 2.0
+    limited = staticmethod(torch.clamp)
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +59,8 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False) -> Out:
         hidden = self.norm(self.first(x)) * SCALE + self.tied(halved(x)) * self.factor
-        hidden = torch.tanh(hidden) if self.config.act == "tanh" else torch.relu(hidden)
-        hidden = hidden.clamp(max=LIMITS["high"]) + self.config.sizes["shift"]
+        hidden = ACTIVATION(hidden) if self.config.act == "tanh" else torch.relu(hidden)
+        hidden = self.limited(hidden, max=LIMITS["high"]) + self.config.sizes["shift"]
         if mask is not None:
             hidden = hidden * mask
         out = self.second(self.drop(hidden)) * (self.gain * (2 if double else 1))
@@ -200,11 +208,26 @@ CAUGHT: dict[str, tuple[Callable[[Any], object], Callable[[], object], str]] = {
     "a number in a dict of a configuration": (lambda net: net.config.sizes.update(shift=1.0), nothing, "config is"),
     "an attribute of a configuration": (lambda net: setattr(net.config, "act", "relu"), nothing, "config is"),
     "a class attribute": (lambda net: setattr(Mixed, "factor", 3.0), lambda: setattr(Mixed, "factor", 2.0), "Mixed.factor is 3.0; recorded was 2.0"),
+    "a function of a class": (
+        lambda net: setattr(Mixed, "limited", staticmethod(halving)),
+        lambda: setattr(Mixed, "limited", staticmethod(torch.clamp)),
+        "Mixed.limited is",
+    ),
     "a global": (lambda net: set_global("SCALE", 0.5), lambda: set_global("SCALE", 1.5), "SCALE is 0.5; recorded was 1.5"),
     "a global dict": (lambda net: LIMITS.update(high=0.1), lambda: LIMITS.update(high=4.0), "LIMITS is"),
+    "a global that names a function": (
+        lambda net: set_global("ACTIVATION", torch.sigmoid),
+        lambda: set_global("ACTIVATION", torch.tanh),
+        "ACTIVATION is",
+    ),
     "the forward": (lambda net: setattr(Mixed, "forward", relued), lambda: setattr(Mixed, "forward", ORIGINAL), "Mixed.forward"),
     "a hook of a submodule": (lambda net: net.first.register_forward_hook(lambda m, a, out: out * 2), nothing, "first has a forward hook"),
     "a submodule": (lambda net: setattr(net, "drop", nn.Identity()), nothing, "class of drop is torch.nn.modules.linear.Identity"),
+    "a submodule that is written past setattr": (
+        lambda net: net._modules.update(drop=nn.Identity()),
+        nothing,
+        "class of drop is torch.nn.modules.linear.Identity",
+    ),
     "another probability of a dropout": (lambda net: setattr(net.drop, "p", 0.9), nothing, "drop.p is 0.9; recorded was 0.3"),
     "the mode of a submodule": (lambda net: net.drop.eval(), nothing, "another mode"),
     "a parameter that is added": (lambda net: net.register_parameter("more", nn.Parameter(torch.ones(1))), nothing, "more is new"),
@@ -225,6 +248,96 @@ def test_a_change_that_is_undone_is_served_again(package: Path) -> None:
 
     report = both(package, Mixed, 9, each, nothing)
     assert report.modules == 8 and sum(report.eager_modules.values()) == 1, str(report)
+
+
+def test_a_call_that_does_not_fit_is_made_once(package: Path) -> None:
+    def run() -> list[Any]:
+        net = made(Mixed)
+        torch.manual_seed(0)
+        outs = [net(torch.randn(rows, 6, requires_grad=True), double=True).logits.detach() for rows in (5, 6, 7)]
+        return [*outs, *(b.clone() for b in net.buffers()), torch.get_rng_state()]
+
+    eager = run()
+    with ab.replay(package, modules=True) as session:
+        ours = run()
+    torch.testing.assert_close(ours, eager)
+    assert not session.report.modules and sum(session.report.eager_modules.values()) == 3, str(session.report)
+
+
+def test_a_forward_that_raises_in_an_audit_has_written_its_buffers() -> None:
+    norm = nn.BatchNorm1d(6)
+    with pytest.raises(IndexError, match="bad"), _on_copies_of_buffers(norm):
+        norm(torch.randn(5, 6))
+        raise IndexError("bad")
+    assert norm.num_batches_tracked == 1
+
+
+def test_hooks_that_come_between_an_audited_call_and_its_backward_are_called_once(package: Path) -> None:
+    net, twin = made(Hidden), made(Hidden)
+    with ab.replay(package, modules=True) as session:
+        for called in (net, twin.forward):
+            hidden = torch.ones(5, 6)
+            out = called(hidden)
+            calls: list[int] = []
+            (net if called is net else twin).lin.weight.register_hook(lambda g, calls=calls: calls.append(1) or g * 2)
+            out.sum().backward()
+            assert calls == [1]
+    torch.testing.assert_close(net.lin.weight.grad, twin.lin.weight.grad)
+    assert session.report.audits == 1 and not session.report.differed, str(session.report)
+
+
+def test_equal_modules_are_told_apart(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hidden, "__eq__", lambda self, other: type(self) is type(other))
+    monkeypatch.setattr(Hidden, "__hash__", lambda self: 1)
+    net, other, x = made(Hidden), made(Hidden), torch.randn(5, 6)
+    with torch.no_grad():
+        other.lin.weight.mul_(3)
+    with ab.replay(package, modules=True) as session:
+        for called in (net, net, other):  # the third call of one module would not be audited
+            torch.testing.assert_close(called(x), called.forward(x))
+    assert session.report.modules == 3, str(session.report)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_no_call_is_compiled_while_torch_jit_traces() -> None:
+    reasons = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        reasons.append(why_not_here())
+        return x * 2
+
+    torch.jit.trace(traced, torch.ones(2), check_trace=False)
+    assert "while torch.jit traces" in reasons[0] and not why_not_here()
+
+
+def test_no_call_is_compiled_under_a_mode_that_sees_operations() -> None:
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Dispatched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    for mode in (Seeing(), Dispatched()):
+        with mode:
+            assert "TorchFunctionMode" in why_not_here()
+    with torch.device("cpu"):
+        assert not why_not_here()
+
+
+def test_an_audit_knows_the_sum_of_the_gradients_of_a_tensor_that_is_given_twice() -> None:
+    x, differed = torch.ones(3, requires_grad=True), list[str]()
+    variant = SimpleNamespace(incoming=[0], spec=SimpleNamespace(out_tree=None))
+    call: Any = SimpleNamespace(
+        sources=(x, x), wrt=("input:0", "input:1"), matched=SimpleNamespace(variant=variant), runnable=SimpleNamespace(outputs=[("result", 0)])
+    )
+    one = torch.ones(3)
+    for second, differs in ((2 * one, False), (one, True)):
+        audit = _Gradients(call, [x * 1 + x * 2], torch.autograd.grad, differed.append)
+        given = audit.gradients([one, second], [one], [True, True])
+        torch.testing.assert_close(sum(g for g in given if g is not None), 3 * one)
+        assert bool(differed) == differs
 
 
 @pytest.mark.parametrize("variable", ["AOTB_TEST_FORWARD", "AOTB_TEST_BACKWARD"])
@@ -304,7 +417,16 @@ class Closure(Draws):
         return self.scaled(self.lin(x))
 
 
+TABLE = {"gain": 2.0, "weights": torch.ones(6)}
+
+
+class Looks(Draws):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * TABLE["gain"]
+
+
 REFUSED = {
+    Looks: "reads the global TABLE, a dict, whose changes could not be seen",
     Draws: "its forward draws from Python's random numbers",
     Counts: "its forward changes calls",
     Prints: "its forward prints",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import torch_api
+from ..native.library import Binding
 from ..native.plan import Runnable
 from ..native.pytree import unflatten
 from .autograd_function import DifferentiableCall, apply, differentiated
@@ -23,17 +24,8 @@ def call_entry(
     made: Callable[[DifferentiableCall], None] | None = None,
 ) -> Any:
     """``current``: the entry's state. ``made``: called with a call whose backward is to come, before it runs."""
-    if torch_api.in_forward_mode():
-        torch_api.refuse_duals(current)
-    asked = None
-    if entry.specialised and torch.is_grad_enabled():
-        asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
-    matched = entry.match(mode, args, kwargs, asked)
+    matched, binding, runnable = bound_call(entry, current, mode, args, kwargs)
     variant = matched.variant
-    binding = entry.state.refresh(current)
-    runnable = variant.plans.get("inference") or variant.plans["forward"]
-    if runnable.writes:
-        runnable.refuse_overlap(runnable.written(binding, current), matched.given, variant.spec.inputs)
     if torch.is_grad_enabled():
         wrt, sources = differentiated(entry, variant, current, matched)
         if wrt:
@@ -47,6 +39,24 @@ def call_entry(
     if variant.spec.shared:
         variant.share(runnable, values, matched.sizes)
     return _assembled(entry, runnable, matched, current, [values[i] for i in runnable.results])
+
+
+def bound_call(
+    entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[MatchedCall, Binding, Runnable]:
+    """What serves a call, and nothing is run; :class:`InputError` says why nothing does."""
+    if torch_api.in_forward_mode():
+        torch_api.refuse_duals(current)
+    asked = None
+    if entry.specialised and torch.is_grad_enabled():
+        asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
+    matched = entry.match(mode, args, kwargs, asked)
+    variant = matched.variant
+    binding = entry.state.refresh(current)
+    runnable = variant.plans.get("inference") or variant.plans["forward"]
+    if runnable.writes:
+        runnable.refuse_overlap(runnable.written(binding, current), matched.given, variant.spec.inputs)
+    return matched, binding, runnable
 
 
 def _assembled(entry: Entry, runnable: Runnable, matched: MatchedCall, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..entries.autograd_function import DifferentiableCall
-from ..errors import InputError
+from ..errors import AotBackwardError, InputError
 from ..native.pytree import flatten
 from .interception import Plain
 from .live_module import LiveModule
@@ -41,7 +41,7 @@ def audited_call(
     """The result by compiled code where it is that of the module itself, else that of the module, after ``differs``.
 
     Buffers and random state are written once: as the one writes them whose result is returned."""
-    live.current()  # what does not fit is found before anything runs
+    live.check(args, kwargs)  # what does not fit is found before anything runs: the caller then makes the call, once
     before = _random_states()
     with _on_copies_of_buffers(module) as buffers:  # what eager saves of them for its backward must not change any more
         expected = plain(module, *args, **kwargs)
@@ -53,6 +53,8 @@ def audited_call(
         words = _difference(live, made, result, expected, buffers)
         if not words and not all(map(torch.equal, _random_states(), after)):
             words = "it draws other random numbers, or another number of them"
+    except AotBackwardError as error:  # eager could, and has
+        words = f"it could not be run: {error}"
     except BaseException:
         _take_over(buffers, after)
         raise
@@ -60,7 +62,7 @@ def audited_call(
         _take_over(buffers, after)
         differs(words)
         return expected
-    if made and not any(s._backward_hooks for s in made[0].sources):  # they would be called twice
+    if made:
         made[0].audit = _Gradients(made[0], _leaves(live, made[0], expected), grad, differs)
     return result
 
@@ -76,16 +78,25 @@ class _Gradients:
 
     def gradients(self, found: list[torch.Tensor | None], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
         self.call.audit = None  # once: the graph of the eager call is consumed
-        sources = [s for s, asked in zip(self.call.sources, needed, strict=True) if asked]
+        if any(s._backward_hooks or s.retains_grad for s in self.call.sources):  # they would be called, and .grad be added to, twice
+            self.outputs = []
+            return found
+        sources = {id(s): s for s, asked in zip(self.call.sources, needed, strict=True) if asked}
         there = [(o, g) for o, g in zip(self.outputs, given, strict=True) if g is not None and o.requires_grad]
         self.outputs = []
         if not sources or not there:
             return found
         outputs, incoming = zip(*there, strict=True)
-        made = iter(self.grad(outputs, sources, incoming))
-        expected = [next(made) if asked else None for asked in needed]
+        made = dict(zip(sources, self.grad(outputs, list(sources.values()), incoming), strict=True))
+        totals: dict[int, torch.Tensor] = {}
+        for source, ours in zip(self.call.sources, found, strict=True):
+            if ours is not None:
+                totals[id(source)] = totals[id(source)] + ours if id(source) in totals else ours
+        # of a tensor that is given twice, such as a query that is the key, eager knows the sum: it counts in the first place
+        expected = [made.pop(id(s), None) for s in self.call.sources]
+        summed = [totals.pop(id(s), None) for s in self.call.sources]
         largest = max((_norm(e) for e in expected if e is not None), default=0.0)
-        for name, ours, eager in zip(self.call.wrt, found, expected, strict=True):
+        for name, ours, eager in zip(self.call.wrt, summed, expected, strict=True):
             if words := _compared(ours, eager, largest, _GRADIENTS):
                 self.differs(f"the gradient of {name.partition(':')[2]} {words}")
                 return expected
@@ -152,6 +163,11 @@ def _on_copies_of_buffers(module: nn.Module) -> Iterator[Pairs]:
         slots[name] = pairs.setdefault(id(buffer), (buffer, buffer.detach().clone()))[1]
     try:
         yield list(pairs.values())
+    except BaseException:  # what it wrote before it raised is written
+        with torch.no_grad():
+            for buffer, copy in pairs.values():
+                buffer.copy_(copy)
+        raise
     finally:
         for slots, name, buffer in places:
             slots[name] = buffer

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
 from .. import torch_api
-from ..entries.autograd_function import DifferentiableCall
+from ..entries.autograd_function import DifferentiableCall, differentiated
 from ..entries.dispatch import Entry
-from ..entries.module_call import call_entry
+from ..entries.module_call import bound_call, call_entry
 from ..errors import InputError
 from ..format.manifest import EntrySpec, ModuleSource, Tree
 from . import interception
@@ -42,11 +43,20 @@ def why_not_here() -> str:
     """Why no call can be compiled, or recorded, where it is made now; or ""."""
     if not torch.is_grad_enabled():
         return "it is called without gradients, and recorded were calls with them"
+    if torch._C._len_torch_dispatch_stack() or any(not _is_of_cpu(m) for m in torch.overrides._get_current_function_mode_stack()):
+        return "it is called under a TorchFunctionMode or TorchDispatchMode, which sees each operation, and may change it"
+    if torch.jit.is_tracing():
+        return "it is called while torch.jit traces, which would not see what compiled code does"
     if torch_api.in_backward():
         return "it is called within a backward pass, which computes a forward again"
     if torch_api.saved_tensors_hooks(False) is not None:
         return "it is called under saved-tensor hooks (checkpointing, offloading)"
     return ""
+
+
+def _is_of_cpu(mode: Any) -> bool:
+    """Whether a mode is ``torch.set_default_device("cpu")``."""
+    return isinstance(mode, DeviceContext) and mode.device.type == "cpu"
 
 
 def facts_of(module: nn.Module, code: Sequence[str], names: Sequence[str], watch: Watch | None = None) -> dict[str, str]:
@@ -123,6 +133,12 @@ class LiveModule:
             return [owner[name] for owner, name in self._slots]
         except KeyError as error:
             raise OtherModule(f"the parameter or buffer {error.args[0]!r} is gone") from error
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises what :meth:`call` would where the call does not fit, and runs nothing."""
+        current = self.current()
+        matched, _, _ = bound_call(self.entry, current, self.mode, args, kwargs)
+        differentiated(self.entry, matched.variant, current, matched)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[[DifferentiableCall], None] | None = None) -> Any:
         """By compiled code; :class:`InputError` and others of ours where it does not fit, and nothing was done."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .plain_values import NotPlain, Watch, code_digest, is_known, text_of
+from .plain_values import NotPlain, Watch, code_digest, is_known, named, text_of
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every ``nn.Module`` has: tensors, submodules, hooks and the mode, which are looked at otherwise."""
@@ -28,6 +28,8 @@ def attributes(module: nn.Module, read: Container[str] | None = None, watch: Wat
     found: dict[str, str] = {}
     for name, part in module.named_modules(remove_duplicate=False):
         kind = type(part)
+        if watch is not None and part._modules:
+            watch.add_submodules(part._modules)
         found[f"{CLASS}{name or 'the module'}"] = f"{kind.__module__}.{kind.__qualname__}"
         if isinstance(part, torch.jit.ScriptModule):
             raise NotPlain(f"{name or 'the module'} is TorchScript")
@@ -48,20 +50,29 @@ def attributes(module: nn.Module, read: Container[str] | None = None, watch: Wat
             place = f"{OF_CLASS}{owner.__module__}.{owner.__qualname__}.{key}"
             if place not in found and (wanted is None or key in wanted):
                 value = vars(owner)[key]
-                found[place] = text_of(value, place, watch)
+                found[place] = text_of(_of_static(value), place, watch)
                 if watch is not None:
                     watch.places.append((vars(owner), key, value))
     return found
 
 
 def _class_attributes(kind: type) -> Iterator[tuple[str, type]]:
-    """Plain attributes of the classes of user code: functions, properties and what Python makes itself are no such."""
+    """Plain attributes of the classes of user code, and functions that were defined elsewhere (``act = staticmethod(torch.relu)``): methods,
+    properties and what Python makes itself are no such."""
     for owner in kind.__mro__:
         if is_known(owner.__module__):
             continue
         for key, value in vars(owner).items():
-            if not (key.startswith("__") and key.endswith("__")) and is_plain(value):
+            if not (key.startswith("__") and key.endswith("__")) and (is_plain(value) or _is_from_elsewhere(_of_static(value), owner, key)):
                 yield key, owner
+
+
+def _of_static(value: Any) -> Any:
+    return value.__func__ if isinstance(value, staticmethod) else value
+
+
+def _is_from_elsewhere(value: Any, owner: type, key: str) -> bool:
+    return _is_told_function(value) and value.__qualname__ != f"{owner.__qualname__}.{key}"
 
 
 def is_plain(value: Any) -> bool:
@@ -177,9 +188,22 @@ def globals_read(function: types.FunctionType) -> list[str]:
         if isinstance(value, types.ModuleType):
             if not is_known(value.__name__):
                 found += [f"{module}:{name}.{a}" for a in sorted(names & vars(value).keys()) if is_plain(vars(value)[a])]
-        elif not (name.startswith("__") and name.endswith("__")) and is_plain(value):
+        elif not (name.startswith("__") and name.endswith("__")) and (is_plain(value) or _is_told_function(value)):
             found.append(f"{module}:{name}")
+        elif type(value) in (dict, list, tuple, set) or type(value).__module__ == "numpy":
+            raise NotPlain(f"{function.__qualname__} reads the global {name}, a {type(value).__qualname__}, whose changes could not be seen")
     return found
+
+
+def _is_told_function(value: Any) -> bool:
+    """Whether ``value`` is a function that can be told from another one: a global may name one of several."""
+    if not isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+        return False
+    try:
+        named(value, "")
+    except NotPlain:
+        return False
+    return True
 
 
 def names_in(functions: Iterable[types.FunctionType]) -> set[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..entries.dispatch import Entry
 from ..errors import InputError
@@ -31,7 +31,7 @@ class ModuleTable:
                 self._slower[source.module] = words
             else:
                 self._entries.setdefault(source.module, []).append(entry)
-        self._met: weakref.WeakKeyDictionary[nn.Module, _Met] = weakref.WeakKeyDictionary()
+        self._met: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules may be equal, and are others
 
     def __bool__(self) -> bool:
         return bool(self._entries)

@@ -10,6 +10,7 @@ import hashlib
 import sys
 import types
 import typing
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import is_
@@ -40,6 +41,11 @@ class Watch:
     sequences: list[tuple[Any, list[Any]]] = field(default_factory=list)
     places: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
     """A namespace, a name in it, and what it was."""
+    submodules: list[tuple[Mapping[str, Any], list[str], list[weakref.ref[Any] | None]]] = field(default_factory=list)
+    """The ``_modules`` of a module, which are also written into directly, such as by ``Sequential.insert``. It keeps none of them alive."""
+
+    def add_submodules(self, mapping: Mapping[str, Any]) -> None:
+        self.submodules.append((mapping, list(mapping), [None if m is None else weakref.ref(m) for m in mapping.values()]))
 
     def same(self) -> bool:
         for mapping, keys, values in self.mappings:
@@ -47,6 +53,9 @@ class Watch:
                 return False
         for sequence, values in self.sequences:
             if len(sequence) != len(values) or not all(map(is_, sequence, values)):
+                return False
+        for mapping, keys, parts in self.submodules:
+            if list(mapping) != keys or not all([m is (r and r()) for m, r in zip(mapping.values(), parts, strict=True)]):  # noqa: C419
                 return False
         return all([names.get(name, _GONE) is value for names, name, value in self.places])  # noqa: C419 # a generator takes twice as long
 
