@@ -31,6 +31,7 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext  # the mode of torch.set_default_device and ``with torch.device``
 
 from .errors import GradientError
 
@@ -57,12 +58,14 @@ keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # of the backward
 saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
 in_a_mode = _C._len_torch_dispatch_stack  # how many dispatch modes are at work in this thread
 push_dispatch_mode = _C._push_on_torch_dispatch_stack
+function_modes = torch.overrides._get_current_function_mode_stack  # the TorchFunctionModes at work in this thread
 pop_dispatch_mode = _C._pop_torch_dispatch_stack
 
 __all__ = [
     "CONSTANT_LAYOUTS",
     "SUPPORTED",
     "AOTIModelContainerRunnerCpu",
+    "DeviceContext",
     "InterceptZeros",
     "ObservedReducer",
     "Runner",
@@ -81,6 +84,7 @@ __all__ = [
     "execution_engine",
     "foreach_add_",
     "foreach_copy_",
+    "function_modes",
     "has_loading_hooks",
     "has_memory",
     "in_a_mode",

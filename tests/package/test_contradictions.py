@@ -139,7 +139,7 @@ def both(*edits: Edit) -> Edit:
 
 
 V, LOSS, FIT, TWICE = "entries/pair/variants/0", "entries/loss", "entries/fit", "entries/curved/variants/0"
-MODULE = "entries/module_8557199329308f38"
+MODULE = "entries/module_6344855ac6330f6c"
 PASS, UPDATE = "entries/backward/structures/0/variants/0", "entries/backward/updates/0"
 LIES: Mapping[str, tuple[str, Edit, str]] = {
     # what ended the process, or gave wrong numbers

@@ -33,8 +33,21 @@ LIMITS = {"high": 4.0}
 Out = namedtuple("Out", ["logits", "hidden"])
 
 
-def halved(x: torch.Tensor) -> torch.Tensor:
-    return x * 0.5
+def halved(x: torch.Tensor, options: dict[str, float] = {"by": 0.5}) -> torch.Tensor:  # noqa: B006
+    return x * options["by"]
+
+
+class Schedule:
+    """An object that is called, and read through no attribute that a module has."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def __call__(self) -> float:
+        return self.value
+
+
+SCHEDULE = Schedule()
 
 
 def halving(x: torch.Tensor, max: float) -> torch.Tensor:
@@ -58,7 +71,7 @@ class Mixed(nn.Module):
         self.stamp, self.notes = id(self), torch.ones(2)  # the forward names neither: they may be anything
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False) -> Out:
-        hidden = self.norm(self.first(x)) * SCALE + self.tied(halved(x)) * self.factor
+        hidden = self.norm(self.first(x)) * SCALE + self.tied(halved(x)) * (self.factor * SCHEDULE())
         hidden = ACTIVATION(hidden) if self.config.act == "tanh" else torch.relu(hidden)
         hidden = self.limited(hidden, max=LIMITS["high"]) + self.config.sizes["shift"]
         if mask is not None:
@@ -214,6 +227,16 @@ CAUGHT: dict[str, tuple[Callable[[Any], object], Callable[[], object], str]] = {
         "Mixed.limited is",
     ),
     "a global": (lambda net: set_global("SCALE", 0.5), lambda: set_global("SCALE", 1.5), "SCALE is 0.5; recorded was 1.5"),
+    "a global object that is called": (
+        lambda net: setattr(SCHEDULE, "value", 3.0),
+        lambda: setattr(SCHEDULE, "value", 1.0),
+        "SCHEDULE is",
+    ),
+    "a default argument": (
+        lambda net: halved.__defaults__[0].update(by=0.1),
+        lambda: halved.__defaults__[0].update(by=0.5),
+        "halved is another one",
+    ),
     "a global dict": (lambda net: LIMITS.update(high=0.1), lambda: LIMITS.update(high=4.0), "LIMITS is"),
     "a global that names a function": (
         lambda net: set_global("ACTIVATION", torch.sigmoid),
@@ -284,6 +307,30 @@ def test_hooks_that_come_between_an_audited_call_and_its_backward_are_called_onc
             assert calls == [1]
     torch.testing.assert_close(net.lin.weight.grad, twin.lin.weight.grad)
     assert session.report.audits == 1 and not session.report.differed, str(session.report)
+
+
+def test_an_index_that_is_out_of_range_is_eagers_error_and_the_next_call_is_served(package: Path) -> None:
+    net, twin = made(Sequence), made(Sequence)
+    with ab.replay(package, modules=True) as session:
+        for step in range(3):
+            call(net, step)
+        with pytest.raises(IndexError):
+            net(torch.full((5, 4), 99))
+        torch.testing.assert_close(call(net, 4), call_of(twin, 4))
+    assert session.report.modules == 4 and not session.report.differed, str(session.report)
+
+
+def call_of(net: nn.Module, step: int) -> torch.Tensor:
+    """By the forward itself."""
+    out = net.forward(torch.randint(0, 9, (5 + step % 3, 4), generator=torch.Generator().manual_seed(step)))
+    return out["logits"].square().mean() + out["last"].sum()
+
+
+def test_one_row_where_more_were_recorded_is_eagers(package: Path) -> None:
+    net = made(Mixed)
+    with ab.replay(package, modules=True) as session, pytest.raises(ValueError, match="more than 1 value per channel"):
+        net(torch.randn(1, 6), double=True)  # BatchNorm has nothing to normalize by
+    assert any("an open size is 1" in reason for reason in session.report.eager_modules), str(session.report)
 
 
 def test_equal_modules_are_told_apart(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from aot_backward_runtime.format import module_source
 from aot_backward_runtime.format.manifest import Ambient, ModuleSource
 from aot_backward_runtime.module_calls.interception import Plain
 from aot_backward_runtime.module_calls.live_module import class_name, facts_of, modes_of, state_of, why_not_here, why_uncallable
-from aot_backward_runtime.module_calls.module_facts import CODE, GLOBAL, attributes, globals_read, names_in, resolved
+from aot_backward_runtime.module_calls.module_facts import CODE, DEFAULT_DTYPE, GLOBAL, attributes, globals_read, names_in, resolved
 from aot_backward_runtime.module_calls.plain_values import NotPlain
 from aot_backward_runtime.passes import origin
 
@@ -63,7 +63,7 @@ class ObservedModule:
         """:class:`NotPlain` where something that the calls depend on cannot be told, or has changed since."""
         functions = [resolved(f) for f in self.functions]
         facts = facts_of(self.module, sorted(self.functions), sorted({n for f in functions for n in globals_read(f)}))
-        if changed := [n for n, text in facts.items() if not n.startswith((CODE, GLOBAL)) and self.attributes.get(n) != text]:
+        if changed := [n for n, text in facts.items() if not n.startswith((CODE, GLOBAL, DEFAULT_DTYPE)) and self.attributes.get(n) != text]:
             raise NotPlain(f"{changed[0]} was changed after it was called")
         # no path of this machine goes into a package
         return ModuleSource(class_name(self.module), Path(self.line).name, facts)

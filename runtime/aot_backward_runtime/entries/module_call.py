@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import torch_api
+from ..errors import InputError
 from ..native.library import Binding
 from ..native.plan import Runnable
 from ..native.pytree import unflatten
@@ -22,9 +23,10 @@ def call_entry(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     made: Callable[[DifferentiableCall], None] | None = None,
+    least: int = 0,
 ) -> Any:
-    """``current``: the entry's state. ``made``: called with a call whose backward is to come, before it runs."""
-    matched, binding, runnable = bound_call(entry, current, mode, args, kwargs)
+    """``current``: the entry's state. ``made``: called with a call whose backward is to come, before it runs. ``least``: of open sizes."""
+    matched, binding, runnable = bound_call(entry, current, mode, args, kwargs, least)
     variant = matched.variant
     if torch.is_grad_enabled():
         wrt, sources = differentiated(entry, variant, current, matched)
@@ -42,7 +44,7 @@ def call_entry(
 
 
 def bound_call(
-    entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], least: int = 0
 ) -> tuple[MatchedCall, Binding, Runnable]:
     """What serves a call, and nothing is run; :class:`InputError` says why nothing does."""
     if torch_api.in_forward_mode():
@@ -51,6 +53,8 @@ def bound_call(
     if entry.specialised and torch.is_grad_enabled():
         asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
     matched = entry.match(mode, args, kwargs, asked)
+    if matched.sizes and min(matched.sizes.values()) < least:
+        raise InputError(f"an open size is {min(matched.sizes.values())}; recorded were sizes of {least} and more")
     variant = matched.variant
     binding = entry.state.refresh(current)
     runnable = variant.plans.get("inference") or variant.plans["forward"]

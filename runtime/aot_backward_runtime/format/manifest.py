@@ -427,9 +427,9 @@ class UpdateSpec:
 class ModuleSource:
     """What a ``module`` entry was recorded from, a module of a script, whose calls it serves in a replay.
 
-    ``facts``: what the call depends on beside tensors, by name, as text: "class of NAME" of the module and each submodule; plain attributes
-    ("NAME.eps") that this code reads by name; "class attribute CLASS.NAME"; "code of MODULE:FUNCTION", a SHA-256, of each function of user code
-    that ran; and
+    ``facts``: what the call depends on beside tensors, by name, as text: "default dtype"; "class of NAME" of the module and each submodule; plain
+    attributes ("NAME.eps") that this code reads by name; "class attribute CLASS.NAME"; "code of MODULE:FUNCTION", a SHA-256, of each function of
+    user code that ran; and
     "global MODULE:NAME". A module of which one differs is not served."""
 
     module: str  # its class, "__main__.Net"

@@ -49,8 +49,12 @@ class ModuleCalls:
                 with live.lock:
                     result = live.call(args, kwargs)
                 self.saved += live.gain
-        except (ExecutionError, MissError):
+        except MissError:
             raise
+        except ExecutionError as error:  # an index that is out of range, mostly: eager's error is the script's
+            result = plain(module, *args, **kwargs)
+            self._end(live, f"native code failed ({error}), the module itself did not")
+            return result
         except AotBackwardError as error:  # it does not fit, and nothing was done
             live.calls -= 1
             self._eager(f"{live.source.module}: {error}")

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._device import DeviceContext
 
 from .. import torch_api
 from ..entries.autograd_function import DifferentiableCall, differentiated
@@ -19,8 +18,11 @@ from ..entries.module_call import bound_call, call_entry
 from ..errors import InputError
 from ..format.manifest import EntrySpec, ModuleSource, Tree
 from . import interception
-from .module_facts import CODE, GLOBAL, attributes, code_facts, difference, global_facts, names_in, resolved
+from .module_facts import CODE, DEFAULT_DTYPE, GLOBAL, attributes, code_facts, difference, global_facts, names_in, resolved
 from .plain_values import NotPlain, Watch
+
+_LEAST = 2
+"""Of a size that was left open: sizes of 0 and 1 are another kind of call, for which a module may do something else, or raise."""
 
 
 class OtherModule(InputError):
@@ -43,7 +45,7 @@ def why_not_here() -> str:
     """Why no call can be compiled, or recorded, where it is made now; or ""."""
     if not torch.is_grad_enabled():
         return "it is called without gradients, and recorded were calls with them"
-    if torch._C._len_torch_dispatch_stack() or any(not _is_of_cpu(m) for m in torch.overrides._get_current_function_mode_stack()):
+    if torch_api.in_a_mode() or any(not _is_of_cpu(m) for m in torch_api.function_modes()):
         return "it is called under a TorchFunctionMode or TorchDispatchMode, which sees each operation, and may change it"
     if torch.jit.is_tracing():
         return "it is called while torch.jit traces, which would not see what compiled code does"
@@ -56,12 +58,12 @@ def why_not_here() -> str:
 
 def _is_of_cpu(mode: Any) -> bool:
     """Whether a mode is ``torch.set_default_device("cpu")``."""
-    return isinstance(mode, DeviceContext) and mode.device.type == "cpu"
+    return isinstance(mode, torch_api.DeviceContext) and mode.device.type == "cpu"
 
 
 def facts_of(module: nn.Module, code: Sequence[str], names: Sequence[str], watch: Watch | None = None) -> dict[str, str]:
     """``code``, ``names``: functions and globals, ``module:qualname``. :class:`NotPlain` where one of the facts cannot be told."""
-    facts = code_facts(code, watch)
+    facts = {DEFAULT_DTYPE: str(torch.get_default_dtype()), **code_facts(code, watch)}
     return {**attributes(module, names_in(map(resolved, code)), watch), **facts, **global_facts(names, watch)}
 
 
@@ -121,11 +123,13 @@ class LiveModule:
         interception.watched |= self._ids
         interception.changed -= self._ids
         self._registrations = interception.registrations[0]
+        self._dtype = torch.get_default_dtype()
 
     def refresh(self, module: nn.Module) -> None:
         """:meth:`bind`, if something may have changed since."""
-        changed = interception.changed
-        if (changed and not changed.isdisjoint(self._ids)) or self._registrations != interception.registrations[0] or not self._watch.same():
+        assigned = bool(interception.changed) and not interception.changed.isdisjoint(self._ids)
+        hooked, dtype = self._registrations != interception.registrations[0], torch.get_default_dtype()
+        if assigned or hooked or dtype is not self._dtype or not self._watch.same():
             self.bind(module)
 
     def current(self) -> list[torch.Tensor]:
@@ -137,12 +141,12 @@ class LiveModule:
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises what :meth:`call` would where the call does not fit, and runs nothing."""
         current = self.current()
-        matched, _, _ = bound_call(self.entry, current, self.mode, args, kwargs)
+        matched, _, _ = bound_call(self.entry, current, self.mode, args, kwargs, _LEAST)
         differentiated(self.entry, matched.variant, current, matched)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[[DifferentiableCall], None] | None = None) -> Any:
         """By compiled code; :class:`InputError` and others of ours where it does not fit, and nothing was done."""
-        return call_entry(self.entry, self.current(), self.mode, args, kwargs, made)
+        return call_entry(self.entry, self.current(), self.mode, args, kwargs, made, _LEAST)
 
 
 def _slot(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -19,6 +19,7 @@ from .plain_values import NotPlain, Watch, code_digest, is_known, named, text_of
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every ``nn.Module`` has: tensors, submodules, hooks and the mode, which are looked at otherwise."""
 CLASS, CODE, GLOBAL, OF_CLASS = "class of ", "code of ", "global ", "class attribute "
+DEFAULT_DTYPE = "default dtype"
 UNTOLD = "cannot be told: "
 
 
@@ -76,7 +77,7 @@ def _is_from_elsewhere(value: Any, owner: type, key: str) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    if callable(value) or isinstance(value, (staticmethod, classmethod, property, torch.Tensor)) or hasattr(type(value), "__get__"):
+    if isinstance(value, (type, staticmethod, classmethod, property, torch.Tensor)) or hasattr(type(value), "__get__"):
         return False
     try:
         text_of(value, "")
@@ -133,7 +134,7 @@ def code_facts(names: Iterable[str], watch: Watch | None = None) -> dict[str, st
     found = {}
     for name in names:
         function = resolved(name)
-        found[f"{CODE}{name}"] = code_digest(function)
+        found[f"{CODE}{name}"] = code_digest(function, watch)
         if watch is not None:
             watch.places.append(_place_of(name))
     return found

@@ -94,7 +94,7 @@ def text_of(value: Any, where: str, watch: Watch | None = None, depth: int = 0) 
     for base in _NUMBERS_AND_TEXTS:
         if isinstance(value, base):
             return shortened(f"{kind.__module__}.{kind.__qualname__}({base.__repr__(value)})")
-    if callable(value) or not hasattr(value, "__dict__") or not _is_all_in_its_dict(kind):
+    if not hasattr(value, "__dict__") or not _is_all_in_its_dict(kind):
         raise NotPlain(f"{where} is a {kind.__module__}.{kind.__qualname__}, whose changes could not be seen")
     own = vars(value)
     return shortened(f"{kind.__module__}.{kind.__qualname__}({text_of(own, where, watch, depth + 1)})")
@@ -130,13 +130,13 @@ def shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:60]}… {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def code_digest(function: types.FunctionType) -> str:
-    """SHA-256 of a function's code, with what is nested in it, and of its default arguments."""
+def code_digest(function: types.FunctionType, watch: Watch | None = None) -> str:
+    """SHA-256 of a function's code, with what is nested in it, and of its default arguments, which are added to ``watch``."""
     digest = hashlib.sha256()
     _add_code(digest, function.__code__)
     for value in (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())):
         try:
-            digest.update(text_of(value, "a default argument").encode())
+            digest.update(text_of(value, "a default argument", watch).encode())
         except NotPlain:
             digest.update(type(value).__qualname__.encode())
     return digest.hexdigest()
