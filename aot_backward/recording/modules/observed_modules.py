@@ -33,8 +33,7 @@ _MODULES = 32
 
 @dataclass
 class CallKind:
-    """Calls of one module that one variant serves. ``tree``: of the arguments, with what is no tensor in it. ``sizes``: of all tensors, by how often
-    they came."""
+    """Calls of one module that one variant serves. ``args``, ``kwargs``: of the first. ``sizes``: of all tensors, and how often they came."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -56,7 +55,6 @@ class ObservedModule:
     functions: set[str] = field(default_factory=set)
     attributes: dict[str, str] = field(default_factory=dict)  # as they were before the first watched call
     refused: str = ""
-    count: int = 0
     seconds: float = 0.0  # of its forwards
 
     def source(self) -> ModuleSource:
@@ -93,7 +91,6 @@ class ObservedModules:
             seen = self.modules[id(module)] = ObservedModule(module, origin.line())
         if seen.refused:
             return plain(module, *args, **kwargs)
-        seen.count += 1
         kind = self._kind(seen, trained, args, kwargs)
         if kind is None:
             return plain(module, *args, **kwargs)
