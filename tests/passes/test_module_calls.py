@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -69,6 +70,8 @@ class Mixed(nn.Module):
         self.gain = 0.5
         self.config = SimpleNamespace(act="tanh", sizes={"shift": 0.25})
         self.stamp, self.notes = id(self), torch.ones(2)  # the forward names neither: they may be anything
+        second, twice, self.half = self.second, 2, numpy.int64(1)
+        self.last = lambda x: second(x) * twice
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False) -> Out:
         hidden = self.norm(self.first(x)) * SCALE + self.tied(halved(x)) * (self.factor * SCHEDULE())
@@ -76,7 +79,7 @@ class Mixed(nn.Module):
         hidden = self.limited(hidden, max=LIMITS["high"]) + self.config.sizes["shift"]
         if mask is not None:
             hidden = hidden * mask
-        out = self.second(self.drop(hidden)) * (self.gain * (2 if double else 1))
+        out = self.last(self.drop(hidden)) * (self.gain * (2 if double else 1) * int(self.half))
         return Out(out, hidden)
 
 
@@ -208,6 +211,10 @@ def set_global(name: str, value: Any) -> None:
     globals()[name] = value
 
 
+def set_cell(function: Any, name: str, value: Any) -> None:
+    function.__closure__[function.__code__.co_freevars.index(name)].cell_contents = value
+
+
 def relued(self: Mixed, x: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False) -> Out:
     hidden = torch.relu(self.first(x))
     return Out(self.second(hidden), hidden)
@@ -243,6 +250,8 @@ CAUGHT: dict[str, tuple[Callable[[Any], object], Callable[[], object], str]] = {
         lambda: set_global("ACTIVATION", torch.tanh),
         "ACTIVATION is",
     ),
+    "what a closure holds": (lambda net: set_cell(net.last, "twice", 3), nothing, "last is"),
+    "a numpy scalar": (lambda net: setattr(net, "half", numpy.int64(3)), nothing, "half is numpy.int64(3)"),
     "the forward": (lambda net: setattr(Mixed, "forward", relued), lambda: setattr(Mixed, "forward", ORIGINAL), "Mixed.forward"),
     "a hook of a submodule": (lambda net: net.first.register_forward_hook(lambda m, a, out: out * 2), nothing, "first has a forward hook"),
     "a submodule": (lambda net: setattr(net, "drop", nn.Identity()), nothing, "class of drop is torch.nn.modules.linear.Identity"),
@@ -456,8 +465,9 @@ class Keeps(Draws):
 
 
 class Closure(Draws):
-    def __init__(self, factor: float = 2.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        factor = torch.tensor(2.0)
         self.scaled = lambda x: x * factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -478,7 +488,7 @@ REFUSED = {
     Counts: "its forward changes calls",
     Prints: "its forward prints",
     Keeps: "memory is a torch.Tensor, whose changes could not be seen",
-    Closure: "which has a closure",
+    Closure: "factor, in the closure of scaled, is a torch.Tensor",
 }
 
 
@@ -499,6 +509,26 @@ def test_what_cannot_be_watched_is_refused_by_name_when_it_is_recorded(tmp_path:
     for kind, words in REFUSED.items():
         assert f"{kind.__name__} (called at" in said and words in said, said
     assert "has a forward pre-hook" in said and "differentiated again (create_graph=True)" in said
+
+
+class Unrolled(Draws):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(x.shape[1]):  # fixes it
+            x = torch.tanh(self.lin(x))
+        return x
+
+
+def test_a_size_that_the_program_fixes_is_said(tmp_path: Path) -> None:
+    net = made(Unrolled)
+    with ab.record(tmp_path / "fixed.pt2", modules=True, optimizer=False, tune="none") as recording:
+        for steps in (2, 3, 3, 3):
+            net(torch.randn(4, steps, 6)).sum().backward()
+    assert len(recording.compiled_modules) == 1
+    assert any("with other sizes than [4, 3, 6]" in words for words in recording.skipped), recording.skipped
+    with ab.replay(tmp_path / "fixed.pt2", modules=True) as session:
+        for steps in (3, 2, 3):
+            net(torch.randn(4, steps, 6)).sum().backward()
+    assert session.report.modules == 2 and sum(session.report.eager_modules.values()) == 1, str(session.report)
 
 
 SCRIPT = """

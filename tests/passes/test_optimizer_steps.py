@@ -470,3 +470,25 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     again = aot_backward("replay", "--json", "other.pt2", "--", "train.py")
     assert json.loads(again.stderr)["optimizer_steps"] == 11
     assert "and 1 optimizer step:" in aot_backward("verify", "bw.pt2").stdout
+
+
+def test_kinds_of_steps_that_take_turns_are_all_compiled(tmp_path: Path) -> None:
+    """A layer that every second step leaves out."""
+
+    def steps(count: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.01, momentum=0.9)
+        for step in range(count):
+            x = torch.tanh(first(torch.linspace(-1, 1, 8).view(2, 4) + step / 10))
+            optimizer.zero_grad()
+            (second(x) if step % 2 else x).square().sum().backward()
+            optimizer.step()
+        return [p.detach() for p in (*first.parameters(), *second.parameters())]
+
+    with ab.record(tmp_path / "turns.pt2", tune="none"):
+        steps(10)
+    with ab.replay(tmp_path / "turns.pt2", always=True) as session:
+        ours = steps(20)
+    torch.testing.assert_close(ours, steps(20), rtol=1e-5, atol=1e-6)
+    assert session.report.steps >= 16, str(session.report)  # the first of each kind makes its state

@@ -55,6 +55,8 @@ def add_modules(
                 continue
             package = package.with_entries(part)
             package.write()  # each when it is done: an interrupt keeps them
+            if fixed := _fixed(next(e for e in load(path).recorded_modules() if e.name == name), seen):
+                found.skipped[f"calls of {_words(seen)} with other sizes than {fixed}: the program fixes a size that changed"] += 1
             speeds = [s for v in part.manifest.entries[name].variants if (s := v.speed) is not None]
             ratios = [r for s in speeds for r in s.ratios]
             took = f": {min(ratios):.2f} to {max(ratios):.2f} of eager's time" if ratios else ""
@@ -106,6 +108,16 @@ def _serves(entry: Entry, kind: CallKind) -> bool:
             except InputError:
                 return False
     return True
+
+
+def _fixed(entry: Entry, seen: ObservedModule) -> str:
+    """The sizes of which alone calls are served, where others were observed; or ""."""
+    kinds = [kind for kind in seen.kinds.values() if not _serves(entry, kind)]
+    return "; ".join(", ".join(str(list(shape)) for shape in _most_often(kind)) for kind in kinds)
+
+
+def _most_often(kind: CallKind) -> tuple[tuple[int, ...], ...]:
+    return max(kind.sizes, key=lambda sizes: kind.sizes[sizes])
 
 
 def _ambient(kind: CallKind) -> contextlib.AbstractContextManager[object]:
@@ -163,11 +175,10 @@ def _variant(module: nn.Module, kind: CallKind, *, opened: bool) -> Variant:
     flat, tree = pytree.tree_flatten((kind.args, kind.kwargs))
     places = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
     requires = [*kind.trained, *_inputs_requiring_gradients(module, kind)]
+    for place, shape in zip(places, _most_often(kind), strict=True):
+        flat[place] = _of_shape(flat[place], shape)
+    args, kwargs = pytree.tree_unflatten(flat, tree)
     if not opened or len(shapes) == 1:
-        often = max(kind.sizes, key=lambda s: kind.sizes[s])
-        for place, shape in zip(places, often, strict=True):
-            flat[place] = _of_shape(flat[place], shape)
-        args, kwargs = pytree.tree_unflatten(flat, tree)
         return Variant(tuple(args), dict(kwargs), requires_grad=requires, mode=kind.mode)
     specs: list[Any] = [None] * len(flat)
     for number, place in enumerate(places):
@@ -177,7 +188,7 @@ def _variant(module: nn.Module, kind: CallKind, *, opened: bool) -> Variant:
                 spec[d] = torch.export.Dim.AUTO  # which comes out fixed where the program fixes it
         specs[place] = spec or None
     positional, keywords = pytree.tree_unflatten(specs, tree)
-    return Variant(kind.args, kind.kwargs, dynamic_shapes=_by_name(module, positional, keywords), requires_grad=requires, mode=kind.mode)
+    return Variant(tuple(args), dict(kwargs), dynamic_shapes=_by_name(module, positional, keywords), requires_grad=requires, mode=kind.mode)
 
 
 def _by_name(module: nn.Module, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:

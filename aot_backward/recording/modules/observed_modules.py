@@ -164,7 +164,7 @@ def _changed(before: dict[str, str], after: dict[str, str], functions: set[str])
     if not changed:
         return ""
     try:
-        named = names_in(map(resolved, functions))
+        named = names_in(functions)
     except NotPlain as error:
         return str(error)
     return next((f"its forward changes {n}" for n in changed if n.rpartition(".")[2] in named), "")

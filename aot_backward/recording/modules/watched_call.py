@@ -44,7 +44,7 @@ class WatchedCall:
             elif not self.first and code.co_qualname == "Logger._log" and module == "logging":
                 self._refuse("logs")
             if not is_known(module) and code.co_qualname != "<module>" and not _is_generated(module, code):
-                self.functions.add(f"{module}:{code.co_qualname.partition('.<locals>')[0]}")
+                self.functions.add(f"{module}:{code.co_qualname}")
         elif event == "c_call" and not is_known(module) and isinstance(argument, types.BuiltinFunctionType):
             of = argument.__module__ or type(argument.__self__).__module__
             if says := _SAYS.get(argument) or _MODULES.get(str(of).lstrip("_")):

@@ -18,7 +18,7 @@ from ..entries.module_call import bound_call, call_entry
 from ..errors import InputError
 from ..format.manifest import EntrySpec, ModuleSource, Tree
 from . import interception
-from .module_facts import CODE, DEFAULT_DTYPE, GLOBAL, attributes, code_facts, difference, global_facts, names_in, resolved
+from .module_facts import CODE, DEFAULT_DTYPE, GLOBAL, attributes, code_facts, difference, global_facts, names_in
 from .plain_values import NotPlain, Watch
 
 _LEAST = 2
@@ -64,7 +64,7 @@ def _is_of_cpu(mode: Any) -> bool:
 def facts_of(module: nn.Module, code: Sequence[str], names: Sequence[str], watch: Watch | None = None) -> dict[str, str]:
     """``code``, ``names``: functions and globals, ``module:qualname``. :class:`NotPlain` where one of the facts cannot be told."""
     facts = {DEFAULT_DTYPE: str(torch.get_default_dtype()), **code_facts(code, watch)}
-    return {**attributes(module, names_in(map(resolved, code)), watch), **facts, **global_facts(names, watch)}
+    return {**attributes(module, names_in(code), watch), **facts, **global_facts(names, watch)}
 
 
 def modes_of(module: nn.Module) -> tuple[str, frozenset[str]]:

@@ -27,9 +27,11 @@ def attributes(module: nn.Module, read: Container[str] | None = None, watch: Wat
     """The classes of all submodules, and the plain attributes of each: of PyTorch's layers all, of user code those whose names are in ``read``.
     :class:`NotPlain` names one that cannot be told. Without ``read``, all, and the text of one that cannot be told begins with :data:`UNTOLD`."""
     found: dict[str, str] = {}
+    watch = watch if watch is not None else Watch()
+    watch.parts.update((id(part), name) for name, part in module.named_modules() if name)  # not itself: nothing here may keep it alive
     for name, part in module.named_modules(remove_duplicate=False):
         kind = type(part)
-        if watch is not None and part._modules:
+        if part._modules:
             watch.add_submodules(part._modules)
         found[f"{CLASS}{name or 'the module'}"] = f"{kind.__module__}.{kind.__qualname__}"
         if isinstance(part, torch.jit.ScriptModule):
@@ -52,8 +54,7 @@ def attributes(module: nn.Module, read: Container[str] | None = None, watch: Wat
             if place not in found and (wanted is None or key in wanted):
                 value = vars(owner)[key]
                 found[place] = text_of(_of_static(value), place, watch)
-                if watch is not None:
-                    watch.places.append((vars(owner), key, value))
+                watch.places.append((vars(owner), key, value))
     return found
 
 
@@ -207,12 +208,14 @@ def _is_told_function(value: Any) -> bool:
     return True
 
 
-def names_in(functions: Iterable[types.FunctionType]) -> set[str]:
-    """Every name and text in the code of functions: an attribute that is not among them is read and written by none of them, unless its name is put
-    together."""
+def names_in(functions: Iterable[str]) -> set[str]:
+    """Every name and text in the code of functions (``module:qualname``): an attribute that is not among them is read and written by none of them,
+    unless its name is put together. Of a function that was made in another one, what is nested in that counts, and not the whole."""
     found: set[str] = set()
-    for function in functions:
-        found.update(_names(function.__code__), _texts(function.__code__))
+    for name in functions:
+        code = resolved(name).__code__
+        for part in [code] if ".<locals>" not in name else [c for c in code.co_consts if isinstance(c, types.CodeType)]:
+            found.update(_names(part), _texts(part))
     return found
 
 

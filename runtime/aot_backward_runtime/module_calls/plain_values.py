@@ -44,6 +44,11 @@ class Watch:
     submodules: list[tuple[Mapping[str, Any], list[str], list[weakref.ref[Any] | None]]] = field(default_factory=list)
     """The ``_modules`` of a module, which are also written into directly, such as by ``Sequential.insert``. It keeps none of them alive."""
 
+    cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
+    """Of functions with a closure: what was in each."""
+    parts: dict[int, str] = field(default_factory=dict)
+    """Names of the submodules, by ``id``: a closure may hold one."""
+
     def add_submodules(self, mapping: Mapping[str, Any]) -> None:
         self.submodules.append((mapping, list(mapping), [None if m is None else weakref.ref(m) for m in mapping.values()]))
 
@@ -57,6 +62,8 @@ class Watch:
         for mapping, keys, parts in self.submodules:
             if list(mapping) != keys or not all([m is (r and r()) for m, r in zip(mapping.values(), parts, strict=True)]):  # noqa: C419
                 return False
+        if not all([cell.cell_contents is value for cell, value in self.cells]):  # noqa: C419
+            return False
         return all([names.get(name, _GONE) is value for names, name, value in self.places])  # noqa: C419 # a generator takes twice as long
 
 
@@ -90,7 +97,9 @@ def text_of(value: Any, where: str, watch: Watch | None = None, depth: int = 0) 
     if isinstance(value, functools.partial):
         return shortened(f"partial({', '.join(text_of(v, where, watch, depth + 1) for v in (value.func, value.args, value.keywords))})")
     if isinstance(value, type) or kind in _FUNCTIONS:
-        return named(value, where)
+        return named(value, where, watch, depth)
+    if kind.__module__ == "numpy" and any(k.__name__ == "generic" for k in kind.__mro__) and kind.__name__ not in ("void", "object_"):
+        return f"numpy.{kind.__name__}({value.item()!r})"  # a scalar, which nobody can change
     for base in _NUMBERS_AND_TEXTS:
         if isinstance(value, base):
             return shortened(f"{kind.__module__}.{kind.__qualname__}({base.__repr__(value)})")
@@ -113,16 +122,27 @@ def _is_all_in_its_dict(kind: type) -> bool:
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 
 
-def named(value: Any, where: str) -> str:
-    """A class or function by its name; a function of Python also by its code."""
+def named(value: Any, where: str, watch: Watch | None = None, depth: int = 0) -> str:
+    """A class or function by its name; a function of Python also by its code, and by what is in its closure: a submodule, or what is plain."""
     name = f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, types.FunctionType):
-        if value.__closure__:
-            raise NotPlain(f"{where} is the function {name}, which has a closure")
-        return f"{name} {code_digest(value)}"
+        held = [_held(n, c, where, watch, depth) for n, c in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)]
+        return shortened(f"{name} {code_digest(value, watch)} {' '.join(held)}".rstrip())
     if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, (types.ModuleType, type, type(None))):
         raise NotPlain(f"{where} is {name} of a {type(value.__self__).__qualname__}, whose changes could not be seen")
     return name
+
+
+def _held(name: str, cell: types.CellType, where: str, watch: Watch | None, depth: int) -> str:
+    try:
+        value = cell.cell_contents
+    except ValueError:
+        raise NotPlain(f"{where} has a closure in which {name} is nothing yet") from None
+    if watch is not None:
+        watch.cells.append((cell, value))
+        if id(value) in watch.parts:
+            return f"{name}=the submodule {watch.parts[id(value)]!r}"
+    return f"{name}={text_of(value, f'{name}, in the closure of {where},', watch, depth + 1)}"
 
 
 def shortened(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable
 
@@ -35,16 +36,26 @@ class UpdateTable:
             raise InputError(met.reason)
         try:
             refuse_unsupported(optimizer)
-            if met.bound is None or not met.bound.serves(optimizer):
-                met.bound = self._bind(optimizer)
-            met.bound.run(optimizer)
+            return self._run(optimizer, met)
         except (InputError, LookupError, TypeError, ValueError) as error:  # of an option that is missing or is no number: eager says what it is
-            met.bound, met.waits = None, met.next_wait
+            met.bound, met.waits = [], met.next_wait
             met.reason = str(error) if isinstance(error, InputError) else f"its options or state cannot be read: {type(error).__name__}: {error}"
             met.next_wait = min(max(2 * met.next_wait, 1), _LONGEST)
             raise InputError(met.reason) from error
+
+    def _run(self, optimizer: torch.optim.Optimizer, met: _Met) -> CompiledUpdate:
+        """By what was bound to the optimizer, the last first, else by what is bound now: kinds of steps may take turns."""
+        for bound in met.bound:
+            if bound.serves(optimizer):
+                with contextlib.suppress(InputError):  # nothing was changed
+                    bound.run(optimizer)
+                    break
+        else:
+            bound = self._bind(optimizer)
+            bound.run(optimizer)
+        met.bound = [bound, *(b for b in met.bound if b.update is not bound.update)]
         met.next_wait = 0
-        return met.bound.update
+        return bound.update
 
     def _bind(self, optimizer: torch.optim.Optimizer) -> BoundUpdate:
         kind, reasons = type(optimizer), list[InputError]()
@@ -63,7 +74,7 @@ class _Met:
     __slots__ = ("bound", "next_wait", "reason", "waits")
 
     def __init__(self) -> None:
-        self.bound: BoundUpdate | None = None
+        self.bound: list[BoundUpdate] = []
         self.reason = ""
         self.waits = self.next_wait = 0
 
