@@ -463,7 +463,7 @@ def test_gradients_that_were_absent_and_come(tmp_path: Path, package: Path) -> N
 def test_two_files_of_misses_of_one_structure(tmp_path: Path) -> None:
     """A batch of one row is another kind of pass than one of four, so each file holds a variant, and they are in one package."""
     package = tmp_path / "bw.pt2"
-    with ab.record(package):
+    with ab.record(package, min_seen=1):
         nn.Linear(3, 3)(torch.randn(2, 3)).sum().backward()
     for rows in (4, 1):
         with ab.replay(package, save_misses=tmp_path / f"{rows}"):
