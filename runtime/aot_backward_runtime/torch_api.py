@@ -31,6 +31,7 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
+from torch.optim import optimizer as _optimizers
 from torch.utils._device import DeviceContext  # the mode of torch.set_default_device and ``with torch.device``
 
 from .errors import GradientError
@@ -87,6 +88,7 @@ __all__ = [
     "function_modes",
     "has_loading_hooks",
     "has_memory",
+    "has_step_hooks",
     "in_a_mode",
     "in_backward",
     "in_forward_mode",
@@ -94,6 +96,7 @@ __all__ = [
     "is_batched",
     "is_cache_empty",
     "is_functorch_wrapped",
+    "is_profiled",
     "is_registered",
     "is_traced",
     "is_watched",
@@ -184,6 +187,17 @@ def in_backward() -> bool:
 def is_watched() -> bool:
     """Whether forward-mode differentiation or a dispatch mode is at work, which a native call passes by."""
     return forward_ad._current_level >= 0 or in_a_mode() > 0
+
+
+def is_profiled() -> bool:
+    """Whether a profiler runs, in any thread."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks are to be called around the optimizer's ``step()``, its own or those of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _optimizers._global_optimizer_pre_hooks or _optimizers._global_optimizer_post_hooks)
 
 
 def is_traced() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import aot_backward as ab
 from aot_backward.recording.optimizer_steps import compiled_steps
@@ -261,6 +263,49 @@ def test_hooks_and_closures() -> None:
     torch.testing.assert_close(torch.stack(losses), torch.stack(wanted), rtol=1e-4, atol=1e-6)
 
 
+def test_profilers_and_hooks_of_all_optimizers_see_each_step() -> None:
+    calls = []
+    path = package()
+    handles = [
+        register_optimizer_step_pre_hook(lambda *args: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *args: calls.append("after")),
+    ]
+    with ab.replay(path) as replaying:
+        ours = trained(KINDS["AdamW"], 3)
+        for handle in handles:
+            handle.remove()
+        assert calls == 3 * ["before", "after"]
+        with torch.autograd.profiler.profile() as profile:
+            trained(KINDS["AdamW"], 2)
+            torch.optim.AdamW(ours[0]).zero_grad()
+        names = [event.name for event in profile.function_events]
+        assert names.count("Optimizer.step#AdamW.step") == 2 and "Optimizer.zero_grad#AdamW.zero_grad" in names
+    same(ours, trained(KINDS["AdamW"], 3))
+    assert len(calls) == 6 and replaying.report.steps == 3
+
+
+def test_zero_grad() -> None:
+    """As eager's, where gradients become zeros too."""
+    results = []
+    for context in (lambda: ab.replay(package()), contextlib.nullcontext):
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizer = torch.optim.SGD([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.1}], lr=0.5)
+        with context():
+            give_gradients(first, 0)
+            kept = first.weight.grad
+            optimizer.zero_grad()
+            gone = [p.grad for p in (*first.parameters(), *second.parameters())]
+            give_gradients(second, 1)
+            stays = second.weight.grad
+            optimizer.zero_grad(set_to_none=False)
+            assert second.weight.grad is stays
+        results.append((gone, kept, stays, first.weight.grad))
+    (gone, kept, stays, absent), expected = results
+    assert gone == [None] * 4 == expected[0] and absent is expected[3] is None
+    torch.testing.assert_close((kept, stays), expected[1:3], rtol=0, atol=0)
+    assert torch.count_nonzero(kept) and not torch.count_nonzero(stays)
+
+
 class Doubling(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         super().step(closure)
@@ -437,6 +482,7 @@ def test_classes_have_their_own_step_afterwards() -> None:
 SCRIPT = """
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -148,6 +149,29 @@ class Fast:
             return True
         self._seen = (pointers, sizes, offsets)
         return True
+
+
+class Same:
+    """A check for tensors that were accepted before: the same objects, which look as they did, on the memory that they had. It keeps that memory
+    alive, so that nothing else can lie at its addresses. Cheaper than :class:`Fast`, for what stays from call to call."""
+
+    __slots__ = ("_check", "_pointers", "_sizes", "_storages", "_tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._tensors = list(tensors)
+        self._check = Fast(tensors).check
+        self._pointers = list(map(_data_ptr, tensors))
+        self._storages = list(map(_storage, tensors))
+        self._sizes = list(map(len, self._storages))
+
+    def hold(self, tensors: Sequence[Any]) -> bool:
+        """Whether ``tensors``, as many, which may be anything, are those accepted."""
+        return (
+            all(map(is_, tensors, self._tensors))
+            and self._check(*tensors)
+            and list(map(_data_ptr, tensors)) == self._pointers
+            and list(map(len, self._storages)) == self._sizes
+        )
 
 
 def check_ambient(ambient: Ambient, device: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from ..errors import InputError
 from ..format.manifest import LibrarySpec, UpdateSpec
 from ..format.param_groups import inside, options_of
-from ..native.guards import Contract, Fast
+from ..native.guards import Contract, Fast, Same
 from ..native.library import Library
 from ..native.memory import Ranges
 from ..training.param_groups import interval_words, plain
@@ -59,10 +59,8 @@ class BoundUpdate:
         self.update = update
         self._numbers: list[Any] = []
         self._vector = torch.zeros(FIRST_NUMBER + len(update.spec.numbers), dtype=torch.float64)
-        self._fast: Fast | None = None
-        self._written: Sequence[int] = []  # addresses
-        self._read: set[int] = set()  # addresses of gradients that lie apart from what is written
         self._ranges = Ranges(())
+        self._read: set[int] = set()  # addresses of gradients that lie apart from what is written
         groups = optimizer.param_groups
         if len(groups) != len(update.groups):
             raise OtherGroups(f"it has {len(groups)} parameter groups; {len(update.groups)} were recorded")
@@ -71,19 +69,22 @@ class BoundUpdate:
         self._groups = [(recorded.values(group), list(group["params"])) for group, recorded in zip(groups, update.groups, strict=True)]
         self._parameters = [self._groups[g][1][i] for g, i in update.trained]
         self._others = [self._groups[g][1][i] for g, i in update.untrained]
-        self.bind(optimizer)
+        self._bind(optimizer)
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """What native code takes; :class:`InputError` where it does not fit."""
+    def _bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks at everything that native code takes; :class:`InputError` where it does not fit."""
         self._read_numbers(optimizer)
-        inputs = self._inputs(optimizer)
-        _check(inputs, self.update.library.spec)
-        fast = Fast(inputs)
-        if not fast.holds(inputs):
+        gradients, written = self._gradients(), [*self._parameters, *self._state(optimizer)]
+        _check([*gradients, *written, self._vector], self.update.library.spec)
+        fast = Fast(gradients)
+        if not fast.holds(gradients) or not Fast(written).holds(written):
             raise InputError("a tensor of it cannot be read by native code")
-        self._check_memory(inputs, fast.addresses)
-        self._fast = fast
-        return inputs
+        names = [s.name for s in self.update.library.spec.inputs]
+        ranges = Ranges(zip(names[len(gradients) : -1], written, strict=True))
+        if pair := ranges.overlap():
+            raise InputError(f"{pair[0]} and {pair[1]} share memory")
+        self._ranges, self._read = ranges, set()
+        self._fast, self._written = fast, Same(written)
 
     def serves(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether groups, options and parameters are those that were bound."""
@@ -103,28 +104,30 @@ class BoundUpdate:
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """The step. :class:`InputError` where it does not fit, and nothing was changed."""
-        inputs = self._inputs(optimizer)
+        gradients, written = self._gradients(), [*self._parameters, *self._state(optimizer)]
         self._read_numbers(optimizer)
-        if self._fast is None or not self._fast.holds(inputs):
-            inputs = self.bind(optimizer)
-        else:
-            self._check_memory(inputs, self._fast.addresses)
+        if not self._written.hold(written) or not self._fast.holds(gradients):
+            self._bind(optimizer)
+        self._check_memory(gradients)
         library = self.update.library
         with library.lock:
             library.bind(_NOTHING)
-        torch.autograd.graph.increment_version(inputs[len(self._parameters) : -1])
-        library.run(inputs)
+        torch.autograd.graph.increment_version(written)
+        library.run([*gradients, *written, self._vector])
 
-    def _inputs(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        parameters, state = self._parameters, optimizer.state
-        gradients = [p.grad for p in parameters]
+    def _gradients(self) -> list[torch.Tensor]:
+        gradients = [p.grad for p in self._parameters]
         if any(g is None for g in gradients):
             place = self.update.spec.trained[gradients.index(None)]
             raise InputError(f"the gradient of parameter {place} is None; one was there when it was recorded")
         if any(p.grad is not None for p in self._others):
             raise InputError("a parameter has a gradient that had none when it was recorded")
+        return gradients
+
+    def _state(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        state = optimizer.state
         kept: list[Any] = []
-        for parameter, keys in zip(parameters, self.update.keys, strict=True):
+        for parameter, keys in zip(self._parameters, self.update.keys, strict=True):
             own = state.get(parameter)
             if own is None or not keys:
                 if keys:
@@ -139,7 +142,7 @@ class BoundUpdate:
                 if value is None:
                     raise InputError(f"the optimizer has no state {key!r} yet")
                 kept.append(value)
-        return [*gradients, *parameters, *kept, self._vector]
+        return kept
 
     def _read_numbers(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
@@ -154,22 +157,15 @@ class BoundUpdate:
         self._vector[FIRST_NUMBER:] = torch.tensor(values, dtype=torch.float64)
         self._numbers = values
 
-    def _check_memory(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
-        """:class:`InputError` where something that is written shares memory with another tensor, as none did when the code was compiled."""
-        count = len(self._parameters)
-        written, read = addresses[count:-1], addresses[:count]
-        if written != self._written:
-            self._written, self._read = [], set()
-            names = [s.name for s in self.update.library.spec.inputs]
-            self._ranges = Ranges(zip(names[count:-1], inputs[count:-1], strict=True))
-            if pair := self._ranges.overlap():
-                raise InputError(f"{pair[0]} and {pair[1]} share memory")
-            self._written = written
-        if not self._read.issuperset(read):
-            for gradient in inputs[:count]:
-                if name := self._ranges.reached_by(gradient):
-                    raise InputError(f"a gradient shares memory with {name}")
-            self._read = {*(self._read if len(self._read) < _MOST_ADDRESSES else ()), *read}
+    def _check_memory(self, gradients: Sequence[torch.Tensor]) -> None:
+        """:class:`InputError` where a gradient shares memory with what is written, as none did when the code was compiled."""
+        read = self._fast.addresses
+        if self._read.issuperset(read):
+            return
+        for gradient in gradients:
+            if name := self._ranges.reached_by(gradient):
+                raise InputError(f"a gradient shares memory with {name}")
+        self._read = {*(self._read if len(self._read) < _MOST_ADDRESSES else ()), *read}
 
 
 _MOST_ADDRESSES = 100_000
