@@ -22,7 +22,7 @@ from aot_backward_exporters.graph import Graph
 from aot_backward_exporters.process_state import patched
 from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
-from aot_backward_runtime.format.manifest import LibrarySpec, Manifest, PassSpec, TensorSpec, UpdateSpec, Verdict
+from aot_backward_runtime.format.manifest import ClippingSpec, LibrarySpec, Manifest, PassSpec, TensorSpec, UpdateSpec, Verdict
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.native.cuda_library import library_on
 from aot_backward_runtime.native.guards import dtype_of
@@ -114,25 +114,46 @@ def check_pass(
 
 def check_update(manifest: Manifest, update: UpdateSpec, paths: Mapping[str, Path], graphs: Mapping[str, Graph]) -> Verdict:
     """An optimizer step on made-up parameters, gradients and state, and the recorded numbers, beside the graph's operators; as :func:`check_pass`."""
-    spec, findings = manifest.libraries[update.library], _Findings()
-    library = library_on(device_of(manifest), partial(paths.__getitem__, update.library), spec)
-    library.bind(({}, ()))
-    count = len(update.trained)
+    spec, count = manifest.libraries[update.library], len(update.trained)
     inputs = [_random_input(described, {}, i, 1) for i, described in enumerate(spec.inputs)]
     for state in inputs[2 * count : -1]:
         state.abs_().add_(1.0)  # squares and counts of steps are positive
     inputs[-1].copy_(torch.tensor([0.0, 0.0, *(n.value for n in update.numbers)], dtype=torch.float64))
+    return _check_written("an optimizer step", manifest, update.library, paths, graphs, inputs, range(count, len(inputs) - 1))
+
+
+def check_clipping(manifest: Manifest, clipping: ClippingSpec, paths: Mapping[str, Path], graphs: Mapping[str, Graph]) -> Verdict:
+    """A clipping of made-up gradients, by which they change, beside the graph's operators; as :func:`check_pass`."""
+    spec = manifest.libraries[clipping.library]
+    inputs = [_random_input(described, {}, i, 1) for i, described in enumerate(spec.inputs)]
+    inputs[-1].copy_(torch.tensor([0.5, 0.0], dtype=torch.float64))
+    return _check_written(clipping.function, manifest, clipping.library, paths, graphs, inputs, range(len(inputs) - 1))
+
+
+def _check_written(
+    what: str,
+    manifest: Manifest,
+    name: str,
+    paths: Mapping[str, Path],
+    graphs: Mapping[str, Graph],
+    inputs: list[torch.Tensor],
+    places: range,
+) -> Verdict:
+    """What the library ``name`` writes to those of ``inputs`` at ``places``, beside what the graph's operators do."""
+    spec, findings = manifest.libraries[name], _Findings()
+    library = library_on(device_of(manifest), partial(paths.__getitem__, name), spec)
+    library.bind(({}, ()))
     expected, actual = [_copy(t) for t in inputs], [_copy(t) for t in inputs]
-    run_graph(graphs[update.library].module, expected, {})
+    run_graph(graphs[name].module, expected, {})
     library.run(actual)
-    coarsest = 2 * max((RELATIVE[d] for d in _dtypes(graphs[update.library].module)), default=0.0)
-    written = list(zip(spec.inputs, actual, expected, strict=True))[count:-1]
+    coarsest = 2 * max((RELATIVE[d] for d in _dtypes(graphs[name].module)), default=0.0)
+    written = list(zip(spec.inputs, actual, expected, strict=True))[places.start : places.stop]
     largest = max((norm(e) for _, _, e in written if e.is_floating_point()), default=0.0)
     for described, a, e in written:
         ratio = _compare(described.name, a, e, largest, coarsest).ratio
         if not ratio <= 1:
             raise ExportError(
-                f"an optimizer step: the code compiled from the portable graph {update.library} gives another {described.name} than PyTorch's own "
+                f"{what}: the code compiled from the portable graph {name} gives another {described.name} than PyTorch's own "
                 f"operators do for the same graph, {ratio:.3g} times what is allowed; nothing was written"
             )
         findings.add(described.name, ratio)

@@ -48,13 +48,14 @@ class VariantReport:
 
 @dataclass(frozen=True)
 class RecordedReport:
-    """A ``replay`` entry. It stores no numbers to compare with: ``compared`` says when it was, ``unproved`` how many of its variants
-    and optimizer steps never were."""
+    """A ``replay`` entry. It stores no numbers to compare with: ``compared`` says when it was, ``unproved`` how many of its variants,
+    optimizer steps and clippings never were."""
 
     entry: str
     structures: int
     variants: int
     updates: int
+    clippings: int
     unproved: int
     compared: str = "compared with the recorded numbers when it was built"
 
@@ -129,9 +130,10 @@ def _runnable(manifest: Manifest) -> Iterator[str]:
 
 
 def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
-    verdicts = [v.verdict.status for s in entry.structures for v in s.variants] + [u.verdict.status for u in entry.updates]
+    verdicts = [v.verdict.status for s in entry.structures for v in s.variants] + [u.verdict.status for u in entry.in_place]
     unproved = sum(v != "verified" for v in verdicts)
-    return RecordedReport(name, len(entry.structures), len(verdicts) - len(entry.updates), len(entry.updates), unproved)
+    passes = sum(len(s.variants) for s in entry.structures)
+    return RecordedReport(name, len(entry.structures), passes, len(entry.updates), len(entry.clippings), unproved)
 
 
 def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> Example:

@@ -62,6 +62,7 @@ def _show(package: Path, report: Report, key: Path | None) -> None:
     for r in report.recorded:
         passes = f"recorded passes of {count(r.structures, 'structure')}, {count(r.variants, 'variant')}"
         passes += f", and {count(r.updates, 'optimizer step')}" if r.updates else ""
+        passes += f", and {count(r.clippings, 'clipping')} of gradients" if r.clippings else ""
         unproved = f" ({r.unproved} of them never were)" if r.unproved else ""
         say(f"entry {r.entry!r}: {passes}: {r.compared}{unproved}; not run here")
     for v in report.variants:

@@ -170,14 +170,15 @@ def _check(rebuilt: RebuiltGraphs, manifest: Manifest, examples: Mapping[str, to
             every = tuple(with_verdicts(v, (name, structure.fingerprint, i)) for i, v in enumerate(structure.variants))
             structures.append(dataclasses.replace(structure, variants=every))
         updates = tuple(with_verdicts(u, (name, u.library)) for u in entry.updates)
-        entries[name] = dataclasses.replace(entry, variants=variants, structures=tuple(structures), updates=updates)
+        clippings = tuple(with_verdicts(c, (name, c.library)) for c in entry.clippings)
+        entries[name] = dataclasses.replace(entry, variants=variants, structures=tuple(structures), updates=updates, clippings=clippings)
     return dataclasses.replace(manifest, entries=entries)
 
 
 def _verdicts(
     rebuilt: RebuiltGraphs, manifest: Manifest, number: int, examples: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
-    """The verdict for target ``number`` on each variant, by (entry, variant), (entry, fingerprint, variant) or (entry, library of an update)."""
+    """The verdict for target ``number`` on each variant, by (entry, variant), (entry, fingerprint, variant) or (entry, library)."""
     blank = (Verdict("not run"),) * (len(rebuilt.specs) - 1)
     manifest = dataclasses.replace(manifest, entries={n: _without_verdicts(e, blank) for n, e in manifest.entries.items()})
     reason = why_incompatible(manifest, number) or ("" if rebuilt.complete else "the package has no weights")
@@ -199,6 +200,8 @@ def _verdicts(
                 yield (name, structure.fingerprint, i), verdict
         for update in entry.updates:
             yield (name, update.library), Verdict(f"not run: {reason}") if reason else graph_check.check_update(alone, update, paths, graphs)
+        for clipping in entry.clippings:
+            yield (name, clipping.library), Verdict(f"not run: {reason}") if reason else graph_check.check_clipping(alone, clipping, paths, graphs)
 
 
 def _without_verdicts(entry: EntrySpec, verdicts: tuple[Verdict, ...]) -> EntrySpec:
@@ -207,4 +210,5 @@ def _without_verdicts(entry: EntrySpec, verdicts: tuple[Verdict, ...]) -> EntryS
     )
     variants = tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants)
     updates = tuple(dataclasses.replace(u, verdicts=verdicts) for u in entry.updates)
-    return dataclasses.replace(entry, variants=variants, structures=structures, updates=updates)
+    clippings = tuple(dataclasses.replace(c, verdicts=verdicts) for c in entry.clippings)
+    return dataclasses.replace(entry, variants=variants, structures=structures, updates=updates, clippings=clippings)

@@ -77,10 +77,13 @@ class RebuiltGraphs:
             shared = [update.call.library] if update is not None and update.call is not None else []
             variants = [self._variant(v, shared if v is first else []) for v in entry.variants]
             structures = [dataclasses.replace(s, variants=tuple(self._pass(v) for v in s.variants)) for s in entry.structures]
-            for recorded in entry.updates:
+            for recorded in entry.in_place:
                 self._compile([recorded.library], _STATIC)
             updates = tuple(dataclasses.replace(u, speed=None) for u in entry.updates)  # of other code
-            self.entries[name] = dataclasses.replace(entry, variants=tuple(variants), structures=tuple(structures), updates=updates)
+            clippings = tuple(dataclasses.replace(c, speed=None) for c in entry.clippings)
+            self.entries[name] = dataclasses.replace(
+                entry, variants=tuple(variants), structures=tuple(structures), updates=updates, clippings=clippings
+            )
 
     def _variant(self, variant: VariantSpec, further: Sequence[str] = ()) -> VariantSpec:
         plans = [getattr(variant, role) for role in ROLES]

@@ -79,7 +79,7 @@ def add_passes(
                 say(stage, len(batch), len(batch))
             if steps is not None and not (selected.structures and batches.is_over):
                 job.compile_steps(steps)
-            elif steps is not None and steps.repeated:
+            elif steps is not None and (steps.repeated or steps.clippings.repeated):
                 added.skipped["steps of optimizers: the time limit was reached"] += 1
             interrupts.raise_lost()
             if added.unfinished:
@@ -153,7 +153,7 @@ class _Job:
         steps = list(compile_steps(observed, self._subfolder(), self._target, self._say, self._tune, self.added.skipped))
         if steps:
             contents = self.added.contents
-            names = tuple(step.spec.optimizer.rpartition(".")[2] for step in steps)
+            names = tuple(step.name for step in steps)
             words = tuple(words for step in steps for words in slower(step.spec))
             self._next = self.package.with_steps(steps), replace(contents, steps=(*contents.steps, *names), slower=(*contents.slower, *words))
         self.write()

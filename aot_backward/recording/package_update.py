@@ -19,7 +19,7 @@ import torch
 from aot_backward_exporters.graph import VERSION, Artifact
 from aot_backward_exporters.inductor import targets
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, Manifest, PassSpec, StructureSpec, WeightSpec
+from aot_backward_runtime.format.manifest import FORMAT_VERSION, ClippingSpec, EntrySpec, Manifest, PassSpec, StructureSpec, UpdateSpec, WeightSpec
 from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package.archive import Archive, open_package
 
@@ -132,8 +132,9 @@ class PackageUpdate:
                 graphs[name] = step.portable
         old = self.manifest.entries[self.entry]
         new = {s.spec.library: s.spec for s in steps}
-        updates = (*(u for u in old.updates if u.library not in new), *new.values())
-        entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, updates=updates)}
+        updates = (*(u for u in old.updates if u.library not in new), *(s for s in new.values() if isinstance(s, UpdateSpec)))
+        clippings = (*(c for c in old.clippings if c.library not in new), *(s for s in new.values() if isinstance(s, ClippingSpec)))
+        entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, updates=updates, clippings=clippings)}
         manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries)
         return dataclasses.replace(self, manifest=manifest, artifacts=files, graphs=graphs)
 

@@ -15,6 +15,7 @@ from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.loader import load
 from aot_backward_runtime.module_calls.interception import Plain
+from aot_backward_runtime.optimizer_steps.compiled_clipping import Kind
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
 from aot_backward_runtime.passes import origin
@@ -100,7 +101,7 @@ class Recording(ObservedReplay):
 
     @property
     def compiled_steps(self) -> tuple[str, ...]:
-        """The optimizers of which a kind of steps was compiled."""
+        """The optimizers of which a kind of steps was compiled, and the functions that clip gradients."""
         return self.added.contents.steps
 
     @property
@@ -124,6 +125,10 @@ class Recording(ObservedReplay):
     def step_in_eager(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         if self.steps is not None:
             self.steps.observe(optimizer, origin.line())
+
+    def clipping_in_eager(self, kind: Kind, gradients: list[torch.Tensor], limit: float, reason: str) -> None:
+        if self.steps is not None:
+            self.steps.clippings.observe(kind, gradients, limit, origin.line())
 
     def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Asked | None:
         if self.tune == "none" or not self.target.startswith("cpu"):  # on a GPU a pass has only been queued when the call returns
@@ -175,8 +180,11 @@ class Recording(ObservedReplay):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        for words, reason in self.steps.refused.items() if self.steps is not None else ():
-            self.skipped[f"the optimizer step of {words}: {reason}"] += 1
+        if self.steps is not None:
+            for words, reason in self.steps.refused.items():
+                self.skipped[f"the optimizer step of {words}: {reason}"] += 1
+            for words, reason in self.steps.clippings.refused.items():
+                self.skipped[f"{words}: {reason}"] += 1
         self.note_if_full()
         kind = error[0]
         ended = kind is None or (
@@ -199,7 +207,7 @@ class Recording(ObservedReplay):
             raise
 
     def _compile_passes(self, path: Path) -> None:
-        if not self.observed_any and not (self.steps is not None and self.steps.kinds):
+        if not self.observed_any and not (self.steps is not None and self.steps.observed_any):
             return
         from .compile import add_passes
 
@@ -274,8 +282,8 @@ def record(
     done its work; while structures are compiled, it ends that: what is finished is in the package. Nothing is written where the block ends by another
     exception.
 
-    Steps of ``torch.optim`` optimizers on a CPU, of a kind that comes more than once after the one that makes the state, are compiled too, unless
-    ``optimizer`` is False.
+    Steps of ``torch.optim`` optimizers on a CPU, of a kind that comes more than once after the one that makes the state, are compiled too, and so are
+    ``clip_grad_norm_`` and ``clip_grad_value_``, unless ``optimizer`` is False.
 
     ``modules``: the outermost calls of modules with their backward are compiled too, as ``module`` entries that :func:`replay` serves such calls with
     when it is told to (``docs/replay.md``).

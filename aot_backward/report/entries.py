@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from aot_backward_runtime.format.manifest import (
+    ClippingSpec,
     EntrySpec,
     GroupSpec,
     NumberSpec,
@@ -52,6 +53,7 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
     parts = [_variant(number, v, entry, archive) for number, v in enumerate(entry.variants)]
     parts += [_structure(s, archive) for s in entry.structures]
     parts += [_update(u, archive) for u in entry.updates]
+    parts += [_clipping(c, archive) for c in entry.clippings]
     title = element("h3", name, " ", element("span", entry.kind, class_="kind"))
     return element("article", title, facts(rows), parts, class_="entry")
 
@@ -61,11 +63,26 @@ def _update(update: UpdateSpec, archive: Archive) -> Html:
     rows: list[tuple[str, Child]] = [
         ("Parameters", f"{len(update.trained):,} with a gradient; {counted(len(update.state), 'tensor')} of state"),
         *_groups(update.groups, update.numbers),
-        ("Code", f"the graph {update.library}"),
-        *_compared(update.verdict, update.verdicts, archive),
-        ("Speed when it was recorded", list(map(line, pass_speed_in_words(update.speed, "steps"))) if update.speed else None),
+        *_in_place(update, archive, "steps"),
     ]
     return element("div", element("h4", "Steps of ", code(update.optimizer)), facts(rows), class_="variant")
+
+
+def _clipping(clipping: ClippingSpec, archive: Archive) -> Html:
+    """Gradients of a recorded script, clipped."""
+    gradients = len(archive.manifest.libraries[clipping.library].inputs) - 1
+    rows: list[tuple[str, Child]] = [
+        ("Gradients", f"{gradients:,}{f', by their norm of order {clipping.norm_type}' if clipping.norm_type else ', by value'}"),
+        *_in_place(clipping, archive, "calls"),
+    ]
+    return element("div", element("h4", "Calls of ", code(f"torch.nn.utils.{clipping.function}")), facts(rows), class_="variant")
+
+
+def _in_place(recorded: UpdateSpec | ClippingSpec, archive: Archive, what: str) -> Iterator[tuple[str, Child]]:
+    """Of code that writes to a script's own tensors."""
+    yield "Code", f"the graph {recorded.library}"
+    yield from _compared(recorded.verdict, recorded.verdicts, archive)
+    yield "Speed when it was recorded", list(map(line, pass_speed_in_words(recorded.speed, what))) if recorded.speed else None
 
 
 def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:

@@ -6,7 +6,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from aot_backward_runtime.format.manifest import EntrySpec, LibrarySpec, Manifest, PassSpec, Plan, SymbolSpec, TensorSpec, UpdateSpec, VariantSpec
+from aot_backward_runtime.format.manifest import (
+    ClippingSpec,
+    EntrySpec,
+    LibrarySpec,
+    Manifest,
+    PassSpec,
+    Plan,
+    SymbolSpec,
+    TensorSpec,
+    UpdateSpec,
+    VariantSpec,
+)
 
 from .graph_model import Drawing
 from .markup import clean
@@ -55,6 +66,7 @@ def views(manifest: Manifest, drawings: Mapping[str, Drawing]) -> list[View]:
     found = [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, drawn) if view.columns]
     for name, entry in manifest.entries.items():
         found += [view for u in entry.updates for view in _of_update(name, u, manifest.libraries[u.library], drawn)]
+        found += [view for c in entry.clippings for view in _of_clipping(name, c, manifest.libraries[c.library], drawn)]
     return found
 
 
@@ -74,6 +86,12 @@ def _of_update(name: str, update: UpdateSpec, library: LibrarySpec, drawn: _Draw
     if update.library in drawn:
         given = [spec.name for spec in library.inputs]
         yield View(f"{name}, step of {update.optimizer.rpartition('.')[2]}", (_column("update", drawn[update.library], given, [(0, "nothing")], {}),))
+
+
+def _of_clipping(name: str, clipping: ClippingSpec, library: LibrarySpec, drawn: _Drawn) -> Iterator[View]:
+    if clipping.library in drawn:
+        given, result = [spec.name for spec in library.inputs], "norm" if clipping.norm_type else "nothing"
+        yield View(f"{name}, {clipping.function}", (_column("clipping", drawn[clipping.library], given, [(0, result)], {}),))
 
 
 def variant_title(number: int, variant: VariantSpec) -> str:

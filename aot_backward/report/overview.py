@@ -62,6 +62,9 @@ def _all_verdicts(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
         for update in entry.updates:
             for target, verdict in zip(targets, (update.verdict, *update.verdicts), strict=False):
                 yield f"{name}, step of {update.optimizer.rpartition('.')[2]}", target, verdict
+        for clipping in entry.clippings:
+            for target, verdict in zip(targets, (clipping.verdict, *clipping.verdicts), strict=False):
+                yield f"{name}, {clipping.function}", target, verdict
 
 
 def _verdicts(archive: Archive) -> Html:

@@ -16,7 +16,7 @@ from .entries.dispatch import Entry
 from .entries.grad import LoadedGrad
 from .entries.module import LoadedModule
 from .errors import AotBackwardError, InputError
-from .format.manifest import EntrySpec, Manifest, StructureSpec, UpdateSpec
+from .format.manifest import ClippingSpec, EntrySpec, Manifest, StructureSpec, UpdateSpec
 from .native.bound_state import BoundState
 from .native.cuda_graphs import Gpu, GraphedLibrary, GraphReport, Graphs
 from .native.cuda_library import library_on
@@ -85,6 +85,12 @@ class Package:
         spec = self.manifest.entries[self._name("replay", name)]
         libraries = self._open(u.library for u in spec.updates)
         return [(u, libraries[u.library]) for u in spec.updates]
+
+    def recorded_clippings(self, name: str | None = None) -> list[tuple[ClippingSpec, Library]]:
+        """Of the ``replay`` entry of that name, its clippings of gradients with their libraries."""
+        spec = self.manifest.entries[self._name("replay", name)]
+        libraries = self._open(c.library for c in spec.clippings)
+        return [(c, libraries[c.library]) for c in spec.clippings]
 
     def recorded_modules(self) -> list[Entry]:
         """The ``module`` entries that were recorded from a script."""
@@ -197,7 +203,7 @@ def load(
     tensors = {name: tensor.to(where) for name, tensor in all_weights(archive, path, weights, mmap).items()}
     verdicts = [(n, v.verdict) for n, e in manifest.entries.items() for v in e.variants]
     verdicts += [(n, v.verdict) for n, e in manifest.entries.items() for s in e.structures for v in s.variants]
-    verdicts += [(n, u.verdict) for n, e in manifest.entries.items() for u in e.updates]
+    verdicts += [(n, u.verdict) for n, e in manifest.entries.items() for u in e.in_place]
     unproved = [n for n, v in verdicts if v.status != "verified"]
     if unproved:
         warnings.warn(f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}", stacklevel=2)

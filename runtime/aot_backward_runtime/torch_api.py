@@ -117,6 +117,7 @@ __all__ = [
     "share_functional",
     "stated",
     "takes_boxed_gradients",
+    "wrapped_cell",
 ]
 
 
@@ -198,6 +199,13 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks are to be called around the optimizer's ``step()``, its own or those of all optimizers."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _optimizers._global_optimizer_pre_hooks or _optimizers._global_optimizer_post_hooks)
+
+
+def wrapped_cell(function: Any) -> Any:
+    """Where a function of ``torch.nn.utils`` that turns gradient mode off around another one keeps that other one, or None where it does not (2.11 to
+    2.15 do)."""
+    cells = getattr(function, "__closure__", None) or ()
+    return next((cell for cell in cells if cell.cell_contents is getattr(function, "__wrapped__", None)), None)
 
 
 def is_traced() -> bool:

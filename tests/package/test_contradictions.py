@@ -39,6 +39,10 @@ def call(kind, path):
         with replay(path, always=True):
             parameters, optimizer = golden.momentum(5)
             return [*parameters, *(s["momentum_buffer"] for s in optimizer.state.values())]
+    if kind == "clippings":
+        from aot_backward_runtime import replay
+        with replay(path, always=True):
+            return golden.clipped(5)
     if kind == "modules":
         from aot_backward_runtime import replay
         with replay(path, modules=True, always=True):
@@ -86,7 +90,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 FILES = {"pair": "1.0-pair", "passes": "1.1-passes", "step": "1.2-step", "orders": "1.3-orders", "targets": "1.4-targets", "timed": "1.9-passes"}
-FILES |= {"updates": "1.11-updates", "modules": "1.12-modules"}
+FILES |= {"updates": "1.11-updates", "modules": "1.12-modules", "clippings": "1.13-clippings"}
 Edit = Callable[[Any], object]
 
 
@@ -140,7 +144,7 @@ def both(*edits: Edit) -> Edit:
 
 V, LOSS, FIT, TWICE = "entries/pair/variants/0", "entries/loss", "entries/fit", "entries/curved/variants/0"
 MODULE = "entries/module_6344855ac6330f6c"
-PASS, UPDATE = "entries/backward/structures/0/variants/0", "entries/backward/updates/0"
+PASS, UPDATE, CLIPPING = "entries/backward/structures/0/variants/0", "entries/backward/updates/0", "entries/backward/clippings/0"
 LIES: Mapping[str, tuple[str, Edit, str]] = {
     # what ended the process, or gave wrong numbers
     "a weight without strides": ("pair", put("weights/first.weight/stride", [0, 0]), "requires a gradient|bytes of first.weight|strides"),
@@ -202,6 +206,17 @@ LIES: Mapping[str, tuple[str, Edit, str]] = {
     "an optimizer's code of a pass": ("updates", put(f"{UPDATE}/library", "none"), "which the manifest does not have"),
     "an optimizer's vector too short": ("updates", put("libraries/update.0b50f1500a84/inputs/9/shape", [3]), "its numbers are"),
     "a gradient of another shape": ("updates", put("libraries/update.0b50f1500a84/inputs/0/shape", [2, 4]), r"grad is float32"),
+    "a function that clips nothing": ("clippings", put(f"{CLIPPING}/function", "clip_grad_"), "expected clip_grad_norm_ or clip_grad_value_"),
+    "clipping by another norm": ("clippings", put(f"{CLIPPING}/norm_type", "3.0"), "compiled for another function or norm_type"),
+    "clipping by a norm that is no number": ("clippings", put(f"{CLIPPING}/norm_type", "two"), "its norm_type is 'two'"),
+    "clipping by value of what clips by a norm": (
+        "clippings",
+        both(put(f"{CLIPPING}/function", "clip_grad_value_"), put(f"{CLIPPING}/norm_type", "")),
+        "compiled for another function or norm_type",
+    ),
+    "another clipping's code": ("clippings", swap(f"{CLIPPING}/library", "entries/backward/clippings/1/library"), "compiled for another function"),
+    "a clipping's vector too short": ("clippings", put("libraries/clipping.617935fb5ff1/inputs/3/shape", [1]), "expected float64"),
+    "a clipping timed in another way": ("clippings", put(f"{CLIPPING}/speed/timings/1/name", "foreach"), "was timed as"),
     "a module of another class": ("modules", put(f"{MODULE}/source/module", "torch.nn.Linear"), "recorded from another module than it says"),
     "a fact of a module changed": ("modules", put(f"{MODULE}/source/facts/sharpness", "4.0"), "recorded from another module than it says"),
     "a fact of a module left out": ("modules", drop(f"{MODULE}/source/facts/options"), "recorded from another module than it says"),

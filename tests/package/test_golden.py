@@ -18,14 +18,28 @@ from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
 
 from .. import golden_operators
-from ..support.golden_packages import Curved, Gated, Pair, arguments, backward_passes, bend, cubed, gated_gradients, grid, momentum, samples, training
+from ..support.golden_packages import (
+    Curved,
+    Gated,
+    Pair,
+    arguments,
+    backward_passes,
+    bend,
+    clipped,
+    cubed,
+    gated_gradients,
+    grid,
+    momentum,
+    samples,
+    training,
+)
 from ..support.oracle import assert_same, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES = (
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES, CLIPPINGS = (
     [p for p in FILES if p.stem.endswith(f"-{kind}")]
-    for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches", "speed", "standalone", "updates", "modules")
+    for kind in ("pair", "passes", "step", "orders", "targets", "operators", "sketches", "speed", "standalone", "updates", "modules", "clippings")
 )
 
 
@@ -33,7 +47,8 @@ def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    assert {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE, *UPDATES, *MODULES} == {*FILES}
+    read = {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE, *UPDATES, *MODULES, *CLIPPINGS}
+    assert read == {*FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -253,6 +268,17 @@ def test_recorded_optimizer_steps_run(path: Path) -> None:
         ours, _ = momentum(10)
     torch.testing.assert_close(ours, momentum(10)[0], rtol=1e-5, atol=1e-6)
     assert replaying.report.steps == 9
+
+
+@pytest.mark.parametrize("path", CLIPPINGS, ids=lambda p: p.name)
+def test_recorded_clippings_run(path: Path) -> None:
+    clippings = open_package(path).manifest.entries["backward"].clippings
+    assert [(c.function, c.norm_type) for c in clippings] == [("clip_grad_norm_", "2.0"), ("clip_grad_value_", "")]
+    assert all(c.verdict.status == "verified" and c.speed is not None for c in clippings)
+    with replay(path, always=True) as replaying:
+        ours = clipped(7)
+    torch.testing.assert_close(ours, clipped(7))
+    assert replaying.report.clippings == 2
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.name)

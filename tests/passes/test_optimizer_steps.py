@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import aot_backward as ab
-from aot_backward.recording.optimizer_steps import compiled_steps
+from aot_backward.recording.optimizer_steps import traced_step
 from aot_backward_runtime import load
 from aot_backward_runtime.optimizer_steps import interception
 
@@ -422,16 +422,16 @@ def test_autograd_sees_that_parameters_were_written() -> None:
 
 def test_what_eager_makes_faster_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "slow.pt2"
-    measured = compiled_steps._speed
+    measured = traced_step._speed
     said: list[Any] = []
 
     def slower(*args: Any) -> Any:
         speed = measured(*args)
         assert speed is not None and [t.name for t in speed.timings] == ["eager", "compiled"]
         said.append(speed)
-        return compiled_steps.dataclasses.replace(speed, chosen="eager")
+        return traced_step.dataclasses.replace(speed, chosen="eager")
 
-    monkeypatch.setattr(compiled_steps, "_speed", slower)
+    monkeypatch.setattr(traced_step, "_speed", slower)
     with ab.record(path, tune="quick") as recording:
         trained(KINDS["SGD"], 3)
     assert len(said) == 1 and any("the optimizer step of SGD: eager" in words for words in recording.slower)
@@ -443,7 +443,7 @@ def test_what_eager_makes_faster_is_left_to_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_wrong_step_is_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = compiled_steps.optimizer_graph.trace
+    right = traced_step.optimizer_graph.trace
 
     def wrong(*args: Any) -> Any:
         update = right(*args)
@@ -454,7 +454,7 @@ def test_a_wrong_step_is_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyP
         update.graph.recompile()
         return update
 
-    monkeypatch.setattr(compiled_steps.optimizer_graph, "trace", wrong)
+    monkeypatch.setattr(traced_step.optimizer_graph, "trace", wrong)
     with ab.record(tmp_path / "wrong.pt2", tune="none") as recording:
         trained(KINDS["SGD"], 3)
     assert any("is wrong:" in reason and "times what is allowed off eager's step" in reason for reason in recording.skipped), recording.skipped

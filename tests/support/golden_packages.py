@@ -177,6 +177,23 @@ def write_updates(path: Path) -> None:
         momentum(4)
 
 
+def clipped(step: int) -> list[torch.Tensor]:
+    """Made-up gradients that were clipped, and their norm."""
+    made = [nn.Parameter(torch.zeros(shape)) for shape in ((8, 4), (8,), (2, 8))]
+    for i, p in enumerate(made):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+    norm = nn.utils.clip_grad_norm_(made, 1.0)
+    nn.utils.clip_grad_value_(made[:2], 0.05)
+    return [norm, *(p.grad for p in made if p.grad is not None)]
+
+
+def write_clippings(path: Path) -> None:
+    """Clippings of gradients, by their norm and by value, recorded."""
+    with ab.record(path, tune="quick"):
+        for step in range(3):
+            clipped(step)
+
+
 class Gated(nn.Module):
     """A module of a recorded script, with attributes and a submodule in another mode."""
 
@@ -216,6 +233,7 @@ WRITERS = {
     "standalone": write_standalone,
     "updates": write_updates,
     "modules": write_modules,
+    "clippings": write_clippings,
 }
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from ..support.tables import count
 
 if TYPE_CHECKING:
     from aot_backward_runtime.format.manifest import (
+        ClippingSpec,
         EntrySpec,
+        LibrarySpec,
         Manifest,
         NumberSpec,
         PassSpec,
@@ -58,6 +60,7 @@ def describe(archive: Archive) -> dict[str, Any]:
             "variants": [_variant(v, entry) for v in entry.variants],
             "structures": [_structure(s) for s in entry.structures],
             "updates": [_update(u) for u in entry.updates],
+            "clippings": [_clipping(c, manifest.libraries[c.library]) for c in entry.clippings],
             "step": _step(entry, entry.step, manifest) if entry.step else None,
             "source": dataclasses.asdict(entry.source) if entry.source else None,
             "standalone": entry.standalone,
@@ -104,6 +107,20 @@ def _update(update: UpdateSpec) -> dict[str, Any]:
         "verdict": dataclasses.asdict(update.verdict),
         "further_verdicts": [dataclasses.asdict(v) for v in update.verdicts],
         "speed": plain(update.speed),
+    }
+
+
+def _clipping(clipping: ClippingSpec, library: LibrarySpec) -> dict[str, Any]:
+    from aot_backward_runtime.format.manifest_json import plain
+
+    return {
+        "function": clipping.function,
+        "norm_type": clipping.norm_type or None,
+        "gradients": len(library.inputs) - 1,
+        "library": clipping.library,
+        "verdict": dataclasses.asdict(clipping.verdict),
+        "further_verdicts": [dataclasses.asdict(v) for v in clipping.verdicts],
+        "speed": plain(clipping.speed),
     }
 
 

@@ -34,6 +34,8 @@ def print_description(d: dict[str, Any]) -> None:
                 _show_structure(structure, names)
             for update in entry["updates"]:
                 _show_update(update, names)
+            for clipping in entry["clippings"]:
+                _show_clipping(clipping, names)
             continue
         say(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
         if entry["gradients"]:
@@ -110,11 +112,21 @@ def _show_update(u: dict[str, Any], targets: list[str]) -> None:
     say(f"  steps of {u['optimizer']} on {count(u['trained'], 'parameter')} with a gradient{state}")
     for i, group in enumerate(u["groups"]):
         _show_group(i, group["parameters"], group, "    ")
-    for target, verdict in zip(targets, (u["verdict"], *u["further_verdicts"]), strict=True):
+    _show_compared(u, targets, "steps")
+
+
+def _show_clipping(c: dict[str, Any], targets: list[str]) -> None:
+    say(f"  {c['function']}{f' of norm_type {kind}' if (kind := c['norm_type']) else ''} on {count(c['gradients'], 'gradient')}")
+    _show_compared(c, targets, "calls")
+
+
+def _show_compared(code: dict[str, Any], targets: list[str], what: str) -> None:
+    """Of code that writes to a script's own tensors: its verdicts, and its times."""
+    for target, verdict in zip(targets, (code["verdict"], *code["further_verdicts"]), strict=True):
         say(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
-    if u["speed"]:
+    if code["speed"]:
         say("    timed when it was recorded:")
-    for words in pass_speed_in_words(read_as(Speed, u["speed"]), "steps") if u["speed"] else ():
+    for words in pass_speed_in_words(read_as(Speed, code["speed"]), what) if code["speed"] else ():
         say(f"      {words}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ def _written(session: Recording, output: Path) -> str:
     contents, covers = session.added.contents, f"covers {session.coverage} of the backward time"
     if contents:
         parts = [f"{count(len(contents.structures), 'structure')} compiled"] if contents.variants else []
-        parts += [f"{'' if parts else 'compiled '}steps of {', '.join(contents.steps)}"] if contents.steps else []
+        parts += [f"{'' if parts else 'compiled '}{_steps_in_words(contents.steps)}"] if contents.steps else []
         slower = f"; {len(contents.slower)} of these not faster than eager, where replay leaves them (--always)" if contents.slower else ""
         return f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB), which {covers}: {' and '.join(parts)}{slower}"
     if session.compiled_modules:
@@ -77,6 +77,12 @@ def _written(session: Recording, output: Path) -> str:
     if session.report.compiled and not session.structures:
         return f"nothing is new: {output} {covers}"
     return f"nothing was written: {_why_not(session)}"
+
+
+def _steps_in_words(names: Sequence[str]) -> str:
+    """``steps of AdamW and clip_grad_norm_``; a name that comes twice is of two kinds of calls."""
+    optimizers, functions = ([n for n in names if n.startswith("clip_") is clips] for clips in (False, True))
+    return " and ".join(filter(None, (f"steps of {', '.join(optimizers)}" if optimizers else "", ", ".join(functions))))
 
 
 def _why_not(session: Recording) -> str:

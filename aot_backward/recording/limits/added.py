@@ -11,7 +11,8 @@ from typing import Literal
 @dataclass(frozen=True)
 class Contents:
     """What was added to a package. ``variants``: the seconds that their passes took in the script, by (fingerprint, name). ``slower``: which of them
-    are slower than eager, or than interpreting them, in words. ``steps``: the optimizers of which a kind of steps was added."""
+    are slower than eager, or than interpreting them, in words. ``steps``: the optimizers of which a kind of steps was
+    added, and the functions that clip gradients."""
 
     variants: Mapping[tuple[str, str], float] = field(default_factory=dict)
     slower: tuple[str, ...] = ()

@@ -1,1 +1,1 @@
-"""Optimizer steps of a recorded script: which there are, and their compiled updates."""
+"""Optimizer steps and clippings of gradients of a recorded script: which there are, and their code."""

@@ -19,6 +19,7 @@ from aot_backward_runtime.optimizer_steps.update_table import name_of, refuse_un
 from aot_backward_runtime.training.param_groups import plain
 
 from ...capture.step.optimizer_spec import duplicate
+from .observed_clippings import ObservedClippings
 
 _KINDS = 32  # kinds of steps that are kept
 _LOOKS, _THEN = 16, 64  # steps of an optimizer that are looked at one by one; then one of so many
@@ -34,19 +35,28 @@ class ObservedStep:
     example: torch.optim.Optimizer | None = None
     line: str = ""
 
+    @property
+    def words(self) -> str:
+        return f"the optimizer step of {self.name.rpartition('.')[2]}, called at {self.line}"
+
 
 @dataclass
 class ObservedSteps:
-    """``kinds``: by digest. ``refused``: why steps of an optimizer cannot be compiled."""
+    """``kinds``: by digest. ``refused``: why steps of an optimizer cannot be compiled. ``clippings``: of the gradients, before them."""
 
     kinds: dict[str, ObservedStep] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    clippings: ObservedClippings = field(default_factory=ObservedClippings)
     _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
 
     @property
     def repeated(self) -> dict[str, ObservedStep]:
         """The kinds that came more than once, which are compiled."""
         return {digest: kind for digest, kind in self.kinds.items() if kind.example is not None}
+
+    @property
+    def observed_any(self) -> bool:
+        return bool(self.kinds or self.clippings.kinds)
 
     def observe(self, optimizer: torch.optim.Optimizer, line: str) -> None:
         """Called before a step in eager."""

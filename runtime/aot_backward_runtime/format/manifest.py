@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.13 2026-11-25  ``EntrySpec.clippings`` of a replay entry
     1.12 2026-11-24  ``EntrySpec.source``: modules of a recorded script
     1.11 2026-11-24  ``EntrySpec.updates`` of a replay entry
     1.10 2026-11-24  ``EntrySpec.standalone``
@@ -25,7 +26,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 12)
+FORMAT_VERSION = (1, 13)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -424,6 +425,23 @@ class UpdateSpec:
 
 
 @dataclass(frozen=True)
+class ClippingSpec:
+    """Calls of ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` of a recorded script: one library, which writes gradients in place.
+
+    It takes the gradients that the call's parameters have, in order, and a vector of two numbers, float64: ``max_norm`` or ``clip_value``, and 1
+    where gradients whose norm is Inf or NaN are to stay as they are, else 0. Its one result is the total norm, or, of ``clip_grad_value_``, a
+    number that says nothing. ``norm_type``: as Python writes the float, ``"2.0"`` or ``"inf"``; "" of ``clip_grad_value_``. ``speed``: of the whole
+    call."""
+
+    function: str  # "clip_grad_norm_" or "clip_grad_value_"
+    norm_type: str
+    library: str
+    verdict: Verdict
+    verdicts: tuple[Verdict, ...] = ()
+    speed: Speed | None = None
+
+
+@dataclass(frozen=True)
 class ModuleSource:
     """What a ``module`` entry was recorded from, a module of a script, whose calls it serves in a replay.
 
@@ -451,8 +469,14 @@ class EntrySpec:
     structures: tuple[StructureSpec, ...] = ()  # of a replay entry
     step: StepSpec | None = None  # of a step entry
     updates: tuple[UpdateSpec, ...] = ()  # of a replay entry
+    clippings: tuple[ClippingSpec, ...] = ()  # of a replay entry
     source: ModuleSource | None = None  # of a module entry that was recorded from a script
     standalone: str = ""  # "verified": the C library gave the stored results without PyTorch; else why not, or "" where it was not tried
+
+    @property
+    def in_place(self) -> tuple[UpdateSpec | ClippingSpec, ...]:
+        """What of a replay entry writes to tensors of the script."""
+        return *self.updates, *self.clippings
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,2 @@
-"""Steps of ``torch.optim`` optimizers by compiled code, on the parameters, gradients and state of an unmodified script."""
+"""Steps of ``torch.optim`` optimizers, and the clipping of gradients before them, by compiled code, on the parameters, gradients and state of an
+unmodified script."""

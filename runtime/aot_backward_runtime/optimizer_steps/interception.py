@@ -1,9 +1,10 @@
-"""Who is called when a script calls ``step()`` of one of PyTorch's optimizers.
+"""Who is called when a script calls ``step()`` of one of PyTorch's optimizers, or clips gradients.
 
 While an interceptor is entered, ``step`` of every optimizer class of ``torch.optim`` asks it first. What PyTorch puts around a step, the hooks of the
 optimizer and the name for the profiler, stays around it where there are hooks or a profiler runs; else it is left out, and around ``zero_grad()``
 too, since entering a name costs as much as a small fused step does. A method that a script took before, or that outlives the context
-(learning-rate schedulers keep one), runs in eager.
+(learning-rate schedulers keep one), runs in eager. ``clip_grad_norm_`` and ``clip_grad_value_`` of ``torch.nn.utils`` ask it however a script came by
+them: both call a function that they keep, and that is replaced.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from .. import torch_api
+from ..package.clipping_checks import NORM, VALUE
+from .compiled_clipping import Kind
 
 Eager = Callable[..., Any]
 """PyTorch's own step, without hooks: ``eager(optimizer, closure)``."""
@@ -25,10 +28,15 @@ class Interceptor(Protocol):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, eager: Eager, closure: Callable[[], Any] | None) -> Any:
         """Makes the step, and returns what eager's returns."""
 
+    def clip_gradients(self, kind: Kind, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool, eager: Callable[[], Any]) -> Any:
+        """Clips ``gradients``, and returns what ``eager()``, PyTorch's own call, returns. ``limit``: ``max_norm`` or ``clip_value``;
+        ``keep_nonfinite``: ``error_if_nonfinite``."""
+
 
 _stack: list[Interceptor] = []
 _lock = threading.Lock()
 _replaced: dict[tuple[type, str], Any] = {}  # methods of classes, by name
+_clippings: list[tuple[Any, Any]] = []  # where functions are kept, and which
 
 _NOT_SERVED = torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam
 SERVED = tuple(k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer) and k not in _NOT_SERVED)
@@ -44,6 +52,10 @@ def enter(interceptor: Interceptor) -> None:
             _replaced[torch.optim.Optimizer, "zero_grad"] = vars(torch.optim.Optimizer)["zero_grad"]
             for (kind, name), method in _replaced.items():
                 type.__setattr__(kind, name, _intercepted(method) if name == "step" else _unprofiled(method))
+            for function, made in ((torch.nn.utils.clip_grad_norm_, _clip_grad_norm), (torch.nn.utils.clip_grad_value_, _clip_grad_value)):
+                if (cell := torch_api.wrapped_cell(function)) is not None:
+                    _clippings.append((cell, cell.cell_contents))
+                    cell.cell_contents = made(cell.cell_contents)
         _stack.append(interceptor)
 
 
@@ -54,6 +66,9 @@ def leave(interceptor: Interceptor) -> None:
             for (kind, name), method in _replaced.items():
                 type.__setattr__(kind, name, method)
             _replaced.clear()
+            for cell, function in _clippings:
+                cell.cell_contents = function
+            _clippings.clear()
 
 
 def _intercepted(step: Any) -> Any:
@@ -92,3 +107,38 @@ def _unprofiled(zero_grad: Any) -> Any:
                     p.grad = None
 
     return called
+
+
+def _clip_grad_norm(eager: Any) -> Any:
+    @functools.wraps(eager)
+    def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> Any:
+        def again(parameters: Any) -> Any:
+            return eager(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+        return _clipped(again, parameters, NORM, max_norm, norm_type, bool(error_if_nonfinite))
+
+    return clip_grad_norm_
+
+
+def _clip_grad_value(eager: Any) -> Any:
+    @functools.wraps(eager)
+    def clip_grad_value_(parameters: Any, clip_value: Any, foreach: bool | None = None) -> Any:
+        return _clipped(lambda given: eager(given, clip_value, foreach), parameters, VALUE, clip_value, None, False)
+
+    return clip_grad_value_
+
+
+def _clipped(eager: Callable[[Any], Any], parameters: Any, function: str, limit: Any, norm_type: Any, keep_nonfinite: bool) -> Any:
+    innermost = _stack[-1:]
+    if not innermost or torch.compiler.is_compiling():
+        return eager(parameters)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    try:
+        kind = (function, repr(float(norm_type)) if norm_type is not None else "")
+        number = float(limit)
+    except (TypeError, ValueError, RuntimeError):
+        return eager(given)  # which says what they are
+    gradients = [gradient for p in given if (gradient := p.grad) is not None]
+    if not gradients:
+        return eager(given or parameters)  # which warns of a generator that is empty
+    return innermost[0].clip_gradients(kind, gradients, number, keep_nonfinite, lambda: eager(given))

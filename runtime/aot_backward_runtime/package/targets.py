@@ -34,7 +34,9 @@ def _judged(entry: EntrySpec, number: int) -> EntrySpec:
         for s in entry.structures
     )
     updates = tuple(dataclasses.replace(u, verdict=u.verdicts[number], verdicts=()) for u in entry.updates)
-    return dataclasses.replace(entry, variants=tuple(_variant(v, number) for v in entry.variants), structures=structures, updates=updates)
+    clippings = tuple(dataclasses.replace(c, verdict=c.verdicts[number], verdicts=()) for c in entry.clippings)
+    variants = tuple(_variant(v, number) for v in entry.variants)
+    return dataclasses.replace(entry, variants=variants, structures=structures, updates=updates, clippings=clippings)
 
 
 def _variant(variant: VariantSpec, number: int) -> VariantSpec:

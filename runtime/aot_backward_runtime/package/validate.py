@@ -18,6 +18,7 @@ from ..errors import PackageError
 from ..format.elf import numeric, read_elf
 from ..format.manifest import GRAPH_FOLDER, MANIFEST_MEMBER, WEIGHTS_MEMBER, BuildSpec, EntrySpec, LibrarySpec, Manifest, Target
 from ..format.module_source import name_of
+from .clipping_checks import check_clippings
 from .entry_checks import check_entry, state_names
 from .recorded_pass_checks import check_structures
 from .targets import targets_of
@@ -115,7 +116,7 @@ def _check_entries(manifest: Manifest) -> None:
             _check_reference(f"entry {name}", library, manifest.libraries)
         _check_step_references(name, entry, manifest)
         verdicts = [v.verdicts for v in entry.variants] + [v.verdicts for s in entry.structures for v in s.variants]
-        verdicts += [u.verdicts for u in entry.updates]
+        verdicts += [u.verdicts for u in entry.in_place]
         if any(len(v) != len(manifest.targets) for v in verdicts):
             raise PackageError(f"entry {name} has not as many verdicts as there are further targets, {len(manifest.targets)}")
         try:
@@ -125,6 +126,7 @@ def _check_entries(manifest: Manifest) -> None:
             _check_source(name, entry, manifest)
             check_structures(entry, manifest.libraries)
             check_updates(entry, manifest.libraries)
+            check_clippings(entry, manifest.libraries)
         except PackageError as error:
             raise PackageError(f"entry {name}: {error}") from error
 
@@ -183,4 +185,4 @@ def _called(entry: EntrySpec) -> Iterator[str]:
     for structure in entry.structures:
         for compiled in structure.variants:
             yield from (s.library for s in compiled.segments if s.library)
-    yield from (u.library for u in entry.updates)
+    yield from (u.library for u in entry.in_place)

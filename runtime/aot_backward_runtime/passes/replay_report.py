@@ -58,6 +58,8 @@ class Report:
     engine: Reasons = field(default_factory=Reasons)  # what the engine said of the first passes that its cache did not have
     steps: int = 0
     eager_steps: Reasons = field(default_factory=Reasons)
+    clippings: int = 0
+    eager_clippings: Reasons = field(default_factory=Reasons)
     saved_against_eager: float = 0.0
     saved_against_tapes: float = 0.0
     modules: int = 0
@@ -83,6 +85,8 @@ class Report:
             "engine": self.engine.shown(),
             "optimizer_steps": self.steps,
             "optimizer_steps_in_eager": self.eager_steps.shown(),
+            "clippings": self.clippings,
+            "clippings_in_eager": self.eager_clippings.shown(),
             "module_calls": self.modules,
             "module_calls_audited": self.audits,
             "module_calls_in_eager": self.eager_modules.shown(),
@@ -99,7 +103,8 @@ class Report:
     def reasons(self) -> Iterator[str]:
         """Why something was not compiled: of each kind the most frequent reasons, a line each."""
         steps = Reasons({reason: count for reason, count in self.eager_steps.items() if reason != NO_STATE})
-        for what, reasons in (("miss", self.misses), ("eager", self.eager), ("optimizer", steps), ("module", self.eager_modules)):
+        kinds = ("miss", self.misses), ("eager", self.eager), ("optimizer", steps), ("clipping", self.eager_clippings), ("module", self.eager_modules)
+        for what, reasons in kinds:
             yield from (f"  {what} x{count}: {reason}" for reason, count in reasons.shown(_IN_TEXT).items())
 
     def _what_ran(self) -> str:
@@ -109,9 +114,12 @@ class Report:
         if self.steps or in_eager:
             first = f" ({self.eager_steps[NO_STATE]} made the state, in eager)" if self.eager_steps[NO_STATE] else ""
             parts.append(f"{self.steps} of {self.steps + in_eager} optimizer steps{first}")
+        if self.clippings or self.eager_clippings:
+            parts.append(f"{self.clippings} of {self.clippings + sum(self.eager_clippings.values())} clippings of gradients")
         if self.modules or self.eager_modules:
             parts.append(f"{self.modules} of {self.modules + sum(self.eager_modules.values())} module calls ({self.audits} audited)")
-        return f"{' and '.join(parts)} ran compiled"
+        *others, last = parts
+        return f"{', '.join(others)}{' and ' if others else ''}{last} ran compiled"
 
     def _slower_ones(self) -> Iterator[str]:
         if self.slower:

@@ -8,6 +8,7 @@ serves (a *miss*), the tape is interpreted: eager's gradients, counted, and logg
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -25,6 +26,7 @@ from ..module_calls.interception import Plain
 from ..module_calls.module_table import ModuleTable
 from ..operators import describe_missing_operators, unregistered
 from ..optimizer_steps import interception
+from ..optimizer_steps.compiled_clipping import ClippingTable, CompiledClipping, Kind
 from ..optimizer_steps.compiled_update import CompiledUpdate
 from ..optimizer_steps.interception import Eager
 from ..optimizer_steps.update_table import UpdateTable
@@ -70,6 +72,7 @@ class Replaying(EngineHook):
         super().__init__()
         self.always = always
         self.updates = UpdateTable(_updates(package, entry, always) if optimizer and package is not None else ())
+        self.clippings = ClippingTable(_clippings(package, entry, always) if optimizer and package is not None else ())
         self.looks_at_all = strict or always
         self.may_rest = not self.looks_at_all
         self.sites = CallSites()
@@ -128,8 +131,8 @@ class Replaying(EngineHook):
         self.report.eager_modules.note(reason)
 
     def intercepts_steps(self) -> bool:
-        """Whether steps of optimizers are to come to :meth:`optimizer_step`."""
-        return bool(self.updates)
+        """Whether steps of optimizers, and clippings of gradients, are to come to :meth:`optimizer_step` and :meth:`clip_gradients`."""
+        return bool(self.updates or self.clippings)
 
     def step_in_eager(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Called before eager makes a step, for that reason."""
@@ -153,6 +156,25 @@ class Replaying(EngineHook):
             return loss
         eager(optimizer)
         return loss
+
+    def clipping_in_eager(self, kind: Kind, gradients: list[torch.Tensor], limit: float, reason: str) -> None:
+        """Called before eager clips gradients, for that reason."""
+        self.report.eager_clippings.note(reason)
+
+    def clip_gradients(self, kind: Kind, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool, eager: Callable[[], Any]) -> Any:
+        """By compiled code where the package has some that serves it, else by eager."""
+        start = time.perf_counter()
+        try:
+            clipping, result = self.clippings.run(kind, gradients, limit, keep_nonfinite)
+        except InputError as error:
+            self.clipping_in_eager(kind, gradients, limit, str(error))
+            return eager()
+        self.report.clippings += 1
+        if clipping.spec.speed is not None:
+            self.report.saved_against_eager += clipping.spec.speed.means["eager"] * 1e-6 - (time.perf_counter() - start)
+        if keep_nonfinite and not math.isfinite(result):
+            return eager()  # which raises, of gradients that are as they were
+        return result if clipping.spec.norm_type else None
 
     def clear_cache(self) -> None:
         """Forgets what was bound; the next pass of each structure is a binding pass again."""
@@ -398,8 +420,9 @@ def replay(
     After ``max_structures`` structures that the package does not hold, further ones are left to eager, so that a script
     whose structure keeps changing costs neither time nor memory without bound; what is bound goes on being served.
 
-    Steps of ``torch.optim`` optimizers for which the package has code run from it, on the script's own parameters, gradients and state, unless
-    ``optimizer`` is False; what it does not fit (the first step, which makes the state; a gradient that is absent) runs in eager.
+    Steps of ``torch.optim`` optimizers for which the package has code run from it, on the script's own parameters, gradients and state, and so do
+    ``clip_grad_norm_`` and ``clip_grad_value_``, unless ``optimizer`` is False; what it does not fit (the first step, which makes the
+    state; a gradient that is absent) runs in eager.
 
     ``modules``: calls of modules that were recorded so (``record(modules=True)``) run from the package, forward and backward, on the script's own
     parameters; the Python code in them does not run. The 1st, 2nd, 4th, 8th … call of each runs in eager too, and is compared: where it differs,
@@ -418,6 +441,12 @@ def _updates(package: Package, entry: str | None, always: bool) -> Iterator[Comp
     for spec, library in package.recorded_updates(entry):
         if always or spec.speed is None or spec.speed.chosen != "eager":
             yield CompiledUpdate(spec, library)
+
+
+def _clippings(package: Package, entry: str | None, always: bool) -> list[CompiledClipping]:
+    """Those that were faster than eager when they were recorded."""
+    every = package.recorded_clippings(entry)
+    return [CompiledClipping(spec, library) for spec, library in every if always or spec.speed is None or spec.speed.chosen != "eager"]
 
 
 class _IgnoringLogger:

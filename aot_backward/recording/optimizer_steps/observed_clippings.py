@@ -1,0 +1,71 @@
+"""Which gradients a recorded script clips, and how."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from aot_backward_runtime.errors import InputError
+from aot_backward_runtime.optimizer_steps.compiled_clipping import Kind, refuse_unsupported
+
+_KINDS = 32  # that are kept
+
+
+@dataclass
+class ObservedClipping:
+    """Calls of one function with gradients of one look. ``example``: copies of the gradients of one of these calls, and its ``max_norm`` or
+    ``clip_value``; None where the kind came once."""
+
+    kind: Kind
+    line: str
+    count: int = 0
+    example: tuple[list[torch.Tensor], float] | None = None
+
+    @property
+    def words(self) -> str:
+        return f"{self.kind[0]} called at {self.line}"
+
+
+@dataclass
+class ObservedClippings:
+    """``kinds``: by what tells them apart. ``refused``: why calls of a function cannot be compiled."""
+
+    kinds: dict[tuple[object, ...], ObservedClipping] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def repeated(self) -> dict[str, ObservedClipping]:
+        """The kinds that came more than once, which are compiled, by a digest."""
+        return {hashlib.sha256(repr(look).encode()).hexdigest(): kind for look, kind in self.kinds.items() if kind.example is not None}
+
+    def observe(self, kind: Kind, gradients: Sequence[torch.Tensor], limit: float, line: str) -> None:
+        """Called before eager clips."""
+        try:
+            refuse_unsupported(gradients)
+            for gradient in gradients:
+                _refuse_odd(gradient)
+        except InputError as error:
+            if len(self.refused) < _KINDS:
+                self.refused[f"{kind[0]} called at {line}"] = str(error)
+            return
+        look = (kind, *((str(g.dtype), tuple(g.shape), g.stride()) for g in gradients))
+        if look not in self.kinds and len(self.kinds) >= _KINDS:
+            return
+        seen = self.kinds.setdefault(look, ObservedClipping(kind, line))
+        seen.count += 1
+        if seen.count > 1 and seen.example is None:
+            seen.example = [g.detach().clone() for g in gradients], limit
+
+
+def _refuse_odd(gradient: torch.Tensor) -> None:
+    if type(gradient) is not torch.Tensor:
+        raise InputError(f"a gradient is a {type(gradient).__qualname__}")
+    if gradient.layout is not torch.strided:
+        raise InputError(f"a gradient has layout {gradient.layout}")
+    if gradient.device.type != "cpu":
+        raise InputError(f"a gradient is on {gradient.device}; clipping is compiled for the CPU")
+    if not gradient.is_floating_point():
+        raise InputError(f"a gradient is {gradient.dtype}")

@@ -1,0 +1,131 @@
+"""An observed kind of optimizer steps as a graph that writes parameters and state in place; its code compared with eager's step, and timed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from aot_backward_exporters.graph import Graph
+from aot_backward_runtime.errors import ExportError
+from aot_backward_runtime.format.manifest import Speed, StateSlot, UpdateSpec, Verdict
+from aot_backward_runtime.native.library import Library
+from aot_backward_runtime.optimizer_steps.compiled_update import CompiledUpdate
+from aot_backward_runtime.optimizer_steps.update_table import UpdateTable
+from aot_backward_runtime.package.update_checks import operand_names, result_name
+
+from ...capture import fx_graph
+from ...capture.fx_graph import call
+from ...capture.step import optimizer_graph
+from ...capture.step.optimizer_spec import OptimizerSpec, Settings, inspect_optimizer
+from ...checks.tolerance import Tolerance, compare
+from .in_place_graph import in_place_graph, timed
+from .observed_steps import ObservedStep, copied
+
+_STEPS = 3  # that are compared
+
+
+class TracedStep:
+    """``graph`` and ``spec`` of a kind of steps, called ``name``. :class:`ExportError` where it does what a graph cannot."""
+
+    def __init__(self, name: str, kind: ObservedStep, mode: Any):
+        assert kind.example is not None
+        self._example = kind.example
+        self.words = kind.words
+        optimized = _inspected(self._example)
+        parameters = {optimized.names[id(p)]: p for g in self._example.param_groups for p in g["params"]}
+        trained = [parameters[n] for n in optimized.trained]
+        with mode:
+            fake = [mode.from_tensor(p.detach()) for p in trained]
+            gradients = [mode.from_tensor(p.grad) for p in trained]
+        update = optimizer_graph.trace(optimized, gradients, fake, mode, Settings())
+        self.spec = UpdateSpec(
+            optimizer=optimized.name,
+            groups=optimized.groups,
+            numbers=update.allowed,
+            trained=optimized.trained,
+            state=tuple(StateSlot(s.key, s.parameters[0]) for s in optimized.slots),
+            library=name,
+            verdict=Verdict("not run"),
+        )
+        self._reduced_precision = update.reduced_precision
+        self.graph = dataclasses.replace(_in_place(update.graph, self.spec, mode), round_as_eager=update.reduced_precision)
+
+    def finished(self, library: Library, tune: str, target: str) -> UpdateSpec:
+        """The spec with its verdict and times; :class:`ExportError` where ``library`` does not do what eager does."""
+        spec = _checked(self.spec, library, self._example, reduced_precision=self._reduced_precision)
+        return spec if tune == "none" else dataclasses.replace(spec, speed=_speed(spec, library, self._example, tune, target))
+
+
+def _inspected(example: torch.optim.Optimizer) -> OptimizerSpec:
+    """Parameters are called by their group and place. Each has a count of its own steps, where a step of an exported program shares one."""
+    names = {id(p): f"{g}.{i}" for g, group in enumerate(example.param_groups) for i, p in enumerate(group["params"])}
+    with_gradient = {names[id(p)] for group in example.param_groups for p in group["params"] if p.grad is not None}
+    optimized = inspect_optimizer(example, names, with_gradient.__contains__)
+    by_name = {names[id(p)]: p for group in example.param_groups for p in group["params"]}
+    slots = []
+    for slot in optimized.slots:
+        for parameter in slot.parameters:
+            value = example.state.get(by_name[parameter], {}).get(slot.key)
+            if value is None:
+                raise ExportError(f"its first step makes state[…][{slot.key!r}]")
+            slots.append(dataclasses.replace(slot, parameters=(parameter,), value=value, starts_as=-1))
+    order = {name: i for i, name in enumerate(optimized.trained)}
+    slots.sort(key=lambda s: order[s.parameters[0]])
+    return dataclasses.replace(optimized, slots=tuple(slots), fresh=False)
+
+
+def _in_place(module: torch.fx.GraphModule, spec: UpdateSpec, mode: Any) -> Graph:
+    """``module``, which returns new parameters and state, as a graph that writes them to where the old ones are."""
+    results = fx_graph.results_of(module)
+    if results and isinstance(results[0], (list, tuple)):
+        results = [node for part in results for node in part]
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    with module.graph.inserting_before(fx_graph.output_of(module.graph)), mode:
+        one = call(module.graph, torch.ops.aten.select.int, placeholders[-1], 0, 0)
+        result = call(module.graph, torch.ops.aten.clone.default, one)
+    written = placeholders[len(spec.trained) : -1]
+    return in_place_graph(spec.library, module, written, results, result, operand_names(spec), result_name(spec), mode)
+
+
+def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, *, reduced_precision: bool) -> UpdateSpec:
+    """``spec`` with its verdict: a few steps beside eager's, each from what eager's left; :class:`ExportError` where a change is another one."""
+    eager, ours = copied(example), copied(example)
+    update = CompiledUpdate(spec, library)
+    worst, name = 0.0, ""
+    for _ in range(_STEPS):
+        before = [(n, t.clone()) for n, t in _tensors(ours, spec)]
+        type(eager).step(eager)
+        update.bind(ours).run(ours)
+        for (label, old), (_, found), (_, wanted) in zip(before, _tensors(ours, spec), _tensors(eager, spec), strict=True):
+            if not wanted.is_floating_point():
+                if not torch.equal(found, wanted):
+                    raise ExportError(f"{label} is not what eager's step makes of it")
+                continue
+            stored = float(torch.linalg.vector_norm(wanted.double()))
+            tolerance = Tolerance.of_change(wanted.dtype, stored, None, 0.0, reduced_precision=reduced_precision)
+            ratio = compare(label, found.double() - old.double(), wanted.double() - old.double(), tolerance).ratio
+            if not ratio <= 1:
+                raise ExportError(f"{label} is wrong: {ratio:.3g} times what is allowed off eager's step")
+            if ratio >= worst:
+                worst, name = ratio, label
+            with torch.no_grad():
+                found.copy_(wanted)
+    return dataclasses.replace(spec, verdict=Verdict("verified", name, round(worst, 6)))
+
+
+def _tensors(optimizer: torch.optim.Optimizer, spec: UpdateSpec) -> list[tuple[str, torch.Tensor]]:
+    """What a step writes, by name: parameters, then state."""
+    by_name = {f"{g}.{i}": p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
+    names = operand_names(spec)[len(spec.trained) : -1]
+    found = [by_name[n].detach() for n in spec.trained] + [optimizer.state[by_name[s.parameter]][s.key] for s in spec.state]
+    return list(zip(names, found, strict=True))
+
+
+def _speed(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, tune: str, target: str) -> Speed | None:
+    """Whole steps, each as a script calls it, on copies: eager's with the flags that the script gave it."""
+    eager, ours = copied(example), copied(example)
+    table = UpdateTable([CompiledUpdate(spec, library)])
+    ways = {"eager": lambda: type(eager).step(eager), "compiled": lambda: table.run(ours)}
+    return timed(spec.library, ways, tune, target)
