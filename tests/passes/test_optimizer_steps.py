@@ -24,6 +24,7 @@ from ..commands.test_cli import called as aot_backward
 from ..support import golden_files
 from ..support.exports import shared
 from ..support.golden_packages import momentum
+from ..support.packages import python
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -284,6 +285,31 @@ def test_profilers_and_hooks_of_all_optimizers_see_each_step() -> None:
     assert len(calls) == 6 and replaying.report.steps == 3
 
 
+def test_hooks_of_all_optimizers_are_not_called_for_what_is_compiled(tmp_path: Path) -> None:
+    calls = []
+    handle = register_optimizer_step_post_hook(lambda *args: calls.append(1))
+    try:
+        with ab.record(tmp_path / "hooked.pt2", tune="quick"):
+            trained(KINDS["SGD"], 3)
+    finally:
+        handle.remove()
+    assert len(calls) == 3 and (tmp_path / "hooked.pt2").exists()
+
+
+def test_hooks_of_an_optimizer_that_was_made_within_the_context() -> None:
+    script = """
+import torch, sys
+import aot_backward as ab
+with ab.replay(sys.argv[1]):
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+p.grad = torch.ones(2)
+optimizer.register_step_post_hook(lambda *args: print("called"))
+optimizer.step()
+"""
+    assert python(script, package()).stdout == "called\n"
+
+
 def test_zero_grad() -> None:
     """As eager's, where gradients become zeros too."""
     results = []
@@ -462,6 +488,8 @@ def test_a_wrong_step_is_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_classes_have_their_own_step_afterwards() -> None:
+    for kind in interception.SERVED:
+        kind([nn.Parameter(torch.ones(2, 2))])  # the first of a class has PyTorch put hooks around the class's step
     before = {kind: vars(kind).get("step") for kind in interception.SERVED}
     with pytest.raises(KeyError), ab.replay(package()):
         assert vars(torch.optim.SGD)["step"] is not before[torch.optim.SGD]

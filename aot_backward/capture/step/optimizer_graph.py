@@ -27,6 +27,7 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.process_state import patched_items
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Interval, NumberSpec
+from aot_backward_runtime.optimizer_steps.interception import step_of
 
 from ..trace_environment import tracing
 from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
@@ -174,7 +175,7 @@ def _stepped(about: OptimizerSpec, numbers: Sequence[Any], grads: Any, params: A
             for name in slot.parameters:  # each gets one of its own, which it may count up in place
                 other.state[by_name[name]][slot.key] = state.double() if count else state.clone()
         _copy_constant_state(about, by_name, other.state)
-    type(optimizer).step(other)
+    step_of(optimizer)(other)
     after = [other.state[by_name[s.parameters[0]]][s.key].to(s.value.dtype) for s in about.slots]
     return [by_name[n] for n in about.trained], after
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import GroupSpec
+from aot_backward_runtime.optimizer_steps.interception import step_of
 from aot_backward_runtime.training.param_groups import plain
 
 _WHOLE = ("lr", "weight_decay", "momentum", "dampening", "lr_decay")
@@ -255,7 +256,7 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     for _ in range(2):
         try:
             with torch.no_grad():
-                type(optimizer).step(other)
+                step_of(optimizer)(other)
         except Exception as error:  # the optimizer's own code, which may raise anything
             raise ExportError(f"{kind}.step fails on gradients of zero (a compiled step has no closure): {type(error).__name__}: {error}") from error
         if odd := [key for key in state if id(key) not in name_of]:

@@ -12,6 +12,7 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Speed, StateSlot, UpdateSpec, Verdict
 from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.optimizer_steps.compiled_update import CompiledUpdate
+from aot_backward_runtime.optimizer_steps.interception import step_of
 from aot_backward_runtime.optimizer_steps.update_table import UpdateTable
 from aot_backward_runtime.package.update_checks import operand_names, result_name
 
@@ -96,7 +97,7 @@ def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer,
     worst, name = 0.0, ""
     for _ in range(_STEPS):
         before = [(n, t.clone()) for n, t in _tensors(ours, spec)]
-        type(eager).step(eager)
+        step_of(eager)(eager)
         update.bind(ours).run(ours)
         for (label, old), (_, found), (_, wanted) in zip(before, _tensors(ours, spec), _tensors(eager, spec), strict=True):
             if not wanted.is_floating_point():
@@ -127,5 +128,5 @@ def _speed(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, t
     """Whole steps, each as a script calls it, on copies: eager's with the flags that the script gave it."""
     eager, ours = copied(example), copied(example)
     table = UpdateTable([CompiledUpdate(spec, library)])
-    ways = {"eager": lambda: type(eager).step(eager), "compiled": lambda: table.run(ours)}
+    ways = {"eager": lambda: step_of(eager)(eager), "compiled": lambda: table.run(ours)}
     return timed(spec.library, ways, tune, target)

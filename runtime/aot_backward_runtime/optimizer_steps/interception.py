@@ -48,7 +48,7 @@ def enter(interceptor: Interceptor) -> None:
         if not _stack:
             for kind in SERVED:
                 if "step" in vars(kind):
-                    _replaced[kind, "step"] = vars(kind)["step"]
+                    _replaced[kind, "step"] = _with_hooks(vars(kind)["step"])
             _replaced[torch.optim.Optimizer, "zero_grad"] = vars(torch.optim.Optimizer)["zero_grad"]
             for (kind, name), method in _replaced.items():
                 type.__setattr__(kind, name, _intercepted(method) if name == "step" else _unprofiled(method))
@@ -73,7 +73,7 @@ def leave(interceptor: Interceptor) -> None:
 
 def _intercepted(step: Any) -> Any:
     """``step``, a function of a class, with hooks or without, as one that asks the interceptor between the hooks."""
-    eager = step.__wrapped__ if getattr(step, "hooked", False) else step
+    eager = _without_hooks(step)
 
     @functools.wraps(eager)
     def asked(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,7 +82,7 @@ def _intercepted(step: Any) -> Any:
             return eager(self, closure)
         return innermost[0].optimizer_step(self, eager, closure)
 
-    observed: Any = torch.optim.Optimizer.profile_hook_step(asked)
+    observed = _with_hooks(asked)
 
     @functools.wraps(eager)
     def called(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,6 +91,24 @@ def _intercepted(step: Any) -> Any:
     hooked: Any = called
     hooked.hooked = True
     return hooked
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Eager:
+    """The step of its class, without hooks."""
+    return _without_hooks(type(optimizer).step)
+
+
+def _with_hooks(step: Any) -> Any:
+    """As PyTorch puts it in the place of ``step`` when the first optimizer of a class is made, which it may be within the context."""
+    if getattr(step, "hooked", False):
+        return step
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return hooked
+
+
+def _without_hooks(step: Any) -> Any:
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _unprofiled(zero_grad: Any) -> Any:
