@@ -12,7 +12,7 @@ from typing import Any
 
 from . import processes, report
 
-SUBJECTS = ("overhead", "steps", "cold", "memory", "size", "replay", "doors", "training", "native", "step_overhead", "ddp", "onnx_step")
+SUBJECTS = ("overhead", "steps", "cold", "memory", "size", "replay", "doors", "training", "native", "step_overhead", "ddp", "onnx_step", "scripts")
 
 
 def main() -> None:

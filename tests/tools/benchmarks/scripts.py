@@ -1,0 +1,85 @@
+"""An unmodified training script (``unmodified.py``), whole steps: as it is, with ``fused=True``, under ``replay``, and under ``replay --modules``.
+
+Each figure is the median of processes, which take turns. Before anything is said of times, the losses of 50 steps, and the parameters after ten,
+are compared with eager's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from . import processes, unmodified
+from .report import Result, Target
+
+TITLE = "a step of an unmodified script (AdamW, clipping), microseconds (median), and how many times faster than as it is"
+PEERS = ("foreach", "fused", "replay", "modules")
+"""``foreach``: the script as it is; the other two are asked of the command line, and change nothing in it."""
+SMALL = 200_000  # parameters, below which a model counts as small
+_RECORDED = 150  # steps
+_QUICK = ("mlp",)
+_REPLAY = {"replay": (), "modules": ("--modules",)}
+
+
+def measure(quick: bool, threads: list[int]) -> Result:
+    result = Result("scripts", TITLE, ["model", "parameters", "threads", *PEERS, "replay/foreach", "modules/foreach"])
+    for name in _QUICK if quick else unmodified.MODELS:
+        for count in threads[:1] if quick else threads:
+            found = _measured(name, count, steps=200 if quick else 600, rounds=1 if quick else 3)
+            median = {peer: statistics.median(r["seconds"] for r in runs) for peer, runs in found.items()}
+            size = found["foreach"][0]["parameters"]
+            ratios = [f"{median['foreach'] / median[peer]:.2f}" for peer in ("replay", "modules")]
+            result.rows.append([name, f"{size}", f"{count}", *(f"{1e6 * median[peer]:.0f}" for peer in PEERS), *ratios])
+            result.data.append({"model": name, "parameters": size, "threads": count, "seconds": median})
+    _conclude(result)
+    return result
+
+
+def _measured(name: str, threads: int, steps: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    package = processes.package(f"scripts-{name}-{threads}")
+    if not (processes.REUSE and package.exists()):
+        package.unlink(missing_ok=True)
+        _run(
+            ["-m", "aot_backward.cli", "record", "--modules", "-o", str(package), "--", "-m", unmodified.__name__, name, "foreach", _RECORDED],
+            threads,
+        )
+    found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in PEERS}
+    for _ in range(rounds):
+        for peer, runs in found.items():
+            script = ["-m", unmodified.__name__, name, peer if peer not in _REPLAY else "foreach", steps]
+            if peer in _REPLAY:
+                script = ["-m", "aot_backward.cli", "replay", *_REPLAY[peer], str(package), "--", *script]
+            runs.append(_run(script, threads))
+    eager = found["foreach"][0]
+    for peer, runs in found.items():
+        for run in runs:
+            if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) for a, b in zip(run["losses"], eager["losses"], strict=True)):
+                raise RuntimeError(f"{name}: the losses of {peer} are {run['losses']}, eager's {eager['losses']}")
+            if not math.isclose(run["after_ten"], eager["after_ten"], rel_tol=1e-4, abs_tol=1e-4):
+                raise RuntimeError(f"{name}: after ten steps the parameters of {peer} add up to {run['after_ten']}, eager's to {eager['after_ten']}")
+    return found
+
+
+def _run(arguments: list[Any], threads: int) -> dict[str, Any]:
+    argv = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=processes.ROOT, env=processes.environment(threads), stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"a measured process failed:\n{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _conclude(result: Result) -> None:
+    for peer, asked in (("replay", 1.5), ("modules", 2.2)):
+        small = [d for d in result.data if d["parameters"] < SMALL]
+        ratios = {f"{d['model']}, {d['threads']} threads": d["seconds"]["foreach"] / d["seconds"][peer] for d in small}
+        worst = min(ratios, key=ratios.__getitem__)
+        mean, value = math.exp(statistics.fmean(map(math.log, ratios.values()))), ratios[worst]
+        reached = f"{value:.2f} at worst ({worst}), {mean:.2f} in the geometric mean"
+        result.targets.append(
+            Target(f"{peer}: whole steps {asked} times faster than eager's default", reached, value >= asked, f"{asked - value:.2f}")
+        )
