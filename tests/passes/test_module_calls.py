@@ -55,6 +55,9 @@ def halving(x: torch.Tensor, max: float) -> torch.Tensor:
     return x * 0.5
 
 
+norm = torch.ones(8)  # called as an attribute of Mixed is: its forward does not read it
+
+
 class Mixed(nn.Module):
     """Dropout, BatchNorm, a tied weight, plain attributes, a config, globals, a function of this file."""
 

@@ -5,6 +5,7 @@ A compiled call is that of one such list of facts. They are compared when a live
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import types
@@ -183,7 +184,7 @@ def globals_read(function: types.FunctionType) -> list[str]:
     found = []
     where, module = function.__globals__, function.__module__
     names = set(_names(function.__code__))
-    for name in sorted(names & where.keys()):
+    for name in sorted(set(_loaded(function.__code__)) & where.keys()):
         value = where[name]
         if isinstance(value, (torch.Tensor, nn.Module)):
             raise NotPlain(f"{function.__qualname__} reads the global {name}, a {type(value).__qualname__}, whose changes could not be seen")
@@ -232,6 +233,14 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+def _loaded(code: types.CodeType) -> Iterator[str]:
+    """Names that are looked up among the globals, and not those of attributes."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _loaded(constant)
 
 
 def difference(recorded: Mapping[str, str], found: Mapping[str, str]) -> str:
