@@ -41,11 +41,12 @@ class Report:
     ``passes``: all that were called; ``compiled``: those that ran compiled. ``bindings``: passes that met a structure for the first time; ``hits``:
     further ones that the package served; ``misses``: those that were interpreted, by reason; ``eager``: those that the engine would not have, by
     reason; ``slower``: those for which the package has code that was slower than eager, or than interpreting them, when it was compiled, and which
-    therefore ran so; those of a rest, in which nothing is looked at, are counted when it ends. ``saved_against_eager``: seconds by which the hits and
-    the optimizer steps were faster than eager was when they were recorded; ``saved_against_tapes``: by which the other hits, whose structure was not
-    timed in eager then, were faster than their tapes interpreted. ``steps``: optimizer steps by compiled code; ``eager_steps``: the others, by
-    reason. ``modules``: calls of modules by compiled code, of which ``audits`` were made by eager, too; ``eager_modules``: others of modules with
-    parameters, by reason; ``differed``: what the audits found; ``through_modules``: those of the compiled passes whose forward was such a call.
+    therefore ran so; those of a rest, in which nothing is looked at, are counted when it ends. ``saved_against_eager``: seconds by which the hits
+    were faster than eager was when they were recorded, and optimizer steps and clippings then; ``saved_against_tapes``: by which the other hits,
+    whose structure was not timed in eager then, were faster than their tapes interpreted. ``steps``: optimizer steps by compiled code;
+    ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients. ``modules``: calls of modules by compiled
+    code, of which ``audits`` were made by eager, too; ``eager_modules``: others of modules with parameters, by reason; ``differed``: what the
+    audits found; ``through_modules``: those of the compiled passes whose forward was such a call.
     """
 
     passes: int = 0
