@@ -357,7 +357,7 @@ def test_equal_modules_are_told_apart(package: Path, monkeypatch: pytest.MonkeyP
     assert session.report.modules == 3, str(session.report)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated: a DeprecationWarning, since torch 2.14 a FutureWarning
 def test_no_call_is_compiled_while_torch_jit_traces() -> None:
     reasons = []
 
