@@ -260,10 +260,12 @@ def test_what_runs_without_pytorch_is_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", UPDATES, ids=lambda p: p.name)
-def test_recorded_optimizer_steps_run(path: Path) -> None:
+def test_recorded_optimizer_steps_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
     (update,) = open_package(path).manifest.entries["backward"].updates
     assert (update.optimizer, len(update.trained), {s.key for s in update.state}) == ("torch.optim.sgd.SGD", 3, {"momentum_buffer"})
     assert update.verdict.status == "verified" and update.speed is not None
+    if not runs_here(path):
+        return
     with replay(path, always=True) as replaying:
         ours, _ = momentum(10)
     torch.testing.assert_close(ours, momentum(10)[0], rtol=1e-5, atol=1e-6)
@@ -284,10 +286,12 @@ def test_recorded_clippings_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.name)
-def test_recorded_module_calls_are_served(path: Path) -> None:
+def test_recorded_module_calls_are_served_on_the_torch_that_they_were_built_for(path: Path) -> None:
     (source,) = [e.source for e in open_package(path).manifest.entries.values() if e.source is not None]
     assert source.module == "tests.support.golden_packages.Gated"
     assert {"sharpness": "3.0", "drop.p": "0.5", "class of lin": "torch.nn.modules.linear.Linear"}.items() <= source.facts.items()
+    if not runs_here(path):
+        return
     with replay(path, modules=True, always=True) as replaying:
         ours = gated_gradients(Gated(), (4, 7, 6, 9))
     torch.testing.assert_close(ours, gated_gradients(Gated(), (4, 7, 6, 9)))
