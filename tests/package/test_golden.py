@@ -275,10 +275,12 @@ def test_recorded_optimizer_steps_run_on_the_torch_that_they_were_built_for(path
 
 
 @pytest.mark.parametrize("path", CLIPPINGS, ids=lambda p: p.name)
-def test_recorded_clippings_run(path: Path) -> None:
+def test_recorded_clippings_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
     clippings = open_package(path).manifest.entries["backward"].clippings
     assert [(c.function, c.norm_type) for c in clippings] == [("clip_grad_norm_", "2.0"), ("clip_grad_value_", "")]
     assert all(c.verdict.status == "verified" and c.speed is not None for c in clippings)
+    if not runs_here(path):
+        return
     with replay(path, always=True) as replaying:
         ours = clipped(7)
     torch.testing.assert_close(ours, clipped(7))
