@@ -31,7 +31,7 @@ class ModuleCalls:
 
     def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self.table.has(module)
-        if not _has_parameters(module) or (depth() and not known):  # a loss, an activation; a layer of a module that is not served
+        if (depth() and not known) or not _has_parameters(module):  # a layer of a module that is not served; a loss, an activation
             return opened(module, plain, args, kwargs)
         if reason := why_not_here():  # nor would a call within this one be served
             self._eager(reason)
