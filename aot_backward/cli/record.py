@@ -30,7 +30,7 @@ from .support.tune import tune_option
     help="Begin to compile no further structure after so long: the most expensive come first, and one is always compiled.",
 )
 @click.option("--no-optimizer", is_flag=True, help="Compile backward passes alone, and no steps of optimizers.")
-@click.option("--modules", is_flag=True, help="Compile the outermost calls of modules too, forward and backward, for replay --modules.")
+@click.option("--modules", is_flag=True, help="Compile calls of modules too, forward and backward, for replay --modules.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @debug_option

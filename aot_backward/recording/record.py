@@ -285,8 +285,8 @@ def record(
     Steps of ``torch.optim`` optimizers on a CPU, of a kind that comes more than once after the one that makes the state, are compiled too, and so are
     ``clip_grad_norm_`` and ``clip_grad_value_``, unless ``optimizer`` is False.
 
-    ``modules``: the outermost calls of modules with their backward are compiled too, as ``module`` entries that :func:`replay` serves such calls with
-    when it is told to (``docs/replay.md``).
+    ``modules``: the outermost calls of modules with their backward are compiled too, or where those cannot be, the calls within them: as ``module``
+    entries that :func:`replay` serves such calls with when it is told to (``docs/replay.md``).
 
     ``tune``, on a CPU: "quick" times up to forty passes of each kind in eager, between the others, and each compiled pass beside its tape
     interpreted ("full" takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else

@@ -180,6 +180,11 @@ def call_hooks(module: torch.nn.Module) -> str:
     return ""
 
 
+def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Autograd does not see what is written into ``tensors`` inside."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
 def in_backward() -> bool:
     """Whether a backward pass calls this code."""
     return _C._current_graph_task_id() != -1

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aot_backward as ab
 from aot_backward_runtime.errors import MissError
-from aot_backward_runtime.module_calls.audit import _Gradients, _on_copies_of_buffers
+from aot_backward_runtime.module_calls.audit import _Gradients, on_copies_of_buffers
 from aot_backward_runtime.module_calls.live_module import why_not_here
 
 from ..commands.test_cli import called as aot_backward
@@ -301,7 +301,7 @@ def test_a_call_that_does_not_fit_is_made_once(package: Path) -> None:
 
 def test_a_forward_that_raises_in_an_audit_has_written_its_buffers() -> None:
     norm = nn.BatchNorm1d(6)
-    with pytest.raises(IndexError, match="bad"), _on_copies_of_buffers(norm):
+    with pytest.raises(IndexError, match="bad"), on_copies_of_buffers(norm):
         norm(torch.randn(5, 6))
         raise IndexError("bad")
     assert norm.num_batches_tracked == 1
@@ -393,7 +393,8 @@ def test_an_audit_knows_the_sum_of_the_gradients_of_a_tensor_that_is_given_twice
     )
     one = torch.ones(3)
     for second, differs in ((2 * one, False), (one, True)):
-        audit = _Gradients(call, [x * 1 + x * 2], torch.autograd.grad, differed.append)
+        live: Any = SimpleNamespace(proven=False)
+        audit = _Gradients(live, call, [x * 1 + x * 2], {}, torch.autograd.grad, differed.append)
         given = audit.gradients([one, second], [one], [True, True])
         torch.testing.assert_close(sum(g for g in given if g is not None), 3 * one)
         assert bool(differed) == differs
@@ -485,7 +486,13 @@ class Looks(Draws):
         return self.lin(x) * TABLE["gain"]
 
 
+class Views(Draws):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin.weight.t()
+
+
 REFUSED = {
+    Views: "its result shares memory with lin.weight",
     Looks: "reads the global TABLE, a dict, whose changes could not be seen",
     Draws: "its forward draws from Python's random numbers",
     Counts: "its forward changes calls",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from aot_backward_runtime.entries.dispatch import Entry
 from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
 from aot_backward_runtime.format.manifest import ModuleSource
 from aot_backward_runtime.loader import load
+from aot_backward_runtime.module_calls import interception
+from aot_backward_runtime.module_calls.audit import on_copies_of_buffers
 from aot_backward_runtime.module_calls.live_module import class_name
 from aot_backward_runtime.module_calls.plain_values import NotPlain
 
@@ -27,7 +30,11 @@ from ...capture.preserve import requiring_alone
 from ...entries import Module, Variant
 from ...packaging.checked_package import checked_package
 from ..package_update import PackageUpdate, locked
-from .observed_modules import CallKind, ObservedModule, ObservedModules
+from .observed_modules import DEEPEST, MOST_KINDS, CallKind, ObservedModule, ObservedModules
+
+_SIZES_AGAIN = 3
+_INNER = 12
+"""Kinds of modules that are compiled because those that call them were refused, at most: the most expensive."""
 
 
 @dataclasses.dataclass
@@ -41,35 +48,78 @@ class AddedModules:
 def add_modules(
     path: Path, entry: str, observed: ObservedModules, found: AddedModules, *, target: str, tune: str, progress: Progress | None = None
 ) -> None:
-    """Adds an entry for each kind of module that was called at least twice; what cannot be exported is left out, with its reason. ``found`` says what
-    was done. Raises :class:`ExportError` where the package there is for another torch or target, or cannot be written."""
-    say = progress or silent
+    """Adds an entry for each kind of module that was called at least twice; what cannot be exported is left out, with its reason, and the modules
+    that it calls are looked at in its place. ``found`` says what was done. Raises :class:`ExportError` where the package there is for another torch
+    or target, or cannot be written."""
+    say, number = progress or silent, itertools.count()
     with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         package = PackageUpdate.read(path, entry, target)
         known = {entry.name: entry for entry in load(path).recorded_modules()} if path.exists() else {}
-        for number, (name, seen, source) in enumerate(_to_compile(observed, known, found.skipped)):
-            try:
-                part = _exported(Path(folder) / f"{number}.pt2", name, seen, source, target, tune, say, found.skipped)
-            except (AotBackwardError, RuntimeError) as error:
-                found.skipped[f"calls of {_words(seen)}: {str(error).partition(chr(10))[0]}"] += 1
-                continue
-            package = package.with_entries(part)
-            package.write()  # each when it is done: an interrupt keeps them
-            if fixed := _fixed(next(e for e in load(path).recorded_modules() if e.name == name), seen):
-                found.skipped[f"calls of {_words(seen)} with other sizes than {fixed}: the program fixes a size that changed"] += 1
-            speeds = [s for v in part.manifest.entries[name].variants if (s := v.speed) is not None]
-            ratios = [r for s in speeds for r in s.ratios]
-            took = f": {min(ratios):.2f} to {max(ratios):.2f} of eager's time" if ratios else ""
-            found.added.append(f"{class_name(seen.module)}{took}")
+        for _ in range(DEEPEST + 1):
+            failed: dict[type, ObservedModule] = {}  # of modules of one class the most expensive
+            for name, seen, source in _to_compile(observed, known, found.skipped, failed):
+                try:
+                    part = _exported(Path(folder) / f"{next(number)}.pt2", name, seen, source, target, tune, say, found.skipped)
+                except (AotBackwardError, RuntimeError) as error:
+                    found.skipped[f"calls of {_words(seen)}: {str(error).partition(chr(10))[0]}"] += 1
+                    failed.setdefault(type(seen.module), seen)
+                    continue
+                package = package.with_entries(part)
+                package.write()  # each when it is done: an interrupt keeps them
+                known = {entry.name: entry for entry in load(path).recorded_modules()}
+                if fixed := _fixed(known[name], seen):
+                    found.skipped[f"calls of {_words(seen)} with other sizes than {fixed}: the program fixes a size that changed"] += 1
+                speeds = [s for v in part.manifest.entries[name].variants if (s := v.speed) is not None]
+                ratios = [r for s in speeds for r in s.ratios]
+                took = f": {min(ratios):.2f} to {max(ratios):.2f} of eager's time" if ratios else ""
+                found.added.append(f"{class_name(seen.module)}{took}")
+            observed = _called_again(failed.values())
+
+
+def _called_again(failed: Iterable[ObservedModule]) -> ObservedModules:
+    """What modules that could not be compiled call, by calling each again as it was called, twice for each of a few sizes."""
+    inner = ObservedModules()
+    for seen in failed:
+        if seen.differentiated:
+            continue
+        calling = _Within(seen.module, inner)
+        interception.enter(calling)
+        try:
+            for kind in seen.kinds.values():
+                for shapes in [*kind.sizes][:_SIZES_AGAIN] * 2:
+                    flat, places, tree = _tensors_of(kind)
+                    for place, shape in zip(places, shapes, strict=True):
+                        flat[place] = _of_shape(flat[place], shape)
+                    args, kwargs = pytree.tree_unflatten(flat, tree)
+                    with contextlib.suppress(Exception), _as_called(seen.module, kind), on_copies_of_buffers(seen.module), torch.random.fork_rng([]):
+                        seen.module(*args, **kwargs)
+        finally:
+            interception.leave(calling)
+    return inner
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Within:
+    """Observes the calls within those of ``module``."""
+
+    module: nn.Module
+    inner: ObservedModules
+
+    def module_call(self, module: nn.Module, plain: interception.Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if interception.depth() == 0:
+            return interception.opened(module, plain, args, kwargs)
+        return self.inner.call(module, plain, args, kwargs)
 
 
 def _words(seen: ObservedModule) -> str:
     return f"{class_name(seen.module)} (called at {seen.line})"
 
 
-def _to_compile(observed: ObservedModules, known: Mapping[str, Entry], skipped: Counter[str]) -> Iterator[tuple[str, ObservedModule, ModuleSource]]:
+def _to_compile(
+    observed: ObservedModules, known: Mapping[str, Entry], skipped: Counter[str], failed: dict[type, ObservedModule]
+) -> Iterator[tuple[str, ObservedModule, ModuleSource]]:
     """Each kind of module once, the most expensive first: the name of its entry, and what it was recorded from. What one of the ``known`` entries
-    serves is left out."""
+    serves is left out; what depends on something that cannot be told is put among the ``failed``."""
     grouped: dict[str, tuple[ObservedModule, ModuleSource]] = {}
     for seen in sorted(observed.modules.values(), key=lambda s: -s.seconds):
         if seen.refused:
@@ -86,18 +136,38 @@ def _to_compile(observed: ObservedModules, known: Mapping[str, Entry], skipped: 
             source = seen.source()
         except NotPlain as error:
             skipped[f"calls of {_words(seen)}: {error}"] += 1
+            failed.setdefault(type(seen.module), seen)
             continue
         for autocast, kinds in by_autocast.items():
-            grouped.setdefault(seen.entry_name(source, autocast), (dataclasses.replace(seen, kinds=kinds), source))
+            name = seen.entry_name(source, autocast)
+            if name in grouped:
+                _add_kinds(grouped[name][0].kinds, kinds)
+            else:
+                grouped[name] = dataclasses.replace(seen, kinds=kinds), source
+    inner = 0
     for name, (seen, source) in grouped.items():
-        if name not in known or not all(_serves(known[name], kind) for kind in seen.kinds.values()):
+        if name in known and all(_serves(known[name], kind) for kind in seen.kinds.values()):
+            continue
+        inner += seen.inner
+        if seen.inner and inner > _INNER:
+            skipped[f"calls of {_words(seen)}: of modules that others call, {_INNER} kinds are compiled"] += 1
+        else:
             yield name, seen, source
+
+
+def _add_kinds(kinds: dict[Any, CallKind], others: Mapping[Any, CallKind]) -> None:
+    """Of another module that the same entry serves."""
+    for key, kind in others.items():
+        known = kinds.get(key)
+        if known is not None:
+            kinds[key] = dataclasses.replace(known, count=known.count + kind.count, sizes=Counter(known.sizes) + Counter(kind.sizes))
+        elif len(kinds) < MOST_KINDS:
+            kinds[key] = kind
 
 
 def _serves(entry: Entry, kind: CallKind) -> bool:
     """Whether the entry serves calls of all the observed sizes."""
-    flat, tree = pytree.tree_flatten((kind.args, kind.kwargs))
-    places = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
+    flat, places, tree = _tensors_of(kind)
     with _ambient(kind):
         for shapes in kind.sizes:
             for place, shape in zip(places, shapes, strict=True):
@@ -108,6 +178,12 @@ def _serves(entry: Entry, kind: CallKind) -> bool:
             except InputError:
                 return False
     return True
+
+
+def _tensors_of(kind: CallKind) -> tuple[list[Any], list[int], pytree.TreeSpec]:
+    """The arguments of the first call, where among them the tensors are, and how they are put together."""
+    flat, tree = pytree.tree_flatten((kind.args, kind.kwargs))
+    return flat, [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)], tree
 
 
 def _fixed(entry: Entry, seen: ObservedModule) -> str:
@@ -172,8 +248,7 @@ def _as_called(module: nn.Module, kind: CallKind) -> Iterator[None]:
 
 def _variant(module: nn.Module, kind: CallKind, *, opened: bool) -> Variant:
     shapes = list(kind.sizes)
-    flat, tree = pytree.tree_flatten((kind.args, kind.kwargs))
-    places = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
+    flat, places, tree = _tensors_of(kind)
     requires = [*kind.trained, *_inputs_requiring_gradients(module, kind)]
     for place, shape in zip(places, _most_often(kind), strict=True):
         flat[place] = _of_shape(flat[place], shape)

@@ -28,6 +28,9 @@ class Audit(Protocol):
     def gradients(self, found: list[torch.Tensor | None], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
         """``found``, or what the call is to give in its place. ``given``: the incoming gradients of the differentiable results."""
 
+    def instead(self, error: RuntimeError, given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+        """What the call is to give where what its backward needs was written to meanwhile; raises ``error`` if there is nothing."""
+
 
 class DifferentiableCall:
     """One forward call, kept for its backward."""
@@ -112,7 +115,13 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call, saved = ctx.call, ctx.saved_tensors
+        call = ctx.call
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            if call.audit is None or torch.is_grad_enabled():
+                raise
+            return (None, *call.audit.instead(error, [incoming[i] for i in call.matched.variant.incoming], ctx.needs_input_grad[1:]))
         if call.consumed:
             raise GradientError(
                 "an earlier backward of this graph failed half-way, and may have overwritten what it had saved: run the forward again"

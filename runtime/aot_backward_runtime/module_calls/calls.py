@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import AotBackwardError, ExecutionError, InputError, MissError
 from .audit import Grad, audited_call, is_audited
-from .interception import Plain
+from .interception import Plain, depth, opened
 from .live_module import LiveModule, why_not_here
 from .module_table import ModuleTable
 
@@ -30,18 +30,22 @@ class ModuleCalls:
         """Whether a compiled call's backward may come with the next pass."""
 
     def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _has_parameters(module):  # a loss, an activation
+        known = self.table.has(module)
+        if (depth() and not known) or not _has_parameters(module):  # a layer of a module that is not served; a loss, an activation
+            return opened(module, plain, args, kwargs)
+        if reason := why_not_here():  # nor would a call within this one be served
+            self._eager(reason)
             return plain(module, *args, **kwargs)
+        live, reason = None, ""
         try:
-            if reason := why_not_here():
-                raise InputError(reason)
             live = self.table.find(module)
         except InputError as error:
-            self._eager(str(error))
-            return plain(module, *args, **kwargs)
+            reason = str(error)
+        if live is None:
+            return self._by_eager(reason, known, module, plain, args, kwargs)
         live.calls += 1
         try:
-            if is_audited(live.calls):
+            if is_audited(live.calls) or live.is_unproven():
                 self.audits += 1
                 with live.lock:  # another thread that calls the module must not see the copies of its buffers
                     result = audited_call(live, module, plain, args, kwargs, self._grad, lambda words: self._end(live, words))
@@ -57,13 +61,25 @@ class ModuleCalls:
             return result
         except AotBackwardError as error:  # it does not fit, and nothing was done
             live.calls -= 1
-            self._eager(f"{live.source.module}: {error}")
-            return plain(module, *args, **kwargs)
-        self.compiled += 1
-        self.since_backward = True
-        return result
+            reason = f"{live.source.module}: {error}"
+        else:
+            self.compiled += 1
+            self.since_backward = True
+            return result
+        return self._by_eager(reason, known, module, plain, args, kwargs)
+
+    def _by_eager(self, reason: str, known: bool, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls of modules within it are served. The reason counts, unless the module was not recorded, but what it calls."""
+        before = self.compiled
+        try:
+            return opened(module, plain, args, kwargs)
+        finally:
+            if known or self.compiled == before:
+                self._eager(reason)
 
     def _end(self, live: LiveModule, words: str) -> None:
+        if live.ended:  # calls that were made before the first backward
+            return
         live.ended = f"{live.source.module}: call {live.calls} of the compiled module was not what the module itself computes: {words}"
         self.differed.append(live.ended)
         if self.strict:

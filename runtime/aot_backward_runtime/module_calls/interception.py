@@ -1,4 +1,5 @@
-"""Who is called when a script calls a module: the outermost call goes to the interceptor that was entered last.
+"""Who is called when a script calls a module: the outermost call goes to the interceptor that was entered last, and those within it where the
+interceptor makes it by :func:`opened`.
 
 While one is entered, ``nn.Module.__call__`` asks it, and assignments to modules and registrations of hooks are counted, so that what was
 bound to a module is looked at again.
@@ -26,6 +27,7 @@ class Interceptor(Protocol):
 
 class _Here(threading.local):
     inside = False
+    depth = 0
 
 
 _stack: list[Interceptor] = []
@@ -67,9 +69,23 @@ def leave(interceptor: Interceptor) -> None:
             changed.clear()
 
 
+def opened(module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``plain``, called by an interceptor: the calls of modules within it come to the interceptor, too."""
+    _here.inside, _here.depth = False, _here.depth + 1
+    try:
+        return plain(module, *args, **kwargs)
+    finally:
+        _here.inside, _here.depth = True, _here.depth - 1
+
+
+def depth() -> int:
+    """How many opened calls there are around this one, in this thread."""
+    return _here.depth
+
+
 def _asking(plain: Plain) -> Plain:
     def asked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _here.inside or isinstance(self, _TRANSPARENT) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _here.inside or isinstance(self, _TRANSPARENT):
             return plain(self, *args, **kwargs)
         innermost = _stack[-1:]  # another thread may leave its context meanwhile
         if not innermost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,10 @@ from .plain_values import NotPlain, Watch
 
 _LEAST = 2
 """Of a size that was left open: sizes of 0 and 1 are another kind of call, for which a module may do something else, or raise."""
+
+
+_UNPROVEN = 64
+"""Calls that are audited before a backward has come, at most."""
 
 
 class OtherModule(InputError):
@@ -78,6 +82,11 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
+def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Addresses of the memory that strided tensors are in."""
+    return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided} - {0}
+
+
 class LiveModule:
     """A module that an entry serves. It holds no reference to the module, and is looked at anew (:meth:`bind`) where something may have changed."""
 
@@ -96,6 +105,9 @@ class LiveModule:
         """Seconds that a call and its backward took less than eager's when it was recorded."""
         self.ended = ""
         """Why no call is compiled any more."""
+        self.proven = False
+        """Whether a backward of a compiled call has been audited."""
+        self._unversioned: set[int] = set()
         self.bind(module)
 
     def bind(self, module: nn.Module) -> None:
@@ -132,6 +144,10 @@ class LiveModule:
         if assigned or hooked or dtype is not self._dtype or not self._watch.same():
             self.bind(module)
 
+    def is_unproven(self) -> bool:
+        """Whether this call must be audited because no backward was: a layer may be called many times before the first comes."""
+        return not self.proven and self.calls <= _UNPROVEN
+
     def current(self) -> list[torch.Tensor]:
         try:
             return [owner[name] for owner, name in self._slots]
@@ -146,7 +162,17 @@ class LiveModule:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[[DifferentiableCall], None] | None = None) -> Any:
         """By compiled code; :class:`InputError` and others of ours where it does not fit, and nothing was done."""
-        return call_entry(self.entry, self.current(), self.mode, args, kwargs, made, _LEAST)
+        current = self.current()
+        if not self._unversioned:
+            return call_entry(self.entry, current, self.mode, args, kwargs, made, _LEAST)
+        with torch_api.keeping_versions([current[i] for i in self._unversioned]):
+            return call_entry(self.entry, current, self.mode, args, kwargs, made, _LEAST)
+
+    def written_unversioned(self, buffers: set[int]) -> None:
+        """``buffers``: ``id`` of those that eager writes without autograd seeing it, as it does the averages of a batch normalization, which it also
+        saves: another call of the layer, in eager, would raise where compiled code counted that it wrote them."""
+        read = {i for v in self.entry.variants if "backward" in v.plans for i in v.plans["backward"].reads}
+        self._unversioned |= {i for i, t in enumerate(self.current()) if id(t) in buffers} - read
 
 
 def _slot(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:

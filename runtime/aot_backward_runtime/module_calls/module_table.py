@@ -36,6 +36,11 @@ class ModuleTable:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
+    def has(self, module: nn.Module) -> bool:
+        """Whether a module of its class was recorded."""
+        name = class_name(module)
+        return name in self._entries or name in self._slower
+
     def find(self, module: nn.Module) -> LiveModule:
         """What serves ``module`` as it is now; :class:`InputError` says why nothing does."""
         met = self._met.get(module)
@@ -48,7 +53,10 @@ class ModuleTable:
             if met.live is None:
                 met.live = self._bind(module)
             elif not met.live.ended:
-                met.live.refresh(module)
+                try:
+                    met.live.refresh(module)
+                except InputError as error:
+                    raise InputError(f"{class_name(module)}: {error}") from None
         except InputError as error:
             self.refuse(module, str(error))
             met.live = met.live if met.live is not None and met.live.ended else None
