@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -82,6 +83,38 @@ def test_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails(called("record", "-o", "bw.pt2", "--", "-m", "studio.absent"), 1, "No module named studio.absent")
     fails(called("record", "-o", "bw.pt2", "--", "-m", "studio.parts"), 1, "'studio.parts' is a package and cannot be directly executed")
     fails(called("record", "-o", "bw.pt2", "--", "-m"), 2, "-m needs the name of a module")
+
+
+OF_A_PACKAGE = """
+import sys
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+    def forward(self, x):
+        return torch.tanh(self.inner(x))
+def main():
+    torch.manual_seed(0)
+    net = Net()
+    for step in range(6):
+        net(torch.randn(3 + step % 2, 4)).square().sum().backward()
+    print(sum(p.grad.sum().item() for p in net.parameters()))
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def test_what_a_module_that_ends_by_itself_defines_is_there_when_it_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("atelier").mkdir()
+    Path("atelier/fit.py").write_text(OF_A_PACKAGE)
+    recorded = called("record", "-o", "bw.pt2", "--modules", "--tune", "none", "--", "-m", "atelier.fit")
+    assert "calls of modules compiled: __main__.Net" in recorded.stderr, recorded.stderr
+    replayed = called("replay", "bw.pt2", "--modules", "--json", "--", "-m", "atelier.fit")
+    assert json.loads(replayed.stderr)["module_calls"] == 6
+    assert float(replayed.stdout) == pytest.approx(float(recorded.stdout), rel=1e-5)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import builtins
 import gc
-import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 import click
@@ -20,7 +21,7 @@ import click
 from .failures import FAILED, ScriptInterrupted
 
 _OURS = ("aot_backward", "aot_backward_runtime", "aot_backward_exporters")
-_STARTS = (*_OURS, "runpy")  # the frames that come before the script's first
+_STARTS = _OURS  # the frames that come before the script's first
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,44 @@ class Script:
     as_module: bool = False
 
     def run(self) -> None:
+        """Not by ``runpy``, which lets go of ``__main__`` at the end: what was recorded is compiled after it, and looks up there what was defined."""
+        main = ModuleType("__main__")
+        main.__dict__.update(__builtins__=builtins, __cached__=None)
         if self.as_module:
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            spec, code = _found(self.name)
+            main.__dict__.update(__spec__=spec, __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent)
+            sys.argv[0] = spec.origin or sys.argv[0]
         else:
-            # not runpy.run_path, which would make sys.argv[0] the whole path that __file__ is
             path = str(Path(self.name).absolute())
-            main = ModuleType("__main__")
-            main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
-            main.__dict__.update(__builtins__=builtins, __cached__=None)
-            sys.modules["__main__"] = main
-            exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 # what python does
+            main.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
+            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)  # noqa: S102 # what python does
 
     @property
     def folder(self) -> str:
         """What Python puts first in ``sys.path``."""
         return str(Path.cwd()) if self.as_module else str(Path(self.name).resolve().parent)
+
+
+def _found(name: str) -> tuple[ModuleSpec, CodeType]:
+    """What ``python -m`` runs: a module, or the ``__main__`` of a package. :class:`ImportError` as Python words it."""
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            package, spec = name, find_spec(f"{name}.__main__")
+            if spec is None:
+                raise ImportError(f"No module named {package}.__main__; {package!r} is a package and cannot be directly executed")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # of what the package itself imports
+        raise ImportError(f"Error while finding module specification for {name!r} (ModuleNotFoundError: {error})") from None
+    if spec is None:
+        raise ImportError(f"No module named {name}")
+    code = spec.loader.get_code(spec.name) if isinstance(spec.loader, InspectLoader) else None
+    if code is None:
+        raise ImportError(f"No code object available for {spec.name}")
+    return spec, code
 
 
 def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
