@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import aot_backward as ab
 from aot_backward_runtime.errors import MissError
 from aot_backward_runtime.module_calls.audit import _Gradients, on_copies_of_buffers
-from aot_backward_runtime.module_calls.live_module import why_not_here
+from aot_backward_runtime.module_calls.live_module import LiveModule, why_not_here
 
 from ..commands.test_cli import called as aot_backward
 from ..support.exports import shared
@@ -283,6 +283,35 @@ def test_a_change_that_is_undone_is_served_again(package: Path) -> None:
 
     report = both(package, Mixed, 9, each, nothing)
     assert report.modules == 8 and sum(report.eager_modules.values()) == 1, str(report)
+
+
+def test_a_mode_that_is_set_in_each_step_has_no_module_looked_at_anew(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``transformers.Trainer`` does it: all facts of a module take longer than its call."""
+    bind, binds = LiveModule.bind, []
+    monkeypatch.setattr(LiveModule, "bind", lambda self, module: (binds.append(1), bind(self, module)))
+    with ab.replay(package, modules=True, always=True) as replaying:
+        ours = trained(made(Mixed), 6, lambda step, net: net.eval().train() if step % 2 else net.train())
+    assert len(binds) == 1 and replaying.report.modules == 6, replaying.report
+    torch.testing.assert_close(ours, trained(made(Mixed), 6), rtol=1e-4, atol=1e-6)
+
+
+def test_a_submodule_of_two_modules_is_watched_for_both(package: Path) -> None:
+    def run() -> list[Any]:
+        first, second = made(Mixed), made(Mixed)
+        second.drop = first.drop
+        found = []
+        for step in range(6):
+            if step == 3:
+                first.drop.p = 0.6
+            found += [call(net, step).detach() for net in (first, second)]
+        return found
+
+    with ab.replay(package, modules=True, always=True) as replaying:
+        torch.manual_seed(0)
+        ours = run()
+    assert replaying.report.modules == 6, replaying.report
+    torch.manual_seed(0)
+    torch.testing.assert_close(ours, run(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_call_that_does_not_fit_is_made_once(package: Path) -> None:

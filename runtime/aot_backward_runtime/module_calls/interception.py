@@ -2,7 +2,7 @@
 interceptor makes it by :func:`opened`.
 
 While one is entered, ``nn.Module.__call__`` asks it, and assignments to modules and registrations of hooks are counted, so that what was
-bound to a module is looked at again.
+bound to a module is looked at again: by each of those that are bound to it, so that nothing is crossed off.
 """
 
 from __future__ import annotations
@@ -36,10 +36,15 @@ _here = _Here()
 _replaced: dict[type, dict[str, Any]] = {}
 _TRANSPARENT = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 """Wrappers: what they wrap is the outermost module."""
-_CHANGES = ("__setattr__", "__delattr__", "add_module", "register_parameter", "register_buffer")
+_CHANGES = ("__delattr__", "add_module", "register_parameter", "register_buffer")
+_ABSENT = object()
 
-changed: set[int] = set()
-"""``id`` of modules that something was assigned to, of those in :data:`watched`."""
+assignments: dict[int, int] = {}
+"""By the ``id`` of a module of :data:`watched`, how often something other than it had was assigned to it."""
+switches: dict[int, int] = {}
+"""Likewise, how often its mode was set to the other one: ``train()`` sets it in every module, and some training loops call it in every step."""
+noted = [0]
+"""How many of both there were."""
 watched: set[int] = set()
 registrations = [0]
 """How many hooks were registered so far, of any kind."""
@@ -48,10 +53,11 @@ registrations = [0]
 def enter(interceptor: Interceptor) -> None:
     with _lock:
         if not _stack:
-            _replaced[nn.Module] = {name: vars(nn.Module)[name] for name in ("__call__", *_CHANGES)}
+            _replaced[nn.Module] = {name: vars(nn.Module)[name] for name in ("__call__", "__setattr__", *_CHANGES)}
             _replaced[RemovableHandle] = {"__init__": vars(RemovableHandle)["__init__"]}
             for name in _CHANGES:
                 setattr(nn.Module, name, _noting(_replaced[nn.Module][name]))
+            nn.Module.__setattr__ = _comparing(_replaced[nn.Module]["__setattr__"])  # type: ignore[method-assign]
             RemovableHandle.__init__ = _counting(_replaced[RemovableHandle]["__init__"])  # type: ignore[method-assign]
             nn.Module.__call__ = _asking(_replaced[nn.Module]["__call__"])  # type: ignore[method-assign]
         _stack.append(interceptor)
@@ -66,7 +72,8 @@ def leave(interceptor: Interceptor) -> None:
                     setattr(kind, name, value)
             _replaced.clear()
             watched.clear()
-            changed.clear()
+            assignments.clear()
+            switches.clear()
 
 
 def opened(module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,12 +108,27 @@ def _asking(plain: Plain) -> Plain:
 
 def _noting(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
-    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def changed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(self) in watched:
-            changed.add(id(self))
+            _note(assignments, self)
         return plain(self, *args, **kwargs)
 
-    return noted
+    return changed
+
+
+def _comparing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def compared(self: nn.Module, name: str, value: Any) -> None:
+        if id(self) in watched and self.__dict__.get(name, _ABSENT) is not value:
+            _note(switches if name == "training" else assignments, self)
+        plain(self, name, value)
+
+    return compared
+
+
+def _note(counts: dict[int, int], module: nn.Module) -> None:
+    counts[id(module)] = counts.get(id(module), 0) + 1
+    noted[0] += 1
 
 
 def _counting(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,10 @@ class LiveModule:
         """:class:`InputError` says why the entry does not serve the module as it is now."""
         if reason := why_uncallable(module):
             raise InputError(reason)
+        self._ids = frozenset(map(id, module.modules()))
+        interception.watched |= self._ids
+        self._noted, self._assignments = interception.noted[0], self._count(interception.assignments)  # what is assigned from here on is seen
+        self._registrations, self._dtype = interception.registrations[0], torch.get_default_dtype()
         self._watch = Watch()
         try:
             found = facts_of(module, self._code, self._globals, self._watch)
@@ -125,24 +129,31 @@ class LiveModule:
         if odd := sorted(state.keys() ^ set(self.entry.state.names)):
             raise OtherModule(f"{odd[0]} is {'new' if odd[0] in state else 'gone'}")
         self._slots = [_slot(module, name) for name in self.entry.state.names]
+        self._bind_mode(module)
+
+    def _bind_mode(self, module: nn.Module) -> None:
+        self._switches = self._count(interception.switches)
         self.mode, apart = modes_of(module)
         served = [v.spec for v in self.entry.variants if v.spec.mode == self.mode]
         if not served:
             raise InputError(f"it is in {self.mode} mode; recorded were {', '.join(sorted({v.spec.mode for v in self.entry.variants}))}")
         if not any(frozenset(s.set_apart) == apart for s in served):
             raise InputError(f"{', '.join(sorted(apart)) or 'no submodule'} in another mode than the whole; recorded was another combination")
-        self._ids = frozenset(map(id, module.modules()))
-        interception.watched |= self._ids
-        interception.changed -= self._ids
-        self._registrations = interception.registrations[0]
-        self._dtype = torch.get_default_dtype()
 
     def refresh(self, module: nn.Module) -> None:
         """:meth:`bind`, if something may have changed since."""
-        assigned = bool(interception.changed) and not interception.changed.isdisjoint(self._ids)
+        before, self._noted = self._noted, interception.noted[0]
+        noted = self._noted != before
+        assigned = noted and self._count(interception.assignments) != self._assignments
         hooked, dtype = self._registrations != interception.registrations[0], torch.get_default_dtype()
         if assigned or hooked or dtype is not self._dtype or not self._watch.same():
             self.bind(module)
+        elif noted and self._count(interception.switches) != self._switches:
+            self._bind_mode(module)
+
+    def _count(self, counts: Mapping[int, int]) -> int:
+        """Of the module and its submodules."""
+        return sum(counts[i] for i in self._ids & counts.keys())
 
     def is_unproven(self) -> bool:
         """Whether this call must be audited because no backward was: a layer may be called many times before the first comes."""
