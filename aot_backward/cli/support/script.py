@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +66,8 @@ def _found(name: str) -> tuple[ModuleSpec, CodeType]:
         raise ImportError(f"Error while finding module specification for {name!r} (ModuleNotFoundError: {error})") from None
     if spec is None:
         raise ImportError(f"No module named {name}")
-    code = spec.loader.get_code(spec.name) if isinstance(spec.loader, InspectLoader) else None
+    get_code: Any = getattr(spec.loader, "get_code", None)  # which a zip file's has, too
+    code = get_code(spec.name) if get_code is not None else None
     if code is None:
         raise ImportError(f"No code object available for {spec.name}")
     return spec, code
