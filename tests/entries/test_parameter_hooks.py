@@ -276,7 +276,7 @@ def test_other_memory_and_other_forms_are_never_stale(kind: str, package: Path) 
 
 
 LARGE = 1 << 26  # bytes: the allocator maps so many afresh each time, which Linux does where the last lay that were given back
-TRIES = 5
+TRIES = 25
 
 
 @pytest.mark.parametrize("size", [16, LARGE])
