@@ -107,6 +107,27 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert replaying.report.clippings == 1
 
 
+def test_gradients_that_are_transposed_or_empty(tmp_path: Path) -> None:
+    def given(step: int, *, empty: bool) -> list[nn.Parameter]:
+        made = parameters(step, shapes=((0, 4), (0,)) if empty else SHAPES)
+        transposed(made)
+        return made
+
+    with ab.record(tmp_path / "odd.pt2", tune="none") as recording:
+        for step in range(2):
+            for empty in (False, True):
+                clip_grad_norm_(given(step, empty=empty), 1.5)
+    assert not recording.skipped
+    with ab.replay(tmp_path / "odd.pt2") as replaying:
+        ours = [given(5, empty=empty) for empty in (False, True)]
+        norms = [clip_grad_norm_(p, 1.5) for p in ours]
+    for norm, found, empty in zip(norms, ours, (False, True), strict=True):
+        eager = given(5, empty=empty)
+        same((norm, gradients(found)), (clip_grad_norm_(eager, 1.5), gradients(eager)))
+        assert [g.stride() for g in gradients(found) if g is not None] == [g.stride() for g in gradients(eager) if g is not None]
+    assert replaying.report.clippings == 2
+
+
 def test_error_if_nonfinite() -> None:
     with ab.replay(package()) as replaying:
         good, bad = parameters(0), parameters(0, math.inf)

@@ -79,15 +79,17 @@ class TracedClipping:
         """Calls with the recorded limit, with one that changes every gradient, with one that changes none, and with a gradient that is Inf."""
         clipping, worst, name = CompiledClipping(self.spec, library), 0.0, ""
         size = norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in self._gradients]))
-        largest = max(float(g.abs().max()) for g in self._gradients if g.numel()) if any(g.numel() for g in self._gradients) else 0.0
+        filled = [g for g in self._gradients if g.numel()]
+        largest = max((float(g.abs().max()) for g in filled), default=0.0)
         spoilt = [g.clone() for g in self._gradients]
-        next(g for g in spoilt if g.numel()).view(-1)[0] = torch.inf
+        for gradient in [g for g in spoilt if g.numel()][:1]:
+            gradient[(0,) * gradient.dim()] = torch.inf
         for gradients, limit in (
             *((self._gradients, x) for x in (self._limit, (size if self.spec.function == NORM else largest) / 4, 2 * size + 1.0)),
             (spoilt, self._limit),
         ):
             eager, ours = ([g.clone() for g in gradients] for _ in range(2))
-            wanted = self._by_eager(eager, limit)
+            wanted = self._call(_holders(eager), limit)
             clipping.bind(ours)
             found = clipping.run(ours, limit, False)
             pairs = [(f"gradient {i}", a, e) for i, (a, e) in enumerate(zip(ours, eager, strict=True))]
@@ -101,9 +103,6 @@ class TracedClipping:
                 if ratio >= worst:
                     worst, name = ratio, label
         return dataclasses.replace(self.spec, verdict=Verdict("verified", name, round(worst, 6)))
-
-    def _by_eager(self, gradients: Sequence[torch.Tensor], limit: float) -> torch.Tensor | None:
-        return self._call(_holders(gradients), limit)
 
     def _call(self, holders: Sequence[torch.nn.Parameter], limit: float) -> torch.Tensor | None:
         if self.spec.function == NORM:
