@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -345,10 +344,3 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     rebuilt = aot_backward("rebuild", "bw.pt2", "-o", "other.pt2", "--target", "cpu:sse4")
     assert rebuilt.exit_code == 0 and load("other.pt2").recorded_clippings()[0][0].verdict.status == "verified"
     assert json.loads(aot_backward("replay", "--json", "other.pt2", "--", "train.py").stderr)["clippings"] == 12
-
-
-def test_warnings_are_eagers() -> None:
-    """None, of a parameter that is a leaf."""
-    with warnings.catch_warnings(), ab.replay(package()):
-        warnings.simplefilter("error")
-        clip_grad_norm_(parameters(0), 1.5)
