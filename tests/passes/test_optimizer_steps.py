@@ -202,6 +202,28 @@ def test_what_does_not_fit_goes_to_eager_and_comes_back(
     assert 5 <= replaying.report.steps <= steps
 
 
+def halved(step: int, optimizer: torch.optim.Optimizer) -> None:
+    if step == 4:
+        own = optimizer.state[optimizer.param_groups[0]["params"][1]]
+        own["exp_avg"] = own["exp_avg"] / 2
+
+
+def exchanged(step: int, optimizer: torch.optim.Optimizer) -> None:
+    """The same tensors in the same order, each under the other's key."""
+    if step == 4:
+        p = optimizer.param_groups[0]["params"][1]
+        own = optimizer.state[p]
+        optimizer.state[p] = {"step": own["step"], "exp_avg_sq": own["exp_avg"].abs_(), "exp_avg": own["exp_avg_sq"]}
+
+
+@pytest.mark.parametrize("each", [halved, exchanged])
+def test_state_that_a_script_puts_in_the_place_of_the_optimizers(each: Callable[[int, torch.optim.Optimizer], object]) -> None:
+    with ab.replay(package()) as replaying:
+        ours = trained(KINDS["AdamW"], 8, each)
+    same(ours, trained(KINDS["AdamW"], 8, each))
+    assert replaying.report.steps == 7
+
+
 def spoilt(step: int, optimizer: torch.optim.Optimizer) -> None:
     if step == 4:
         del optimizer.param_groups[0]["lr"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -155,23 +154,18 @@ class Same:
     """A check for tensors that were accepted before: the same objects, which look as they did, on the memory that they had. It keeps that memory
     alive, so that nothing else can lie at its addresses. Cheaper than :class:`Fast`, for what stays from call to call."""
 
-    __slots__ = ("_check", "_pointers", "_sizes", "_storages", "_tensors")
+    __slots__ = ("_check", "_pointers", "_sizes", "_storages", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._tensors = list(tensors)
+        self.tensors = list(tensors)
         self._check = Fast(tensors).check
         self._pointers = list(map(_data_ptr, tensors))
         self._storages = list(map(_storage, tensors))
         self._sizes = list(map(len, self._storages))
 
-    def hold(self, tensors: Sequence[Any]) -> bool:
-        """Whether ``tensors``, as many, which may be anything, are those accepted."""
-        return (
-            all(map(is_, tensors, self._tensors))
-            and self._check(*tensors)
-            and list(map(_data_ptr, tensors)) == self._pointers
-            and list(map(len, self._storages)) == self._sizes
-        )
+    def stayed(self) -> bool:
+        """Whether they are as they were."""
+        return self._check(*self.tensors) and list(map(_data_ptr, self.tensors)) == self._pointers and list(map(len, self._storages)) == self._sizes
 
 
 def check_ambient(ambient: Ambient, device: str) -> None:

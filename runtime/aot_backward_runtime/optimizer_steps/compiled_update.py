@@ -8,6 +8,7 @@ gradients there are, which tensors the state holds, how all of them look, and wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..format.manifest import LibrarySpec, UpdateSpec
 from ..format.param_groups import inside, options_of
 from ..native.guards import Contract, Fast, Same
 from ..native.library import Library
-from ..native.memory import Ranges
+from ..native.memory import Ranges, extent
 from ..training.param_groups import interval_words, plain
 
 FIRST_NUMBER = 2
@@ -60,7 +61,8 @@ class BoundUpdate:
         self._numbers: list[Any] = []
         self._vector = torch.zeros(FIRST_NUMBER + len(update.spec.numbers), dtype=torch.float64)
         self._ranges = Ranges(())
-        self._read: set[int] = set()  # addresses of gradients that lie apart from what is written
+        self._extents: list[int] = []
+        self._read: set[tuple[int, int]] = set()  # where gradients, and how long ones, lie apart from what is written
         groups = optimizer.param_groups
         if len(groups) != len(update.groups):
             raise OtherGroups(f"it has {len(groups)} parameter groups; {len(update.groups)} were recorded")
@@ -84,7 +86,8 @@ class BoundUpdate:
         if pair := ranges.overlap():
             raise InputError(f"{pair[0]} and {pair[1]} share memory")
         self._ranges, self._read = ranges, set()
-        self._fast, self._written = fast, Same(written)
+        self._extents = list(map(extent, gradients))
+        self._fast, self._written, self._known = fast, Same(written), _KnownState(optimizer.state)
 
     def serves(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether groups, options and parameters are those that were bound."""
@@ -104,10 +107,14 @@ class BoundUpdate:
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """The step. :class:`InputError` where it does not fit, and nothing was changed."""
-        gradients, written = self._gradients(), [*self._parameters, *self._state(optimizer)]
-        self._read_numbers(optimizer)
-        if not self._written.hold(written) or not self._fast.holds(gradients):
+        gradients = self._gradients()
+        if self._known.is_still(optimizer.state):
+            self._read_numbers(optimizer)
+            if not self._written.stayed() or not self._fast.holds(gradients):
+                self._bind(optimizer)
+        else:
             self._bind(optimizer)
+        written = self._written.tensors
         self._check_memory(gradients)
         library = self.update.library
         with library.lock:
@@ -159,17 +166,39 @@ class BoundUpdate:
 
     def _check_memory(self, gradients: Sequence[torch.Tensor]) -> None:
         """:class:`InputError` where a gradient shares memory with what is written, as none did when the code was compiled."""
-        read = self._fast.addresses
+        read = list(zip(self._fast.addresses, self._extents, strict=True))
         if self._read.issuperset(read):
             return
-        for gradient in gradients:
-            if name := self._ranges.reached_by(gradient):
+        for gradient, place in zip(gradients, read, strict=True):
+            if place not in self._read and (name := self._ranges.reached_by(gradient)):
                 raise InputError(f"a gradient shares memory with {name}")
-        self._read = {*(self._read if len(self._read) < _MOST_ADDRESSES else ()), *read}
+        if len(self._read) >= _MOST_ADDRESSES:
+            self._read.clear()
+        self._read.update(read)
 
 
 _MOST_ADDRESSES = 100_000
 _NOTHING: tuple[Mapping[str, torch.Tensor], tuple[int, ...]] = ({}, ())
+
+
+class _KnownState:
+    """What an optimizer keeps: the same dicts for the same parameters, with the same keys and the same objects under them. They are compared one
+    after another, in the order of the dicts, which is cheaper than to look each up."""
+
+    __slots__ = ("_keys", "_parameters", "_values")
+
+    def __init__(self, state: Mapping[Any, dict[str, Any]]):
+        self._parameters = list(state)
+        self._keys = list(chain.from_iterable(state.values()))
+        self._values = list(chain.from_iterable(map(dict.values, state.values())))
+
+    def is_still(self, state: Mapping[Any, dict[str, Any]]) -> bool:
+        return (
+            len(state) == len(self._parameters)
+            and all(map(is_, state, self._parameters))
+            and list(chain.from_iterable(state.values())) == self._keys
+            and all(map(is_, chain.from_iterable(map(dict.values, state.values())), self._values))
+        )
 
 
 class _FixedGroup:
