@@ -82,6 +82,12 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
+def gain_of(entry: Entry) -> float:
+    """Seconds that a call and its backward took less than eager's when it was recorded."""
+    means = [s.means for v in entry.variants if (s := v.spec.speed) is not None]
+    return sum(m["eager"] - min(t for n, t in m.items() if n != "eager") for m in means) / max(len(means), 1) * 1e-6
+
+
 def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Addresses of the memory that strided tensors are in."""
     return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided} - {0}
@@ -100,9 +106,7 @@ class LiveModule:
         self._globals = [n.removeprefix(GLOBAL) for n in source.facts if n.startswith(GLOBAL)]
         self.lock = threading.RLock()
         self.calls = 0
-        means = [s.means for v in entry.variants if (s := v.spec.speed) is not None]
-        self.gain = sum(m["eager"] - min(t for n, t in m.items() if n != "eager") for m in means) / max(len(means), 1) * 1e-6
-        """Seconds that a call and its backward took less than eager's when it was recorded."""
+        self.gain = gain_of(entry)
         self.ended = ""
         """Why no call is compiled any more."""
         self.proven = False

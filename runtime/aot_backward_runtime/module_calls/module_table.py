@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,13 +21,15 @@ _GAIN = 0.97
 class ModuleTable:
     """By the module's class. A module that fits none is looked at again after 1, 2, 4, … 64 of its calls."""
 
-    def __init__(self, entries: Iterable[Entry], *, always: bool = False):
+    def __init__(self, entries: Iterable[Entry], left: Mapping[str, str] | None = None, *, always: bool = False):
+        """``left``: entries, by name, that serve no call, each with the reason in words. ``always``: also those that were slower than eager."""
+        left = left or {}
         self._entries: dict[str, list[Entry]] = {}
         self._slower: dict[str, str] = {}
         for entry in entries:
             source = entry.spec.source
             assert source is not None
-            if not always and (words := _why_slower(entry)):
+            if words := left.get(entry.name, "") or ("" if always else _why_slower(entry)):
                 self._slower[source.module] = words
             else:
                 self._entries.setdefault(source.module, []).append(entry)
@@ -35,6 +37,11 @@ class ModuleTable:
 
     def __bool__(self) -> bool:
         return bool(self._entries)
+
+    @property
+    def left(self) -> list[str]:
+        """What serves no call, each with its reason, in words."""
+        return [f"{name}: {words}" for name, words in self._slower.items()]
 
     def has(self, module: nn.Module) -> bool:
         """Whether a module of its class was recorded."""

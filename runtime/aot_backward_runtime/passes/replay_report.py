@@ -45,8 +45,9 @@ class Report:
     were faster than eager was when they were recorded, and optimizer steps and clippings then; ``saved_against_tapes``: by which the other hits,
     whose structure was not timed in eager then, were faster than their tapes interpreted. ``steps``: optimizer steps by compiled code;
     ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients. ``modules``: calls of modules by compiled
-    code, of which ``audits`` were made by eager, too; ``eager_modules``: others of modules with parameters, by reason; ``differed``: what the
-    audits found; ``through_modules``: those of the compiled passes whose forward was such a call.
+    code, of which ``audits`` were made by eager, too; ``eager_modules``: others of modules with parameters, by reason; ``modules_left``: what was
+    recorded of modules and serves no call, because eager, or the compiled backward pass, gains more; ``differed``: what the audits found;
+    ``through_modules``: those of the compiled passes whose forward was such a call.
     """
 
     passes: int = 0
@@ -67,6 +68,7 @@ class Report:
     audits: int = 0
     through_modules: int = 0
     eager_modules: Reasons = field(default_factory=Reasons)
+    modules_left: list[str] = field(default_factory=list)
     differed: list[str] = field(default_factory=list)
 
     @property
@@ -91,6 +93,7 @@ class Report:
             "module_calls": self.modules,
             "module_calls_audited": self.audits,
             "module_calls_in_eager": self.eager_modules.shown(),
+            "modules_left_to_eager": self.modules_left,
             "audits_that_differed": self.differed,
             "passes_through_modules": self.through_modules,
             "seconds_saved": round(self.saved, 6),
@@ -99,7 +102,8 @@ class Report:
 
     def __str__(self) -> str:
         audits = (f"  AUDIT: {words}" for words in self.differed)
-        return "\n".join([self._what_ran(), *self._slower_ones(), *self._time_saved(), *audits, *self.reasons()])
+        left = (f"  module left to eager: {words}" for words in self.modules_left)
+        return "\n".join([self._what_ran(), *self._slower_ones(), *self._time_saved(), *audits, *left, *self.reasons()])
 
     def reasons(self) -> Iterator[str]:
         """Why something was not compiled: of each kind the most frequent reasons, a line each."""

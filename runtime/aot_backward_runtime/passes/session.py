@@ -44,6 +44,7 @@ from .data_parallel import reducers
 from .engine_hook import EngineHook
 from .fastest_way import FastestWay
 from .pass_contract import Operands
+from .passes_or_modules import better_as_passes
 from .replay_report import Report
 from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
@@ -81,7 +82,9 @@ class Replaying(EngineHook):
         self.strict = strict
         self.report = Report()
         recorded = package.recorded_modules() if modules and package is not None else ()
-        self.modules = ModuleCalls(ModuleTable(recorded, always=always), self.module_in_eager, self.grad_in_eager, strict=strict)
+        left = better_as_passes(self.table.recorded, recorded, package.manifest.weights) if recorded and package is not None and not always else {}
+        self.modules = ModuleCalls(ModuleTable(recorded, left, always=always), self.module_in_eager, self.grad_in_eager, strict=strict)
+        self.report.modules_left = self.modules.table.left
         self.tapes = self.table.tapes
         self.layers = origin.Layers()
         self._logged: set[str] = set()

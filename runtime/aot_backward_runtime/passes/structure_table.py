@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -38,6 +38,11 @@ class StructureTable:
         self._met: dict[str, Structure] = {}
         self._context_numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
         self._unknown = 0  # structures that were met and the package does not hold
+
+    @property
+    def recorded(self) -> Iterable[StructureSpec]:
+        """Those of the package."""
+        return self._specs.values()
 
     @property
     def full(self) -> bool:
