@@ -19,7 +19,7 @@ from aot_backward.recording import pass_speed
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import MissError
 from aot_backward_runtime.format.manifest import Choice, PassSpec, Speed, Timing
-from aot_backward_runtime.passes.passes_or_modules import better_as_passes
+from aot_backward_runtime.module_calls.passes_or_modules import better_as_passes
 
 from ..conftest import aot_backward
 from ..support.exports import shared

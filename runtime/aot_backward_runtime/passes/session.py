@@ -25,6 +25,7 @@ from ..module_calls import interception as module_interception
 from ..module_calls.calls import ModuleCalls
 from ..module_calls.interception import Plain
 from ..module_calls.module_table import ModuleTable
+from ..module_calls.passes_or_modules import better_as_passes
 from ..operators import describe_missing_operators, unregistered
 from ..optimizer_steps import interception
 from ..optimizer_steps.compiled_clipping import ClippingTable, CompiledClipping, Kind
@@ -44,7 +45,6 @@ from .data_parallel import reducers
 from .engine_hook import EngineHook
 from .fastest_way import FastestWay
 from .pass_contract import Operands
-from .passes_or_modules import better_as_passes
 from .replay_report import Report
 from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable

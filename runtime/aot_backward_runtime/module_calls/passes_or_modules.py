@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..entries.dispatch import Entry
 from ..format.manifest import PassSpec, StructureSpec, WeightSpec
-from ..module_calls.live_module import gain_of
+from .live_module import gain_of
 
 Shapes = Counter[tuple[str, tuple[object, ...]]]
 """How many tensors there are of each dtype and shape."""
