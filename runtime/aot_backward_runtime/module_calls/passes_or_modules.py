@@ -15,20 +15,21 @@ from .live_module import gain_of
 
 Shapes = Counter[tuple[str, tuple[object, ...]]]
 """How many tensors there are of each dtype and shape."""
-_LEAF = "(of AccumulateGrad,"
-"""In the name of a leaf of a recorded pass."""
+_LEAF = "torch::autograd::AccumulateGrad"
+"""The node of a leaf."""
 
 
 def better_as_passes(structures: Iterable[StructureSpec], modules: Sequence[Entry], weights: Mapping[str, WeightSpec]) -> dict[str, str]:
     """The entries of ``modules`` whose calls are better left to eager, because a recorded pass through them gains more, with the reason in words.
-    A pass is taken to go through a module, once, where its leaves are of the shapes of all that the module trains."""
+    A pass is taken to go through a module, once, where it has as many leaves as the module trains, and tensors of their shapes that require grad."""
     trained = {entry.name: _trained(entry, weights) for entry in modules}
     gains = {entry.name: max(gain_of(entry), 0.0) for entry in modules}
     left: dict[str, str] = {}
     for structure in structures:
+        leaves = structure.nodes.count(_LEAF)
         for variant in structure.variants:
-            gain, leaves = _gain(variant), Counter((s.dtype, tuple(s.shape)) for s in variant.inputs if _LEAF in s.name)
-            through = [name for name, shapes in trained.items() if shapes and shapes <= leaves]
+            gain, reached = _gain(variant), Counter((s.dtype, tuple(s.shape)) for s in variant.inputs if s.requires_grad)
+            through = [name for name, shapes in trained.items() if shapes and shapes <= reached and shapes.total() <= leaves]
             together = sum(gains[name] for name in through)
             if gain > together:
                 gains_in_words = f"{1e6 * gain:,.0f} µs when it was recorded, the module {1e6 * together:,.0f}"

@@ -108,11 +108,8 @@ class BoundUpdate:
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """The step. :class:`InputError` where it does not fit, and nothing was changed."""
         gradients = self._gradients()
-        if self._known.is_still(optimizer.state):
-            self._read_numbers(optimizer)
-            if not self._written.stayed() or not self._fast.holds(gradients):
-                self._bind(optimizer)
-        else:
+        self._read_numbers(optimizer)
+        if not self._known.is_still(optimizer.state) or not self._written.stayed() or not self._fast.holds(gradients):
             self._bind(optimizer)
         written = self._written.tensors
         self._check_memory(gradients)
