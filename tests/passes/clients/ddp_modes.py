@@ -3,6 +3,7 @@ gradients and parameters there. It knows nothing of this project."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: the defaults of its functions keep the one that there is when it is imported
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
@@ -132,6 +134,7 @@ def main(folder: str, *cases: str) -> None:
     if dist.get_rank() == 0:
         Path(folder, "modules.txt").write_text("\n".join(sorted(sys.modules)))
     dist.destroy_process_group()
+    gc.collect()  # DDP modules are cycles and keep the group, whose threads may abort a process that ends before they do: PyTorch's issue 190489
 
 
 if __name__ == "__main__":
