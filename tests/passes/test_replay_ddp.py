@@ -71,10 +71,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     eager, recorded, replayed = [folder / name for name in ("eager", "recorded", "replayed")]
     for path in (eager, recorded, replayed):
         path.mkdir()
-    plain = torchrun(2, sys.executable, MODES, eager)
+    done = torchrun(2, sys.executable, MODES, eager)
+    assert done.returncode == 0, done.stderr
     recording = torchrun(2, *PROGRAM, "record", "--no-optimizer", "--json", "-o", package, "--", MODES, recorded)
     replaying = torchrun(2, *PROGRAM, "replay", "--strict", "--no-optimizer", "--json", package, "--", MODES, replayed)
-    assert plain.returncode == 0, plain.stderr
     return Runs(package, eager, recorded, replayed, reports(recording), reports(replaying))
 
 
