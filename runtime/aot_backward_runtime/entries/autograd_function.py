@@ -12,8 +12,7 @@ from .. import torch_api
 from ..errors import GradientError
 from ..native.captured_graph import PooledOutputs
 from ..native.library import Binding
-from ..native.plan import Runnable
-from ..native.variant import Variant
+from ..native.variant import Differentiated, Variant
 from .dispatch import Entry, MatchedCall
 
 _NO_SECOND_DERIVATIVE = (
@@ -38,29 +37,30 @@ class DifferentiableCall:
     __slots__ = (
         "__weakref__",
         "audit",
-        "backward",
         "binding",
         "consumed",
         "current",
+        "differentiated",
         "matched",
+        "memory",
         "pooled",
         "random",
-        "runnable",
         "shared",
         "sources",
-        "wrt",
     )
 
-    def __init__(self, matched: MatchedCall, runnable: Runnable, binding: Binding, current: Sequence[torch.Tensor], wrt: Sequence[str]):
-        """``current``: the entry's state. ``wrt``: what gradients are asked for, as the manifest names it."""
-        self.matched, self.runnable, self.binding, self.current, self.wrt = matched, runnable, binding, current, wrt
-        self.backward = matched.variant.plans["backward"]
-        self.sources: Sequence[torch.Tensor] = ()
+    def __init__(self, matched: MatchedCall, differentiated: Differentiated, binding: Binding, current: Sequence[torch.Tensor]):
+        """``current``: the entry's state."""
+        self.matched, self.differentiated, self.binding, self.current = matched, differentiated, binding, current
         self.shared = False  # whether hooks have got hold of the saved tensors
         self.consumed = False  # whether a backward may have overwritten them
         self.audit: Audit | None = None
         self.pooled: PooledOutputs | None = None  # the saved tensors, where they stay in a memory pool
-        self.random: list[torch.Tensor] = []  # the generators' states before the forward, where a second derivative draws the same numbers
+        self.random: Sequence[torch.Tensor] = ()  # the generators' states before the forward, where a second derivative draws the same numbers
+
+    sources: Sequence[torch.Tensor]
+    memory: Sequence[tuple[int, int, torch.Size]]
+    """Of saved inputs: their place among what was saved, address and shape; of none where hooks may give back copies."""
 
 
 RECORDED_MODULE = "aot_backward_runtime.module"
@@ -75,67 +75,61 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        runnable, flat, current, double = call.runnable, call.matched.flat, call.current, call.matched.variant.double
+        of, flat, current, sizes = call.differentiated, call.matched.flat, call.current, call.matched.sizes
+        forward, double = of.forward, of.double
         ctx.set_materialize_grads(False)
         if double is not None and double.spec.random:
             call.random = _generator_states(double)
-        runnable.increment_versions(current)
+        forward.increment_versions(current)
         hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies, and keep what they got
-        if runnable.pools_outputs:
-            results, call.pooled = runnable.call_forward(call.binding, flat, call.matched.sizes, call, hooked)
-            shown = results if call.pooled is None else call.pooled.with_copies(runnable.results)
+        if forward.pools_outputs:
+            results, call.pooled = forward.call_forward(call.binding, flat, sizes, call, hooked)
+            shown = results if call.pooled is None else call.pooled.with_copies(forward.results)
         else:
-            shown = results = runnable.call(call.binding, flat, call.matched.sizes)
-        differentiable = call.matched.variant.reaching(call.wrt)
-        if call.matched.variant.spec.shared:
-            detached = [n for n in range(len(runnable.outputs)) if n not in differentiable]
-            call.matched.variant.share(runnable, shown, call.matched.sizes, detached)
-
-        def pick(kind: str, where: Any) -> torch.Tensor:
-            return results[where] if kind == "result" else flat[where] if kind == "input" else current[where]
-
-        kept = [pick(*s) for s in runnable.saved]
-        # what the backward reads itself, and what shares memory with what was saved, is kept for autograd's version check only
-        read = [current[i] for i in call.backward.reads]
+            shown = results = forward.call(call.binding, flat, sizes)
+        if of.variant.spec.shared:
+            of.variant.share(forward, shown, sizes, of.detached)
+        lists = results, flat, current
+        kept = [lists[where][i] for where, i in of.kept]
         if double is None:
             call.current = ()  # not to keep the parameters alive beside autograd's own references
-        else:  # what is differentiated again comes back with its history, which only autograd knows
-            read += [current[i] for i in double.plans["forward"].reads]
         if call.pooled is not None:
-            read += [shown[i] for kind, i in (*runnable.saved, *runnable.watched) if kind == "result" and shown[i] is not results[i]]
-        ctx.save_for_backward(*kept, *(pick(*s) for s in runnable.watched), *read, *(sources if double is not None else ()))
-        ctx.sources = len(sources)
+            kept += [shown[i] for i in forward.kept_results if shown[i] is not results[i]]
+        if double is not None:  # what is differentiated again comes back with its history, which only autograd knows
+            kept += sources
+        ctx.save_for_backward(*kept)
         call.sources = sources
-        call.shared = bool(call.backward.consumes) and hooked
-        ctx.memory = [] if hooked else [(i, kept[i].data_ptr(), kept[i].shape) for i in runnable.saved_inputs]
+        call.shared = hooked and bool(of.backward.consumes)
+        call.memory = () if hooked else [(i, kept[i].data_ptr(), kept[i].shape) for i in forward.saved_inputs]
         ctx.call = call
-        if len(differentiable) < len(runnable.outputs):
-            ctx.mark_non_differentiable(*(shown[i] for n, (kind, i) in enumerate(runnable.outputs) if kind == "result" and n not in differentiable))
-        return tuple([shown[i] for i in runnable.results])
+        if of.detached:
+            ctx.mark_non_differentiable(*[shown[i] for i in of.detached_results])
+        return tuple([shown[i] for i in forward.results])
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call = ctx.call
+        of = call.differentiated
+        given = [incoming[i] for i in of.variant.incoming]
         try:
             saved = ctx.saved_tensors
         except RuntimeError as error:
             if call.audit is None or torch.is_grad_enabled():
                 raise
-            return (None, *call.audit.instead(error, [incoming[i] for i in call.matched.variant.incoming], ctx.needs_input_grad[1:]))
+            return (None, *call.audit.instead(error, given, ctx.needs_input_grad[1:]))
         if call.consumed:
             raise GradientError(
                 "an earlier backward of this graph failed half-way, and may have overwritten what it had saved: run the forward again"
             )
-        for i, address, shape in ctx.memory:
+        for i, address, shape in call.memory:
             if saved[i].data_ptr() != address or saved[i].shape != shape:
                 raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
-        variant = call.matched.variant
-        given, needed = [incoming[i] for i in variant.incoming], ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[1:]
         if not torch.is_grad_enabled():
             gradients = _gradients(call, saved, given, needed)
             return (None, *(gradients if call.audit is None else call.audit.gradients(gradients, given, needed)))
-        if variant.double is not None:
-            return (None, *_differentiable_gradients(call, saved[len(saved) - ctx.sources :], given, needed))
+        if of.double is not None:
+            return (None, *_differentiable_gradients(call, saved[len(saved) - len(call.sources) :], given, needed))
         with torch.no_grad():
             gradients = _gradients(call, saved, given, needed)
         there = [g for g in gradients if g is not None]
@@ -147,19 +141,19 @@ def _gradients(
     call: DifferentiableCall, saved: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """The gradients by the compiled backward, of what is ``needed``. ``given``: the incoming gradients."""
-    sizes = call.matched.sizes
-    cotangents = call.matched.variant.fit_cotangents(given, sizes)
-    if call.backward.consumes:
+    of, matched = call.differentiated, call.matched
+    cotangents = of.variant.fit_cotangents(given, matched.sizes)
+    places = of.places if cotangents is given else of.reached(given)
+    if of.backward.consumes:
         if call.shared or torch_api.keeps_graph():
-            saved = call.backward.unconsumed(saved)
+            saved = of.backward.unconsumed(saved)
         else:
             call.consumed = True
-    if call.runnable.pools_outputs:
+    if of.forward.pools_outputs:
         results = _pooled_backward(call, saved, cotangents)
     else:
-        results = call.backward.call(call.binding, call.matched.flat, sizes, saved, cotangents)
-    made = call.backward.reached(given)
-    return [results[made[t]] if asked and t in made else None for t, asked in zip(call.wrt, needed, strict=True)]
+        results = of.backward.call(call.binding, matched.flat, matched.sizes, saved, cotangents)
+    return [None if place is None or not asked else results[place] for place, asked in zip(places, needed, strict=True)]
 
 
 _apply = super(torch.autograd.Function, _Native).apply
@@ -175,12 +169,12 @@ def apply(call: DifferentiableCall, sources: Sequence[torch.Tensor]) -> tuple[to
 def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The backward of a forward whose library pools outputs. Where it did, inputs are read from the forward's static inputs: they still have the same
     values, as autograd has checked."""
-    inputs, sizes, pooled = call.matched.flat, call.matched.sizes, call.pooled
+    inputs, sizes, pooled, of = call.matched.flat, call.matched.sizes, call.pooled, call.differentiated
     if pooled is None:
-        return call.backward.call_backward(call.binding, inputs, sizes, saved, cotangents, None)
+        return of.backward.call_backward(call.binding, inputs, sizes, saved, cotangents, None)
     inputs = [pooled.input(i, t) for i, t in enumerate(inputs)]
-    kept = [pooled.input(w, t) if kind == "input" else t for (kind, w), t in zip(call.runnable.saved, saved, strict=False)]
-    results = call.backward.call_backward(call.binding, inputs, sizes, kept, cotangents, pooled)
+    kept = [pooled.input(w, t) if kind == "input" else t for (kind, w), t in zip(of.forward.saved, saved, strict=False)]
+    results = of.backward.call_backward(call.binding, inputs, sizes, kept, cotangents, pooled)
     if not torch_api.keeps_graph():
         pooled.release()
     return results
@@ -190,12 +184,12 @@ def _differentiable_gradients(
     call: DifferentiableCall, sources: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """The gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: of the forward, as autograd knows them."""
-    variant = call.matched.variant
-    double = variant.double
+    of = call.differentiated
+    variant, double = of.variant, of.double
     assert double is not None
     inputs: list[torch.Tensor] = list(call.matched.flat)
     parameters = []
-    for target, source in zip(call.wrt, sources, strict=True):
+    for target, source in zip(of.wrt, sources, strict=True):
         kind, _, where = target.partition(":")
         if kind == "input":
             inputs[int(where)] = source
@@ -204,13 +198,12 @@ def _differentiable_gradients(
     tensors = [*inputs, *variant.materialized(given, call.matched.sizes)]
     fitting, sizes, _ = double.contract.fit(tensors)
     needing = [(f"input:{i}", t) for i, t in enumerate(tensors) if t.requires_grad] + parameters
-    runnable = double.plans["forward"]
-    again = DifferentiableCall(MatchedCall(double, tensors, fitting, sizes), runnable, call.binding, call.current, [t for t, _ in needing])
+    matched, twice = MatchedCall(double, tensors, fitting, sizes), double.differentiated([t for t, _ in needing])
+    again = DifferentiableCall(matched, twice, call.binding, call.current)
     with _generators_at(call.random, double):
         made = apply(again, [source for _, source in needing])
     gradients = dict(zip(double.spec.gives, made, strict=True))
-    reached = call.backward.reached(given)
-    return [gradients.get(t) if asked and t in reached else None for t, asked in zip(call.wrt, needed, strict=True)]
+    return [gradients.get(t) if asked and place is not None else None for t, place, asked in zip(of.wrt, of.reached(given), needed, strict=True)]
 
 
 def _generator_states(variant: Variant) -> list[torch.Tensor]:
@@ -244,17 +237,15 @@ class _Refusing(torch.autograd.Function):
         raise GradientError(_NO_SECOND_DERIVATIVE)
 
 
-def differentiated(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], matched: MatchedCall) -> tuple[list[str], list[torch.Tensor]]:
-    """What gradients are asked for in this call, as the manifest names them ("parameter:NAME", "input:I"), and the tensors.
-    :class:`GradientError` where the package has no gradient of one."""
+def differentiated(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], matched: MatchedCall) -> tuple[list[int], list[int]]:
+    """What gradients are asked for in this call: places in the state, and among the inputs. :class:`GradientError` where the package has no gradient
+    of one."""
     known, covered = variant.wrt, variant.covered
-    wrt, sources = [], []
+    state, inputs = [], []
     for i, target in entry.state.wrt:
-        tensor = current[i]
-        if tensor.requires_grad:
+        if current[i].requires_grad:
             if target in known:
-                wrt.append(target)
-                sources.append(tensor)
+                state.append(i)
             elif target not in covered:
                 name = entry.state.names[i]
                 raise GradientError(
@@ -265,12 +256,11 @@ def differentiated(entry: Entry, variant: Variant, current: Sequence[torch.Tenso
         if tensor.requires_grad:
             target = f"input:{i}"
             if target in known:
-                wrt.append(target)
-                sources.append(tensor)
+                inputs.append(i)
             elif target not in covered:
                 name = variant.spec.inputs[i].name
                 raise GradientError(
                     f"input {name} requires a gradient, and did not when the package was exported: pass {name}.detach(), or export a Variant "
                     f"with requires_grad=[…, {name!r}]"
                 )
-    return wrt, sources
+    return state, inputs

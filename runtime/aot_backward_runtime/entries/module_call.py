@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..native.library import Binding
 from ..native.plan import Runnable
 from ..native.pytree import unflatten
+from ..native.variant import Differentiated
 from .autograd_function import DifferentiableCall, apply, differentiated
 from .dispatch import Entry, MatchedCall
 
@@ -29,12 +30,12 @@ def call_entry(
     matched, binding, runnable = bound_call(entry, current, mode, args, kwargs, least)
     variant = matched.variant
     if torch.is_grad_enabled():
-        wrt, sources = differentiated(entry, variant, current, matched)
-        if wrt:
-            call = DifferentiableCall(matched, variant.plans["forward"], binding, current, wrt)
+        of, sources = _differentiated(entry, current, matched, binding)
+        if of is not None:
+            call = DifferentiableCall(matched, of, binding, current)
             if made is not None:
                 made(call)
-            return _assembled(entry, call.runnable, matched, current, apply(call, sources))
+            return _assembled(entry, of.forward, matched, current, apply(call, sources))
     with torch.no_grad():
         runnable.increment_versions(current)
         values = runnable.call(binding, matched.flat, matched.sizes)
@@ -53,17 +54,46 @@ def bound_call(
     if entry.specialised and torch.is_grad_enabled():
         asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
     matched = entry.match(mode, args, kwargs, asked)
-    if matched.sizes and min(matched.sizes.values()) < least:
+    if least and matched.sizes and min(matched.sizes.values()) < least:
         raise InputError(f"an open size is {min(matched.sizes.values())}; recorded were sizes of {least} and more")
     variant = matched.variant
     binding = entry.state.refresh(current)
-    runnable = variant.plans.get("inference") or variant.plans["forward"]
+    runnable = variant.called
+    assert runnable is not None  # of a module
     if runnable.writes:
         runnable.refuse_overlap(runnable.written(binding, current), matched.given, variant.spec.inputs)
     return matched, binding, runnable
 
 
+class _KnownSources:
+    """What gradients were asked for in a call, and where their tensors are: the same in the next one if state and arguments are bound and matched by
+    the same checks, which compare what requires gradients."""
+
+    __slots__ = ("binding", "differentiated", "inputs", "sizes", "state")
+
+    def __init__(self, binding: Binding, sizes: Mapping[str, int], differentiated: Differentiated | None, state: list[int], inputs: list[int]):
+        self.binding, self.sizes, self.differentiated, self.state, self.inputs = binding, sizes, differentiated, state, inputs
+
+
+def _differentiated(
+    entry: Entry, current: Sequence[torch.Tensor], matched: MatchedCall, binding: Binding
+) -> tuple[Differentiated | None, list[torch.Tensor]]:
+    """How gradients are computed, or None where none are asked for, and the tensors they are asked of."""
+    known = entry.known_sources
+    if known is None or known.binding is not binding or known.sizes is not matched.sizes:
+        state, inputs = differentiated(entry, matched.variant, current, matched)
+        targets = [entry.state.targets[i] for i in state] + [f"input:{i}" for i in inputs]
+        of = matched.variant.differentiated(targets) if targets else None
+        known = entry.known_sources = _KnownSources(binding, matched.sizes, of, state, inputs)
+    sources = [current[i] for i in known.state]
+    if known.inputs:
+        sources += [matched.given[i] for i in known.inputs]
+    return known.differentiated, sources
+
+
 def _assembled(entry: Entry, runnable: Runnable, matched: MatchedCall, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
+    if matched.variant.plain_result:
+        return results[0]
     made = iter(results)
     flat = []
     for kind, where in runnable.outputs:

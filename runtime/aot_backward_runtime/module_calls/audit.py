@@ -105,7 +105,7 @@ class _Gradients:
     ):
         """``leaves``: eager's results. ``apart``: what eager was given in the place of a source, by its ``id``."""
         variant = call.matched.variant
-        places = [n for n, (kind, _) in enumerate(call.runnable.outputs) if kind == "result"]
+        places = [n for n, (kind, _) in enumerate(call.differentiated.forward.outputs) if kind == "result"]
         self.outputs = [leaves[places[i]] for i in variant.incoming]
         self.live, self.call, self.apart, self.grad, self.differs = live, call, apart, grad, differs
 
@@ -122,7 +122,7 @@ class _Gradients:
         expected = [made.pop(id(s), None) for s in self.call.sources]
         summed = [totals.pop(id(s), None) for s in self.call.sources]
         largest = max((_norm(e) for e in expected if e is not None), default=0.0)
-        for name, ours, eager in zip(self.call.wrt, summed, expected, strict=True):
+        for name, ours, eager in zip(self.call.differentiated.wrt, summed, expected, strict=True):
             if words := _compared(ours, eager, largest, _GRADIENTS):
                 self.differs(f"the gradient of {name.partition(':')[2]} {words}")
                 return expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -26,18 +26,21 @@ class BoundState:
         self._weights = [(s.name, s.weight, weights[s.weight]) for s in entry.state]
         keys = [s.weight for s in entry.state]
         self.owned = [key not in keys[:i] for i, key in enumerate(keys)]  # False for the later names of a tie
-        self.wrt = [(i, f"parameter:{name}") for i, name in enumerate(self.names) if self.owned[i]]
-        """Each distinct tensor's place, and its name as what a gradient is asked of."""
+        self.targets = [f"parameter:{name}" for name in self.names]
+        """The names of tensors as what a gradient is asked of."""
+        self.wrt = [(i, self.targets[i]) for i, owned in enumerate(self.owned) if owned]
+        """Each distinct tensor's place, and such a name."""
         self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
         self._fixed = dict(fixed)
         self.binding: Binding = (self._fixed, ())
-        self._same: Callable[[Sequence[torch.Tensor]], bool] | None = None  # whether tensors at the same addresses also have the same layout
+        self._fast: Fast | None = None  # whether tensors at the same addresses also look the same
+        self._ids: list[int] = []  # of the objects that were last found to be plain tensors
         self._storages = HeldStorages()
 
     def copy(self) -> BoundState:
         """The same contract, bound to nothing yet."""
         out = copy.copy(self)
-        out.binding, out._same, out._storages = (self._fixed, ()), None, HeldStorages()
+        out.binding, out._fast, out._ids, out._storages = (self._fixed, ()), None, [], HeldStorages()
         return out
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
@@ -49,14 +52,13 @@ class BoundState:
                 check_weight(name, tensor, spec, self._device)
             raise
         resized = self._storages.resized()
-        if resized or addresses != self.binding[1] or self._same is None or not self._looks_the_same(current):
-            self._same = None
+        if resized or addresses != self.binding[1] or self._fast is None or not self._look_the_same(current, self._fast):
+            self._fast, self._ids = None, []
             tensors = self.check(current)
             # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
             self.binding = (tensors, self.binding[1] if addresses == self.binding[1] and not resized else addresses)
             own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
-            self._storages = HeldStorages(own)
-            self._same = Fast(own).looks_alike if own else lambda _: True
+            self._storages, self._fast = HeldStorages(own), Fast(own)
         return self.binding
 
     def check(self, current: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -71,14 +73,20 @@ class BoundState:
                 raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
         return tensors
 
-    def _looks_the_same(self, current: Sequence[torch.Tensor]) -> bool:
-        """In C, but for ties, whose later names must hold the very tensor of the first (the check in C takes no tensor twice)."""
-        assert self._same is not None
-        if not self._ties:
-            return self._same(current)
-        return all(current[i] is current[first] for i, first in self._ties) and self._same(
-            [t for t, owned in zip(current, self.owned, strict=True) if owned]
-        )
+    def _look_the_same(self, current: Sequence[torch.Tensor], fast: Fast) -> bool:
+        """In C, but for ties, whose later names must hold the very tensor of the first (the check in C takes no tensor twice). ``current`` has the
+        addresses that were bound: the objects that passed last are then no nested tensors."""
+        ids = list(map(id, current))
+        if self._ties:
+            if not all(current[i] is current[first] for i, first in self._ties):
+                return False
+            current = [t for t, owned in zip(current, self.owned, strict=True) if owned]
+        if ids == self._ids:
+            return not current or fast.check(*current)
+        if current and not fast.looks_alike(current):
+            return False
+        self._ids = ids
+        return True
 
 
 def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, device: torch.device | None = None) -> None:

@@ -134,7 +134,11 @@ class Fast:
         """Whether native code may have ``tensors``, which may be anything, as they are."""
         if not self.looks_alike(tensors):
             return False
-        pointers, sizes, offsets = list(map(_data_ptr, tensors)), list(map(len, map(_storage, tensors))), list(map(_offset, tensors))
+        if len(tensors) == 1:  # of most calls, and cheaper without lists
+            tensor = tensors[0]
+            pointers, sizes, offsets = [tensor.data_ptr()], [len(tensor.untyped_storage())], [tensor.storage_offset()]
+        else:
+            pointers, sizes, offsets = list(map(_data_ptr, tensors)), list(map(len, map(_storage, tensors))), list(map(_offset, tensors))
         known = self._seen
         if sizes != known[1] or offsets != known[2]:
             for tensor, size, offset, needed in zip(tensors, sizes, offsets, self._needed, strict=True):

@@ -23,6 +23,8 @@ from .memory import extent
 Binding = tuple[Mapping[str, torch.Tensor], tuple[int, ...]]
 """The tensors that constants point at, by weight key, and the addresses of the entry's own. A library compares that tuple by identity: a new one has
 it bound again."""
+NO_CONSTANTS: Binding = ({}, ())
+"""Of a library whose tensors are all arguments."""
 
 
 class Library:
@@ -69,6 +71,13 @@ class Library:
             return self.raw_run(inputs)
         except RuntimeError as error:
             raise self.failed(error) from error
+
+    def run_bound(self, binding: Binding, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """:meth:`bind`, and :meth:`run` before another thread can bind other tensors."""
+        with self.lock:
+            if self._bound is not binding[1]:
+                self.bind(binding)
+            return self.run(inputs)
 
     def _run_locked(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         with self.lock:

@@ -38,6 +38,7 @@ class Runnable:
         self.gradients = {g.of: parse(g.source)[1] for g in plan.gradients if g.source}
         self.consumes = plan.consumes
         self.watched: list[tuple[str, Any]] = []
+        self.kept_results: list[int] = []
         self.reads: list[int] = []
         self.writes: list[int] = []
         self._names: Mapping[str, int] = {}
@@ -87,6 +88,7 @@ class Runnable:
     def index_state(self, index: Mapping[str, int]) -> None:
         """Turns names of parameters and buffers into places in the entry's state."""
         self.watched = [(kind, index[where] if kind == "parameter" else where) for kind, where in map(parse, self.plan.watched)]
+        self.kept_results = [where for kind, where in (*self.saved, *self.watched) if kind == "result"]
         self.reads = [index[n] for n in self.plan.reads]
         self.writes = [index[n] for n in self.plan.writes]
         self._names = index
@@ -102,10 +104,7 @@ class Runnable:
         """The results of the library. Every tensor must have been checked."""
         if self.library is None:
             return []
-        operands = self._operands(inputs, sizes, saved, cotangents)
-        with self.library.lock:  # else another thread could bind other tensors in between
-            self.library.bind(binding)
-            return self.library.run(operands)
+        return self.library.run_bound(binding, self._operands(inputs, sizes, saved, cotangents))
 
     def bound(self, binding: Binding, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> tuple[_Run, list[torch.Tensor]]:
         """The function that :meth:`call` would call, and its operands. The library must not be bound to other tensors before it is called."""

@@ -25,11 +25,16 @@ class Variant:
         self.cotangents = Contract(spec.cotangents, (), (), device)
         self.plans = {role: Runnable(plan, libraries) for role in ROLES if (plan := getattr(spec, role)) is not None}
         self.double = Variant(spec.double, libraries, device) if spec.double is not None else None
+        self.called = self.plans.get("inference") or self.plans.get("forward")
+        """What a module's call runs where no gradients are asked for."""
+        calls = [plan for role in ("forward", "inference") if (plan := self.plans.get(role))]
+        self.plain_result = spec.out_tree.kind == "tensor" and all(plan.outputs == [("result", 0)] for plan in calls)
+        """Whether a call returns the first result of native code as it is."""
         backward = spec.backward
         self.wrt = frozenset(g.of for g in backward.gradients) if backward else frozenset()
         self.covered = self.wrt.union(spec.unreached)
         self.differentiable = frozenset(spec.differentiable)
-        self._reaching: dict[tuple[str, ...], frozenset[int]] = {}
+        self._differentiated: dict[tuple[str, ...], Differentiated] = {}
         forward = self.plans.get("forward")
         outputs = [n for n, (kind, _) in enumerate(forward.outputs) if kind == "result"] if forward else []
         self.incoming = [outputs.index(i) for i in spec.differentiable if i in outputs]  # places among autograd's incoming gradients
@@ -39,16 +44,11 @@ class Variant:
         self.flat_arguments = not keywords.children and plain == list(range(len(positional.children)))
         self._names = [*spec.argument_names, *(f"args[{i}]" for i in range(len(spec.argument_names), len(positional.children)))]
 
-    def reaching(self, wrt: Sequence[str]) -> frozenset[int]:
-        """The outputs that depend on one of ``wrt``: the others require no gradient."""
-        if len(wrt) == len(self.wrt):
-            return self.differentiable
-        found = self._reaching.get(tuple(wrt))
+    def differentiated(self, wrt: Sequence[str]) -> Differentiated:
+        """``wrt``: what gradients are asked for, as the manifest names it."""
+        found = self._differentiated.get(tuple(wrt))
         if found is None:
-            assert self.spec.backward is not None
-            asked = frozenset(wrt)
-            numbers = {n for g in self.spec.backward.gradients if g.of in asked for n in g.cotangents}
-            found = self._reaching[tuple(wrt)] = frozenset(self.spec.differentiable[n] for n in numbers)
+            found = self._differentiated[tuple(wrt)] = Differentiated(self, wrt)
         return found
 
     def share(self, runnable: Runnable, results: list[torch.Tensor], sizes: Mapping[str, int], detached: Collection[int] = ()) -> None:
@@ -97,10 +97,10 @@ class Variant:
     def fit_cotangents(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
         """The incoming gradients with the strides that the code was compiled for: copied where they have others (``y.sum().backward()`` gives
         stride 0), zeros where there is none."""
-        tensors = self.materialized(given, sizes)
         for fast, known in self._fast:
-            if known is sizes and fast.holds(tensors):
-                return tensors
+            if known is sizes and fast.holds(given):  # type: ignore[arg-type] # which a None fails
+                return given  # type: ignore[return-value]
+        tensors = self.materialized(given, sizes)
         fitting, _, untouched = self.cotangents.fit(tensors, sizes)
         if untouched and tensors:
             self._fast.insert(0, (Fast(tensors), sizes))
@@ -109,3 +109,35 @@ class Variant:
 
     def check_ambient(self) -> None:
         check_ambient(self.spec.ambient, self._kind)
+
+
+class Differentiated:
+    """What is the same in all calls of a variant that ask for the same gradients, ``wrt``."""
+
+    def __init__(self, variant: Variant, wrt: Sequence[str]):
+        assert variant.spec.backward is not None
+        self.variant, self.double, self.wrt = variant, variant.double, tuple(wrt)
+        self.forward, self.backward = variant.plans["forward"], variant.plans["backward"]
+        asked, numbers = frozenset(wrt), set[int]()
+        for gradient in variant.spec.backward.gradients:
+            if gradient.of in asked:
+                numbers.update(gradient.cotangents)
+        reaching = frozenset(variant.spec.differentiable[n] for n in numbers) if len(wrt) < len(variant.wrt) else frozenset(variant.differentiable)
+        outputs = self.forward.outputs
+        self.detached = [n for n in range(len(outputs)) if n not in reaching]
+        """The outputs that depend on none of ``wrt``: they require no gradient."""
+        self.detached_results = [outputs[n][1] for n in self.detached if outputs[n][0] == "result"]
+        self.places: list[int | None] = self._places(self.backward.gradients)
+        """Where the gradients of ``wrt`` are among the backward's results; None: eager gives none."""
+        # what the backward reads itself, and what shares memory with what was saved, is kept for autograd's version check only
+        reads = [*self.backward.reads, *(self.double.plans["forward"].reads if self.double is not None else ())]
+        lists = {"result": 0, "input": 1}
+        self.kept = [(lists.get(kind, 2), where) for kind, where in (*self.forward.saved, *self.forward.watched)] + [(2, i) for i in reads]
+        """What is saved for the backward: whether it is a result, an argument or of the state (0, 1, 2), and its place there."""
+
+    def reached(self, given: Sequence[torch.Tensor | None]) -> list[int | None]:
+        """:attr:`places`, without those that no defined incoming gradient of ``given`` reaches: they are None in eager."""
+        return self._places(self.backward.reached(given))
+
+    def _places(self, made: Mapping[str, int]) -> list[int | None]:
+        return [made.get(target) for target in self.wrt]

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..errors import InputError
 from ..format.manifest import ClippingSpec
 from ..native.guards import Contract, Fast
-from ..native.library import Library
+from ..native.library import NO_CONSTANTS, Library
 from ..native.memory import Ranges, extent
 
 Kind = tuple[str, str]
 """The function, and its ``norm_type`` as the package states it: ``("clip_grad_norm_", "2.0")``."""
 
 _MOST = 1_000  # lists of addresses, and vectors of numbers, that are kept
-_NOTHING: tuple[Mapping[str, torch.Tensor], tuple[int, ...]] = ({}, ())
 
 
 class CompiledClipping:
@@ -58,10 +57,8 @@ class CompiledClipping:
         pointers = tuple(map(torch.Tensor.data_ptr, gradients))
         if pointers not in self._apart:
             self._refuse_shared(gradients, pointers)
-        with self.library.lock:
-            self.library.bind(_NOTHING)
         torch.autograd.graph.increment_version(gradients)
-        return self.library.run([*gradients, self._vector(limit, keep_nonfinite)])[0]
+        return self.library.run_bound(NO_CONSTANTS, [*gradients, self._vector(limit, keep_nonfinite)])[0]
 
     def _vector(self, limit: float, keep_nonfinite: bool) -> torch.Tensor:
         vector = self._numbers.get((limit, keep_nonfinite))

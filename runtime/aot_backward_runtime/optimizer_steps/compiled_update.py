@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..format.manifest import LibrarySpec, UpdateSpec
 from ..format.param_groups import inside, options_of
 from ..native.guards import Contract, Fast, Same
-from ..native.library import Library
+from ..native.library import NO_CONSTANTS, Library
 from ..native.memory import Ranges, extent
 from ..training.param_groups import interval_words, plain
 
@@ -113,11 +113,8 @@ class BoundUpdate:
             self._bind(optimizer)
         written = self._written.tensors
         self._check_memory(gradients)
-        library = self.update.library
-        with library.lock:
-            library.bind(_NOTHING)
         torch.autograd.graph.increment_version(written)
-        library.run([*gradients, *written, self._vector])
+        self.update.library.run_bound(NO_CONSTANTS, [*gradients, *written, self._vector])
 
     def _gradients(self) -> list[torch.Tensor]:
         gradients = [p.grad for p in self._parameters]
@@ -175,7 +172,6 @@ class BoundUpdate:
 
 
 _MOST_ADDRESSES = 100_000
-_NOTHING: tuple[Mapping[str, torch.Tensor], tuple[int, ...]] = ({}, ())
 
 
 class _KnownState:

@@ -118,10 +118,7 @@ class _Call:
             for op in self.ops:
                 run.step(op)
             return
-        library = self.library
-        with library.lock:
-            library.bind(self.binding)
-            results = library.run(given)
+        results = self.library.run_bound(self.binding, given)
         for number, result in zip(self.segment.results, results, strict=True):
             run.values[number] = result
         for number in self.segment.undefined:
