@@ -22,6 +22,7 @@ Changes (newest first):
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -198,7 +199,7 @@ class Speed:
         times = {t.name: t.microseconds for t in self.timings}
         return tuple(ours / max(eager, 1e-9) for ours, eager in zip(times[self.chosen], times["eager"], strict=True))
 
-    @property
+    @functools.cached_property
     def means(self) -> Mapping[str, float]:
         """Microseconds, by name: the geometric mean over the sizes."""
         return {t.name: math.prod(max(m, 1e-9) ** (1 / len(t.microseconds)) for m in t.microseconds) for t in self.timings}

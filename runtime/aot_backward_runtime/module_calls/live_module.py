@@ -49,9 +49,9 @@ def why_not_here() -> str:
     """Why no call can be compiled, or recorded, where it is made now; or ""."""
     if not torch.is_grad_enabled():
         return "it is called without gradients, and recorded were calls with them"
-    if torch_api.in_a_mode() or any(not _is_of_cpu(m) for m in torch_api.function_modes()):
+    if torch_api.in_a_mode() or (torch_api.in_a_function_mode() and any(not _is_of_cpu(m) for m in torch_api.function_modes())):
         return "it is called under a TorchFunctionMode or TorchDispatchMode, which sees each operation, and may change it"
-    if torch.jit.is_tracing():
+    if torch_api.is_jit_traced():
         return "it is called while torch.jit traces, which would not see what compiled code does"
     if torch_api.in_backward():
         return "it is called within a backward pass, which computes a forward again"

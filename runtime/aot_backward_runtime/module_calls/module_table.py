@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..entries.dispatch import Entry
 from ..errors import InputError
@@ -33,7 +33,7 @@ class ModuleTable:
                 self._slower[source.module] = words
             else:
                 self._entries.setdefault(source.module, []).append(entry)
-        self._met: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules may be equal, and are others
+        self._met: dict[int, _Met] = {}  # by the module's id: modules may be equal, and are others
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -48,11 +48,16 @@ class ModuleTable:
         name = class_name(module)
         return name in self._entries or name in self._slower
 
+    def has_served(self, module: nn.Module) -> bool:
+        """Whether an entry was bound to this module, and still is; with less looking than :meth:`has` takes."""
+        met = self._met.get(id(module))
+        return met is not None and met.live is not None and met.module() is module
+
     def find(self, module: nn.Module) -> LiveModule:
         """What serves ``module`` as it is now; :class:`InputError` says why nothing does."""
-        met = self._met.get(module)
-        if met is None:
-            met = self._met[module] = _Met()
+        met = self._met.get(id(module))
+        if met is None or met.module() is not module:
+            met = self._met[id(module)] = _Met(module, self._met)
         if met.waits:
             met.waits -= 1
             raise InputError(met.reason)
@@ -75,7 +80,7 @@ class ModuleTable:
 
     def refuse(self, module: nn.Module, reason: str) -> None:
         """``module`` is not looked at for its next calls."""
-        met = self._met[module]
+        met = self._met[id(module)]
         met.waits, met.reason = met.next_wait, reason
         met.next_wait = min(max(2 * met.next_wait, 1), _LONGEST)
 
@@ -93,11 +98,13 @@ class ModuleTable:
 
 
 class _Met:
-    """What is known of a module of the process."""
+    """What is known of a module of the process, for as long as it lives."""
 
-    __slots__ = ("live", "next_wait", "reason", "waits")
+    __slots__ = ("live", "module", "next_wait", "reason", "waits")
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, all_met: dict[int, _Met]) -> None:
+        key = id(module)
+        self.module = weakref.ref(module, lambda _: all_met.pop(key, None))
         self.live: LiveModule | None = None
         self.reason = ""
         self.waits = self.next_wait = 0

@@ -231,12 +231,17 @@ class EngineHook:
             self._turn.release()
 
     def _fall_asleep(self) -> None:
-        with self._between_passes(), self._switch:
-            if not self._rest:
-                self._off += 1
-                torch_api.set_autograd_compiler(None, False)
-                longest = _LONGEST_REST << min(self.in_a_row - _IN_A_ROW, _DOUBLED)
-                self._resting = self._rest = self._random.randrange(longest // 3, longest)
+        has_turn = self._take_turn()
+        try:
+            with self._switch:
+                if not self._rest:
+                    self._off += 1
+                    torch_api.set_autograd_compiler(None, False)
+                    longest = _LONGEST_REST << min(self.in_a_row - _IN_A_ROW, _DOUBLED)
+                    self._resting = self._rest = self._random.randrange(longest // 3, longest)
+        finally:
+            if has_turn:
+                self._turn.release()
 
     def _wake(self, *, leaves: bool = False) -> None:
         with self._switch:
@@ -256,18 +261,13 @@ class EngineHook:
         found: Sequence[torch.Tensor | None] = self._without(outputs, arguments, {"allow_unreachable": True, "accumulate_grad": False})
         return found
 
-    @contextlib.contextmanager
-    def _between_passes(self) -> Iterator[None]:
-        """While no other thread's pass is in the engine, which would crash where its compiler is taken away. But for one whose hook is being called:
-        it has its compiler's answer, and its hook may wait for this very thread."""
-        while not (has := self._turn.acquire(timeout=0.02)):
+    def _take_turn(self) -> bool:
+        """Waits until no other thread's pass is in the engine, which would crash where its compiler is taken away; not for one whose hook is being
+        called: it has its compiler's answer, and its hook may wait for this very thread. Returns whether the turn is to be released."""
+        while not self._turn.acquire(timeout=0.02):
             if self.outside:
-                break
-        try:
-            yield
-        finally:
-            if has:
-                self._turn.release()
+                return False
+        return True
 
     def _leave_to_eager(self, reason: str, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.left_to_eager(reason)
@@ -279,10 +279,15 @@ class EngineHook:
 
     def _without(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The pass by eager, with the hook off for as long as any such pass runs."""
-        with self._between_passes(), self._switch:
-            self._off += 1
-            if self._off == 1:
-                torch_api.set_autograd_compiler(None, False)
+        has_turn = self._take_turn()
+        try:
+            with self._switch:
+                self._off += 1
+                if self._off == 1:
+                    torch_api.set_autograd_compiler(None, False)
+        finally:
+            if has_turn:
+                self._turn.release()
         outside, self.outside = self.outside, False  # what its hooks queue is the engine's again
         try:
             return _eager(roots, *args, **kwargs)
