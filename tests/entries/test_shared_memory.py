@@ -3,6 +3,7 @@ that share memory (docs/reliability.md, rows 42 to 44)."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import aot_backward as ab
 from aot_backward_runtime import InputError, WeightsError, load
+from aot_backward_runtime.native.memory import Ranges, are_apart, extent
 
 from ..support.exports import shared
 from ..support.packages import python
@@ -85,6 +87,7 @@ SHRUNK = """
 import sys
 import torch
 from aot_backward_runtime import InputError, WeightsError, load
+from aot_backward_runtime.native.memory import Ranges, are_apart, extent
 
 package = load(sys.argv[1])
 net, loss, fit = package.module("net"), package.grad("loss"), package.step("fit")
@@ -197,3 +200,21 @@ def test_results_that_share_a_part_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ab.ExportError, match=r"output\[0\] and output\[1\] share a part of their memory.*return a \.clone\(\) of one"):
         ab.export_module(Parts(), (torch.randn(4, 4),), path=tmp_path / "no.pt2")
+
+
+def test_stretches_of_memory_are_compared_by_sorting() -> None:
+    """Against each compared with each: any that touch, hold one another, begin together, or have no bytes."""
+    generator, buffer = random.Random(1), torch.zeros(64, dtype=torch.uint8)
+    found = [0, 0]
+    for _ in range(2_000):
+        begins = [generator.randrange(40) for _ in range(generator.randint(1, 6))]
+        counts = [generator.randrange(8) for _ in begins]
+        meet = [(i, j) for i in range(len(begins)) for j in range(i) if max(begins[i], begins[j]) < min(begins[i] + counts[i], begins[j] + counts[j])]
+        assert are_apart(begins, counts) == (not meet)
+        found[bool(meet)] += 1
+        tensors = [buffer[b : b + n] for b, n in zip(begins, counts, strict=True)]
+        written = Ranges((str(i), t) for i, t in enumerate(tensors[1:]))
+        if written.overlap() is None and counts[0]:
+            apart = written.apart_from([tensors[0].data_ptr()], [extent(tensors[0])])
+            assert apart == (not any(0 in pair for pair in meet)) == (not written.reached_by(tensors[0]))
+    assert min(found) > 200

@@ -10,12 +10,12 @@ from ..errors import InputError
 from ..format.manifest import ClippingSpec
 from ..native.guards import Contract, Fast
 from ..native.library import NO_CONSTANTS, Library
-from ..native.memory import Ranges, extent
+from ..native.memory import Ranges, are_apart, extent
 
 Kind = tuple[str, str]
 """The function, and its ``norm_type`` as the package states it: ``("clip_grad_norm_", "2.0")``."""
 
-_MOST = 1_000  # lists of addresses, and vectors of numbers, that are kept
+_MOST = 1_000  # vectors of numbers that are kept
 
 
 class CompiledClipping:
@@ -26,7 +26,6 @@ class CompiledClipping:
         self._contract = Contract(library.spec.inputs[:-1], (), ())
         self._extents: list[int] = []
         self._fast: Fast | None = None
-        self._apart: set[tuple[int, ...]] = set()  # addresses of gradients that share no memory
         self._numbers: dict[tuple[float, bool], torch.Tensor] = {}
 
     @property
@@ -54,9 +53,8 @@ class CompiledClipping:
     def run(self, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool) -> torch.Tensor:
         """Clips ``gradients``, for which :meth:`holds` is true, and returns the library's result. ``keep_nonfinite``: they stay as they are where
         their norm is Inf or NaN. :class:`InputError` where they share memory, and nothing was changed."""
-        pointers = tuple(map(torch.Tensor.data_ptr, gradients))
-        if pointers not in self._apart:
-            self._refuse_shared(gradients, pointers)
+        if not are_apart(list(map(torch.Tensor.data_ptr, gradients)), self._extents):
+            self._refuse_shared(gradients)
         torch.autograd.graph.increment_version(gradients)
         return self.library.run_bound(NO_CONSTANTS, [*gradients, self._vector(limit, keep_nonfinite)])[0]
 
@@ -69,17 +67,10 @@ class CompiledClipping:
             self._numbers[limit, keep_nonfinite] = vector
         return vector
 
-    def _refuse_shared(self, gradients: Sequence[torch.Tensor], pointers: tuple[int, ...]) -> None:
-        end = 0
-        for pointer, size in sorted(zip(pointers, self._extents, strict=True)):
-            if size and pointer < end:
-                names = [s.name for s in self._contract.specs]
-                pair = Ranges(zip(names, gradients, strict=True)).overlap() or names
-                raise InputError(f"{pair[0]} and {pair[1]} share memory")
-            end = pointer + size if size else end
-        if len(self._apart) >= _MOST:
-            self._apart.clear()
-        self._apart.add(pointers)
+    def _refuse_shared(self, gradients: Sequence[torch.Tensor]) -> None:
+        names = [s.name for s in self._contract.specs]
+        if pair := Ranges(zip(names, gradients, strict=True)).overlap():
+            raise InputError(f"{pair[0]} and {pair[1]} share memory")
 
 
 class ClippingTable:

@@ -62,7 +62,6 @@ class BoundUpdate:
         self._vector = torch.zeros(FIRST_NUMBER + len(update.spec.numbers), dtype=torch.float64)
         self._ranges = Ranges(())
         self._extents: list[int] = []
-        self._read: set[tuple[int, int]] = set()  # where gradients, and how long ones, lie apart from what is written
         groups = optimizer.param_groups
         if len(groups) != len(update.groups):
             raise OtherGroups(f"it has {len(groups)} parameter groups; {len(update.groups)} were recorded")
@@ -85,7 +84,7 @@ class BoundUpdate:
         ranges = Ranges(zip(names[len(gradients) : -1], written, strict=True))
         if pair := ranges.overlap():
             raise InputError(f"{pair[0]} and {pair[1]} share memory")
-        self._ranges, self._read = ranges, set()
+        self._ranges = ranges
         self._extents = list(map(extent, gradients))
         self._fast, self._written, self._known = fast, Same(written), _KnownState(optimizer.state)
 
@@ -160,18 +159,10 @@ class BoundUpdate:
 
     def _check_memory(self, gradients: Sequence[torch.Tensor]) -> None:
         """:class:`InputError` where a gradient shares memory with what is written, as none did when the code was compiled."""
-        read = list(zip(self._fast.addresses, self._extents, strict=True))
-        if self._read.issuperset(read):
-            return
-        for gradient, place in zip(gradients, read, strict=True):
-            if place not in self._read and (name := self._ranges.reached_by(gradient)):
-                raise InputError(f"a gradient shares memory with {name}")
-        if len(self._read) >= _MOST_ADDRESSES:
-            self._read.clear()
-        self._read.update(read)
-
-
-_MOST_ADDRESSES = 100_000
+        if not self._ranges.apart_from(self._fast.addresses, self._extents):
+            for gradient in gradients:
+                if name := self._ranges.reached_by(gradient):
+                    raise InputError(f"a gradient shares memory with {name}")
 
 
 class _KnownState:
