@@ -99,6 +99,7 @@ def put(to: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 ROWS = {
     "one index": (put, torch.zeros(10, 16), torch.randint(-10, 10, (7,)), torch.randn(7, 16)),
     "pairs": (put, torch.randn(10, 16), torch.randint(-10, 10, (7, 3)), torch.randn(7, 3, 16)),
+    "as short as they may be": (put, torch.randn(10, 8), torch.randint(-10, 10, (7,)), torch.randn(7, 8)),
     "int32": (put, torch.zeros(10, 16), torch.randint(0, 10, (7,)).int(), torch.randn(7, 16)),
     "broadcast rows": (put, torch.zeros(10, 16), torch.randint(-10, 10, (7, 3)), torch.randn(1, 3, 1)),
     "transposed rows": (put, torch.zeros(10, 16), torch.randint(-10, 10, (7,)), torch.randn(16, 7).t()),
@@ -131,7 +132,7 @@ OTHERS = {
     "a mask": (put, torch.zeros(10, 16), torch.rand(10) > 0.5, torch.randn(1, 16)),
     "columns": (lambda to, index, rows: aten.index_put(to, [None, index], rows, True), torch.zeros(16, 20), torch.arange(3), torch.randn(16, 3)),
     "numbers": (put, torch.zeros(10), torch.randint(-10, 10, (7,)), torch.randn(7)),
-    "short rows": (put, torch.zeros(10, 3, 5), torch.randint(-10, 10, (7,)), torch.randn(7, 3, 5)),
+    "short rows": (put, torch.zeros(10, 7), torch.randint(-10, 10, (7,)), torch.randn(7, 7)),
     "not added": (lambda to, index, rows: aten.index_put(to, [index], rows, False), torch.zeros(10, 16), torch.arange(3), torch.randn(3, 16)),
 }
 

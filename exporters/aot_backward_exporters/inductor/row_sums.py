@@ -2,7 +2,7 @@
 
 Gradients of embeddings, of ``x[index]``, ``index_select`` and ``index_add`` are ``index_put`` with ``accumulate=True``. As ``scatter_add`` with an
 index that is the same along the row, Inductor leaves them to ``scatter_reduce``, whose kernel sorts the index and adds whole rows as vectors, where a
-row has at least 16 numbers.
+row has at least 8 numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from . import graph_edit
 
 aten = torch.ops.aten
 
-WIDTH = 16
-"""Shorter rows are added faster one number at a time: a package with rows of 3 needed 201 µs by ``scatter_reduce`` and 166 without."""
+WIDTH = 8
+"""Shorter rows are added faster one number at a time: a package with rows of 3 needed 201 µs by ``scatter_reduce`` and 166 without. With rows of 12 a
+graph network of 1,032 nodes takes 0.88 of eager's time, and 1.65 one number at a time."""
 
 
 def by_scatter_add(module: GraphModule, fake_mode: Any) -> None:
