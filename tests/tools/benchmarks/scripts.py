@@ -1,4 +1,5 @@
-"""An unmodified training script (``unmodified.py``), whole steps: as it is, with ``fused=True``, under ``replay``, and under ``replay --modules``.
+"""An unmodified training script (``unmodified.py``), whole steps: as it is, with ``fused=True``, under ``replay``, and under ``replay
+--modules``; and the native code that was recorded with nothing around it (``unchecked.py``), which neither can be faster than.
 
 Each figure is the median of processes, which take turns. Before anything is said of times, the losses of 50 steps, and the parameters after ten,
 are compared with eager's.
@@ -13,12 +14,13 @@ import subprocess
 import sys
 from typing import Any
 
-from . import processes, unmodified
+from . import processes, unchecked, unmodified
 from .report import Result, Target
 
 TITLE = "a step of an unmodified script (AdamW, clipping), microseconds (median), and how many times faster than as it is"
-PEERS = ("foreach", "fused", "replay", "modules")
-"""``foreach``: the script as it is; the other two are asked of the command line, and change nothing in it."""
+PEERS = ("foreach", "fused", "replay", "modules", "unchecked")
+"""``foreach``: the script as it is; ``replay`` and ``modules`` are asked of the command line, and change nothing in it."""
+_OURS = PEERS[2:]
 SMALL = 200_000  # parameters, below which a model counts as small
 _RECORDED = 150  # steps
 _QUICK = ("mlp",)
@@ -26,13 +28,13 @@ _REPLAY = {"replay": (), "modules": ("--modules",)}
 
 
 def measure(quick: bool, threads: list[int]) -> Result:
-    result = Result("scripts", TITLE, ["model", "parameters", "threads", *PEERS, "replay/foreach", "modules/foreach"])
+    result = Result("scripts", TITLE, ["model", "parameters", "threads", *PEERS, *(f"{peer}/foreach" for peer in _OURS)])
     for name in _QUICK if quick else unmodified.MODELS:
         for count in threads[:1] if quick else threads:
             found = _measured(name, count, steps=200 if quick else 600, rounds=1 if quick else 3)
             median = {peer: statistics.median(r["seconds"] for r in runs) for peer, runs in found.items()}
             size = found["foreach"][0]["parameters"]
-            ratios = [f"{median['foreach'] / median[peer]:.2f}" for peer in ("replay", "modules")]
+            ratios = [f"{median['foreach'] / median[peer]:.2f}" for peer in _OURS]
             result.rows.append([name, f"{size}", f"{count}", *(f"{1e6 * median[peer]:.0f}" for peer in PEERS), *ratios])
             result.data.append({"model": name, "parameters": size, "threads": count, "seconds": median})
     _conclude(result)
@@ -50,9 +52,11 @@ def _measured(name: str, threads: int, steps: int, rounds: int) -> dict[str, lis
     found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in PEERS}
     for _ in range(rounds):
         for peer, runs in found.items():
-            script = ["-m", unmodified.__name__, name, peer if peer not in _REPLAY else "foreach", steps]
+            script = ["-m", unmodified.__name__, name, peer if peer == "fused" else "foreach", steps]
             if peer in _REPLAY:
                 script = ["-m", "aot_backward.cli", "replay", *_REPLAY[peer], str(package), "--", *script]
+            elif peer == "unchecked":
+                script = ["-m", unchecked.__name__, name, package, steps]
             runs.append(_run(script, threads))
     eager = found["foreach"][0]
     for peer, runs in found.items():
@@ -74,8 +78,8 @@ def _run(arguments: list[Any], threads: int) -> dict[str, Any]:
 
 
 def _conclude(result: Result) -> None:
+    small = [d for d in result.data if d["parameters"] < SMALL]
     for peer, asked in (("replay", 1.5), ("modules", 2.2)):
-        small = [d for d in result.data if d["parameters"] < SMALL]
         ratios = {f"{d['model']}, {d['threads']} threads": d["seconds"]["foreach"] / d["seconds"][peer] for d in small}
         worst = min(ratios, key=ratios.__getitem__)
         mean, value = math.exp(statistics.fmean(map(math.log, ratios.values()))), ratios[worst]
@@ -83,3 +87,5 @@ def _conclude(result: Result) -> None:
         result.targets.append(
             Target(f"{peer}: whole steps {asked} times faster than eager's default", reached, value >= asked, f"{asked - value:.2f}")
         )
+    most = math.exp(statistics.fmean(math.log(d["seconds"]["foreach"] / d["seconds"]["unchecked"]) for d in small))
+    result.notes.append(f"the native code alone, with the script's loss and PyTorch's engine: {most:.2f} times in the geometric mean")
