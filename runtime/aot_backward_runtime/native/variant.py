@@ -15,6 +15,8 @@ from .library import Library
 from .plan import ROLES, Runnable
 from .pytree import arguments, flatten
 
+_MOST = 256  # sets of tensors whose gradients were asked for together, that are kept
+
 
 class Variant:
     """A variant's contracts, the fast checks of incoming gradients that were accepted last, and the plans with their libraries."""
@@ -48,6 +50,8 @@ class Variant:
         """``wrt``: what gradients are asked for, as the manifest names it."""
         found = self._differentiated.get(tuple(wrt))
         if found is None:
+            if len(self._differentiated) >= _MOST:  # a script that freezes parameters at random
+                self._differentiated.clear()
             found = self._differentiated[tuple(wrt)] = Differentiated(self, wrt)
         return found
 
