@@ -87,7 +87,6 @@ SHRUNK = """
 import sys
 import torch
 from aot_backward_runtime import InputError, WeightsError, load
-from aot_backward_runtime.native.memory import Ranges, are_apart, extent
 
 package = load(sys.argv[1])
 net, loss, fit = package.module("net"), package.grad("loss"), package.step("fit")

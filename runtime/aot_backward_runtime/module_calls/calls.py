@@ -30,11 +30,11 @@ class ModuleCalls:
         """Whether a compiled call's backward may come with the next pass."""
 
     def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = True
-        if not self.table.has_served(module):
-            known = self.table.has(module)
-            if (depth() and not known) or not _has_parameters(module):  # a layer of a module that is not served; a loss, an activation
-                return opened(module, plain, args, kwargs)
+        served = self.table.has_served(module)
+        known = served or self.table.has(module)
+        # a layer of a module that is not served; a loss, an activation
+        if not served and ((depth() and not known) or not _has_parameters(module)):
+            return opened(module, plain, args, kwargs)
         if reason := why_not_here():  # nor would a call within this one be served
             self._eager(reason)
             return plain(module, *args, **kwargs)

@@ -48,6 +48,8 @@ class CompiledClipping:
         fast = Fast(gradients)
         if not fast.holds(gradients) or any(g.is_inference() for g in gradients):
             raise InputError("a gradient cannot be written by native code")
+        with self.library.lock:
+            self.library.bind(NO_CONSTANTS)  # what cannot be opened is found before gradients count as written
         self._extents, self._fast = list(map(extent, gradients)), fast
 
     def run(self, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool) -> torch.Tensor:

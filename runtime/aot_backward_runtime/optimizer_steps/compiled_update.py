@@ -84,6 +84,9 @@ class BoundUpdate:
         ranges = Ranges(zip(names[len(gradients) : -1], written, strict=True))
         if pair := ranges.overlap():
             raise InputError(f"{pair[0]} and {pair[1]} share memory")
+        library = self.update.library
+        with library.lock:
+            library.bind(NO_CONSTANTS)  # what cannot be opened is found before a step counts its tensors as written
         self._ranges = ranges
         self._extents = list(map(extent, gradients))
         self._fast, self._written, self._known = fast, Same(written), _KnownState(optimizer.state)
