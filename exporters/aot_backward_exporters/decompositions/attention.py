@@ -38,7 +38,7 @@ def _prepared(
     return [t.to(wide) for t in (q, k, v)], mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
-def _forward(
+def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -48,6 +48,20 @@ def _forward(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    return with_weights(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[:2]
+
+
+def with_weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`forward` and the weights of the values, which :func:`backward` computes again where it is not given them."""
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
     (wide_q, wide_k, wide_v), mask, factor = _prepared(operator, q, k, v, dropout_p, attn_mask, scale)
     scores = _scores(wide_q, wide_k, is_causal, mask, factor)
@@ -56,11 +70,10 @@ def _forward(
     parts = torch.exp(scores - largest)
     total = parts.sum(-1, keepdim=True)
     total = torch.where(total == 0, 1.0, total)
-    out = torch.matmul(parts / total, wide_v)
-    return out.to(q.dtype), (torch.log(total) + largest).squeeze(-1)
+    return (torch.matmul(parts, wide_v) / total).to(q.dtype), (torch.log(total) + largest).squeeze(-1), parts / total
 
 
-def _backward(
+def backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -72,19 +85,21 @@ def _backward(
     *,
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     operator = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     (wide_q, wide_k, wide_v), mask, factor = _prepared(operator, q, k, v, dropout_p, attn_mask, scale)
     wide_grad, wide_out = grad.to(wide_q.dtype), out.to(wide_q.dtype)
-    parts = torch.exp(_scores(wide_q, wide_k, is_causal, mask, factor) - logsumexp.unsqueeze(-1))
-    of_v = torch.matmul(parts.transpose(-1, -2), wide_grad)
-    of_parts = torch.matmul(wide_grad, wide_v.transpose(-1, -2))
-    of_scores = parts * (of_parts - (wide_grad * wide_out).sum(-1, keepdim=True)) * factor
+    if weights is None:
+        weights = torch.exp(_scores(wide_q, wide_k, is_causal, mask, factor) - logsumexp.unsqueeze(-1))
+    of_v = torch.matmul(weights.transpose(-1, -2), wide_grad)
+    of_weights = torch.matmul(wide_grad, wide_v.transpose(-1, -2))
+    of_scores = weights * (of_weights - (wide_grad * wide_out).sum(-1, keepdim=True)) * factor
     of_q, of_k = torch.matmul(of_scores, wide_k), torch.matmul(of_scores.transpose(-1, -2), wide_q)
     return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
 
 
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": _forward,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": forward,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": backward,
 }

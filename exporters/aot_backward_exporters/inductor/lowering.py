@@ -15,7 +15,7 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..graph import Graph
-from . import axis_sums, graph_fixes, joined_parts, merged_sizes, patches, row_sums, tanh
+from . import axis_sums, graph_fixes, joined_parts, merged_sizes, patches, row_sums, short_attention, tanh
 from .cache_key import Canonical
 from .settings import settings_for
 from .targets import Processor
@@ -74,6 +74,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         axis_sums.by_rows(module, fake_mode)
         row_sums.by_scatter_add(module, fake_mode)
         tanh.by_exp(module, fake_mode)
+        short_attention.by_products(module, fake_mode)
         joined_parts.by_cat(module, fake_mode)
         merged_sizes.apart(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

@@ -1,0 +1,101 @@
+"""Attention between few positions, and its gradient, as batched products and a softmax in the place of eager's kernel.
+
+The kernel (``_scaled_dot_product_flash_attention_for_cpu``) goes through batch and heads one by one, and calls several products for each, which take
+longer to call than to compute where they are of 12 by 8 numbers. It is made for long sequences, whose scores would not fit into the caches.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .. import torch_api
+from ..decompositions import attention
+from ..fx_splice import spliced, with_strides
+
+aten = torch.ops.aten
+LENGTH = 32
+"""Positions of queries, and of keys, at most. 16 rows of 4 heads with 16 numbers each, forward and backward in one graph, by products over by the
+kernel: 0.44 with 8 positions, 0.67 with 16, 0.58 with 24, 0.71 with 32, 1.10 with 64 (AVX-512, one thread)."""
+VECTOR = 16
+"""A forward alone gains where the kernel's softmax is not of whole vectors: 0.53 with 8 positions, 0.64 with 24, but 0.90 with 16, 1.16 with 32."""
+NUMBERS = 256
+"""Of a head's keys, at most, where forward and backward are graphs of their own: the backward computes the softmax again. Module's backwards took
+0.82 with 96 numbers, 0.85 with 128, 1.01 with 256, 1.06 with 384."""
+_FORWARD, _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_FACTORS = ("grad_out", "query", "key", "value")
+"""What is part of several batched products, each of which would copy it into order."""
+
+
+def by_products(module: GraphModule, fake_mode: Any) -> None:
+    """Rewrites ``module`` and the graphs within it."""
+    weights: dict[Node, Node] = {}
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
+            given = _arguments(node)
+            if _is_short(given) and (_has_backward(node) or given.get("logsumexp") in weights or _pays_alone(node, given)):
+                with fake_mode:
+                    _replace(node, given, weights)
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            by_products(child, fake_mode)
+    module.recompile()
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    return {**{a.name: a.default_value for a in arguments}, **dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
+
+
+def _is_short(given: dict[str, Any]) -> bool:
+    """Of queries, keys and values in float32, alike in batch and heads: half precision is left to the kernel, which some processors compute it by."""
+    known = torch_api.statically_known_true
+    query, key = (given[name].meta["val"] for name in ("query", "key"))
+    if query.device.type != "cpu" or query.dtype != torch.float32 or given["dropout_p"]:
+        return False
+    if not all(known(a == b) for a, b in zip(query.shape[:2], key.shape[:2], strict=True)):
+        return False
+    return bool(known(query.shape[2] <= LENGTH) and known(key.shape[2] <= LENGTH))
+
+
+def _has_backward(node: Node) -> bool:
+    """Whether the graph has a forward's gradient, too."""
+    return node.target is _FORWARD and any(user.target is _BACKWARD for result in node.users for user in result.users)
+
+
+def _pays_alone(node: Node, given: dict[str, Any]) -> bool:
+    length, depth = given["key"].meta["val"].shape[2:]
+    few = torch_api.statically_known_true(length * depth < NUMBERS)
+    return bool(few or (node.target is _FORWARD and type(length) is int and length % VECTOR != 0))
+
+
+def _replace(node: Node, given: dict[str, Any], weights: dict[Node, Node]) -> None:
+    """``weights``: the softmax of each forward in the graph, by its ``logsumexp``, for its backward."""
+    function: Any = attention.with_weights if node.target is _FORWARD else attention.backward
+    if node.target is _BACKWARD:
+        given = {**given, "weights": weights.get(given["logsumexp"])}
+    names = [name for name, value in given.items() if isinstance(value, Node)]
+    like = node.meta["val"]
+
+    def called(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = {**given, **{name: _contiguous(t) if name in _FACTORS else t for name, t in zip(names, tensors, strict=True)}}
+        named = {name: values.pop(name) for name in ("attn_mask", "scale", "weights") if name in values}
+        made = function(*values.values(), **named)
+        return (*(with_strides(result, wanted) for result, wanted in zip(made, like, strict=False)), *made[len(like) :])
+
+    operands = [given[name] for name in names]
+    results, _ = spliced(node, called, operands, {operand: operand.meta["val"] for operand in operands})
+    if node.target is _FORWARD:
+        weights[results[1]] = results[2]
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if torch_api.is_contiguous_or_false(tensor) else tensor.clone(memory_format=torch.contiguous_format)
