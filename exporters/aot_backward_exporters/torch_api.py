@@ -61,6 +61,7 @@ _NAMES = {
     "CustomPartitionerFn": "torch._inductor.custom_graph_pass",
     "select_decomp_table": "torch._inductor.decomposition",
     "inductor_config": "torch._inductor.config",  # the module itself
+    "fake_impls": "torch._subclasses.fake_impls",  # the module itself
     "_global_optimizer_pre_hooks": "torch.optim.optimizer",
     "_global_optimizer_post_hooks": "torch.optim.optimizer",
     "fx_graph_cse": "torch._functorch.compile_utils",
@@ -122,6 +123,7 @@ _MODULES = {
     "sympy_functions",
     "symbolic_shapes_config",
     "inductor_config",
+    "fake_impls",
     "functorch_config",
     "cpu_vec_isa",
 }
@@ -205,6 +207,12 @@ def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
     if any(type(n) is not int for shape in shapes for n in shape):
         raise TypeError("a symbolic size")
     return shapes
+
+
+def strides_of_view() -> tuple[Any, str]:
+    """The module and name of the function by which Inductor looks for the strides of a view (``_compute_stride``, 2.13); "" where there is none."""
+    module = __getattr__("fake_impls")
+    return module, "_compute_stride" if hasattr(module, "_compute_stride") else ""
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ def sizes_left_open() -> Iterator[None]:
     """A context in which Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
 
     How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
-    convolution would run on. Whether a product of at most 16 rows is better written out.
+    convolution would run on. Whether a product of at most 16 rows is better written out. Whether a size is 1, which matters not to a view's strides.
     """
     kernel, V = torch_api.CppKernel, torch_api.V
     original = kernel.need_use_acc_helper
@@ -46,8 +46,23 @@ def sizes_left_open() -> Iterator[None]:
         patched(kernel, need_use_acc_helper=need_use_acc_helper),
         matrix_products_for_any_size(),
         without_convolution_libraries(),
+        _strides_for_any_size(),
     ):
         yield
+
+
+def _strides_for_any_size() -> contextlib.AbstractContextManager[None]:
+    """A context in which a view's strides are those of sizes that are not 1, where there are some: of a size that is 1 no stride matters."""
+    module, name = torch_api.strides_of_view()
+    if not name:
+        return contextlib.nullcontext()
+    original = getattr(module, name)
+
+    def strides(shape: Any, stride: Any, wanted: Any, size_oblivious: bool = False) -> Any:
+        found = original(shape, stride, wanted, size_oblivious=True)
+        return original(shape, stride, wanted, size_oblivious=size_oblivious) if found is None else found
+
+    return patched(module, **{name: strides})
 
 
 @contextlib.contextmanager
