@@ -52,7 +52,7 @@ ALLOWED = {
     f"{_EXPORTERS}.decompositions": _LIBRARY,
     f"{_EXPORTERS}.toolchain": _LIBRARY,
     f"{_EXPORTERS}.cuda": (*_LIBRARY, f"{_EXPORTERS}.toolchain"),
-    f"{_EXPORTERS}.inductor": (*_LIBRARY, f"{_EXPORTERS}.toolchain", f"{_EXPORTERS}.cuda"),
+    f"{_EXPORTERS}.inductor": (*_LIBRARY, f"{_EXPORTERS}.decompositions", f"{_EXPORTERS}.toolchain", f"{_EXPORTERS}.cuda"),
     f"{_EXPORTERS}.portable": (*_LIBRARY, f"{_EXPORTERS}.inductor"),
     f"{_EXPORTERS}.onnx": (*_LIBRARY, f"{_EXPORTERS}.decompositions"),
     _EXPORTERS: (),
