@@ -210,7 +210,8 @@ def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def strides_of_view() -> tuple[Any, str]:
-    """The module and name of the function by which Inductor looks for the strides of a view (``_compute_stride``, 2.13); "" where there is none."""
+    """The module and name of the function by which Inductor looks for the strides of a view (``_compute_stride``, seen in 2.13 and 2.14); "" where
+    none has that name. A batch of 1 is refused where Inductor calls another one: ``test_declared_ranges`` tells."""
     module = __getattr__("fake_impls")
     return module, "_compute_stride" if hasattr(module, "_compute_stride") else ""
 

@@ -18,17 +18,18 @@ from aot_backward_exporters.inductor.short_attention import by_products
 from aot_backward_runtime import load
 
 aten = torch.ops.aten
+RANDOM = torch.Generator().manual_seed(0)
 FORWARD, BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def heads(length: int, rows: int = 2, count: int = 3, depth: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
     """As a model has them: positions before heads in memory."""
-    return torch.randn(rows, length, count, depth, dtype=dtype).transpose(1, 2)
+    return torch.randn(rows, length, count, depth, generator=RANDOM).to(dtype).transpose(1, 2)
 
 
 def masked() -> Tensor:
     """The third query sees nothing, the fourth one key."""
-    mask = torch.randn(2, 1, 5, 7)
+    mask = torch.randn(2, 1, 5, 7, generator=RANDOM)
     mask[0, 0, 2] = -math.inf
     mask[0, 0, 3, 1:] = -math.inf
     return mask
@@ -66,7 +67,8 @@ SHORT: dict[str, tuple[list[Tensor], bool, Tensor | None, float | None]] = {
     "a mask of all rows": (queries(5, 7), False, masked()[1, 0], 2.0),
     "one of each": (queries(1, rows=1, count=1), False, None, None),
     "as long as may be": (queries(32, depth=20), True, None, None),
-    "far apart": ([t * 100 for t in queries(6)], False, None, None),
+    "as long as may be with a mask": (queries(28, depth=8), False, torch.randn(28, 28, generator=RANDOM), None),
+    "far apart": ([t * 5 for t in queries(6)], False, None, None),
 }
 
 
@@ -96,6 +98,19 @@ def test_graphs_of_their_own(length: int, depth: int, forward: bool, backward: b
     torch.testing.assert_close(back(grad, q, k, v, out, sums), BACKWARD(grad, q, k, v, out, sums, 0.0, True))
 
 
+def test_padding_masked_by_the_least_number() -> None:
+    """Of a query that sees only padding, the kernel's backward weighs each key by 1: its gradients, not those of the softmax."""
+    tensors, mask = queries(5), torch.zeros(1, 1, 5, 5)
+    mask[..., 2, :] = torch.finfo(torch.float32).min
+
+    def function(*given: Tensor) -> tuple[Tensor, ...]:
+        return forward_and_backward(*given[:4], False, given[4], None)
+
+    graph = rewritten(function, *tensors, mask)
+    assert kernels(graph) == 0
+    torch.testing.assert_close(graph(*tensors, mask), function(*tensors, mask), rtol=2e-5, atol=2e-5)
+
+
 LONG = {
     "positions": queries(33),
     "keys": queries(5, 33),
@@ -109,6 +124,24 @@ LONG = {
 def test_others_are_left_to_the_kernel(case: str) -> None:
     graph = rewritten(lambda *given: forward_and_backward(*given, False, None, None), *LONG[case])  # type: ignore[call-arg]
     assert kernels(graph) == 2
+
+
+def test_a_scale_that_is_not_positive_is_left_to_the_kernel() -> None:
+    for scale in (0.0, -1.0):
+        assert kernels(rewritten(lambda *given, s=scale: forward_and_backward(*given, True, None, s), *queries(8))) == 2  # type: ignore[misc]
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v).square().mean()
+
+
+def test_a_depth_that_is_open_stays_so(tmp_path: Path) -> None:
+    depth = Dim("depth", min=2, max=64)
+    example = tuple(torch.randn(2, 2, 8, 8, requires_grad=True) for _ in range(3))
+    path = ab.export_grad(attended, example, wrt=["q", "k", "v"], dynamic_shapes=({3: depth},) * 3, path=tmp_path / "depth.pt2", tune="none")
+    given = tuple(torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(3))
+    expected = torch.autograd.grad(attended(*given), given)
+    torch.testing.assert_close(tuple(load(path).grad()(*given)[1].values()), expected)
 
 
 class Encoder(nn.Module):

@@ -19,7 +19,7 @@ from ..fx_splice import spliced, with_strides
 aten = torch.ops.aten
 LENGTH = 32
 """Positions of queries, and of keys, at most. 16 rows of 4 heads with 16 numbers each, forward and backward in one graph, by products over by the
-kernel: 0.44 with 8 positions, 0.67 with 16, 0.58 with 24, 0.71 with 32, 1.10 with 64 (AVX-512, one thread)."""
+kernel: 0.44 with 8 positions, 0.67 with 16, 0.58 with 24, 0.71 with 32, 1.10 with 64 (code for AVX2 beside products and a kernel for AVX-512)."""
 VECTOR = 16
 """A forward alone gains where the kernel's softmax is not of whole vectors: 0.53 with 8 positions, 0.64 with 24, but 0.90 with 16, 1.16 with 32."""
 NUMBERS = 256
@@ -36,7 +36,7 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
             given = _arguments(node)
-            if _is_short(given) and (_has_backward(node) or given.get("logsumexp") in weights or _pays_alone(node, given)):
+            if _is_short(given) and (_has_backward(node, given) or given.get("logsumexp") in weights or _pays_alone(node, given)):
                 with fake_mode:
                     _replace(node, given, weights)
     for _, child in module.named_children():
@@ -51,19 +51,24 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _is_short(given: dict[str, Any]) -> bool:
-    """Of queries, keys and values in float32, alike in batch and heads: half precision is left to the kernel, which some processors compute it by."""
+    """Of queries, keys and values in float32, alike in batch and heads: half precision is left to the kernel, which some processors compute it by.
+    So is a scale that is not positive: the kernel multiplies by it what causal attention has masked by then, which gives NaN."""
     known = torch_api.statically_known_true
     query, key = (given[name].meta["val"] for name in ("query", "key"))
+    scale, depth = given["scale"], query.shape[3]
     if query.device.type != "cpu" or query.dtype != torch.float32 or given["dropout_p"]:
         return False
+    if type(depth) is not int or depth == 0 or (scale is not None and (type(scale) is not float or scale <= 0)):
+        return False  # the root of an open depth would be its example's
     if not all(known(a == b) for a, b in zip(query.shape[:2], key.shape[:2], strict=True)):
         return False
     return bool(known(query.shape[2] <= LENGTH) and known(key.shape[2] <= LENGTH))
 
 
-def _has_backward(node: Node) -> bool:
-    """Whether the graph has a forward's gradient, too."""
-    return node.target is _FORWARD and any(user.target is _BACKWARD for result in node.users for user in result.users)
+def _has_backward(node: Node, given: dict[str, Any]) -> bool:
+    """Whether the graph has a forward's gradient, too, that reads the forward's softmax. With a mask it does not: of a row that sees nothing but
+    the least float32, as padding is masked, the logarithm of the sum is rounded, and the kernel's gradients are those of weights that are all 1."""
+    return node.target is _FORWARD and given["attn_mask"] is None and any(user.target is _BACKWARD for result in node.users for user in result.users)
 
 
 def _pays_alone(node: Node, given: dict[str, Any]) -> bool:
@@ -88,7 +93,7 @@ def _replace(node: Node, given: dict[str, Any], weights: dict[Node, Node]) -> No
 
     operands = [given[name] for name in names]
     results, _ = spliced(node, called, operands, {operand: operand.meta["val"] for operand in operands})
-    if node.target is _FORWARD:
+    if node.target is _FORWARD and given["attn_mask"] is None:
         weights[results[1]] = results[2]
     for user in list(node.users):
         assert user.target is operator.getitem
