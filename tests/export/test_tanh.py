@@ -1,4 +1,4 @@
-"""``tanh`` in compiled code: as exact as the library function that it stands for, in every place where models have it."""
+"""``tanh`` in compiled code: about as exact as the library function that it stands for, in every place where models have it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def units_apart(one: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("dtype", "units"), [(torch.float32, 1.1), (torch.bfloat16, 0.51), (torch.float16, 0.51)])
-def test_as_exact_as_the_library_function(dtype: torch.dtype, units: float, tmp_path: Path) -> None:
+def test_units_in_the_last_place(dtype: torch.dtype, units: float, tmp_path: Path) -> None:
     example = torch.randn(40, dtype=dtype, requires_grad=True), torch.randn(40, dtype=dtype, requires_grad=True)
     length = {0: Dim("length", min=2)}
     package = load(ab.export_grad(weighed, example, wrt=["x", "weight"], dynamic_shapes=(length, length), path=tmp_path / "tanh.pt2"))
@@ -58,7 +58,7 @@ def test_as_exact_as_the_library_function(dtype: torch.dtype, units: float, tmp_
     assert torch.equal(negative[~exact.isnan()], -result[~exact.isnan()])
     (slope,) = torch.autograd.grad(weighed(x, weight), [x])
     rounding = torch.finfo(dtype).eps
-    torch.testing.assert_close(ours["x"], slope, equal_nan=True, rtol=0.01, atol=3 * rounding)
+    torch.testing.assert_close(ours["x"], slope, equal_nan=True, rtol=4 * rounding, atol=3 * rounding)
 
 
 def test_double_precision_stays(tmp_path: Path) -> None:

@@ -38,19 +38,6 @@ def _prepared(
     return [t.to(wide) for t in (q, k, v)], mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return with_weights(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[:2]
-
-
 def with_weights(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -61,7 +48,7 @@ def with_weights(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`forward` and the weights of the values, which :func:`backward` computes again where it is not given them."""
+    """The operator's results and the weights of the values, which :func:`backward` computes again where it is not given them."""
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
     (wide_q, wide_k, wide_v), mask, factor = _prepared(operator, q, k, v, dropout_p, attn_mask, scale)
     scores = _scores(wide_q, wide_k, is_causal, mask, factor)
@@ -71,6 +58,10 @@ def with_weights(
     total = parts.sum(-1, keepdim=True)
     total = torch.where(total == 0, 1.0, total)
     return (torch.matmul(parts, wide_v) / total).to(q.dtype), (torch.log(total) + largest).squeeze(-1), parts / total
+
+
+def _forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return with_weights(*arguments, **options)[:2]
 
 
 def backward(
@@ -100,6 +91,6 @@ def backward(
 
 
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": forward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _forward,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": backward,
 }
