@@ -63,9 +63,11 @@ def results_of_eager(
     *,
     accumulated: bool = False,
     take: Take | None = None,
+    root: int = 0,
 ) -> Named:
-    """The same names from eager. ``program``'s buffers are put back. ``wrt``: of a ``grad`` entry. ``accumulated``: only what ``backward()`` leaves
-    in ``.grad`` of the parameters. ``take``: what is done with each gradient; not with those of entries that have gradients of gradients."""
+    """The same names from eager. ``program``'s buffers are put back. ``wrt``: of a ``grad`` entry; ``root``: which output is
+    differentiated then. ``accumulated``: only what ``backward()`` leaves in ``.grad`` of the parameters. ``take``: what is done with each gradient;
+    not with those of entries that have gradients of gradients."""
     out: Named = {}
     taking = None if take is None else _Taking(take)
     example = _fresh_leaves(example)
@@ -92,7 +94,7 @@ def results_of_eager(
             incoming = None if wrt is not None else _cast(cotangents, roots)
             return _accumulated(roots, incoming, {n: t for n, t in targets.items() if id(t) in own})
         if wrt is not None:
-            out.update(_gradients(outputs[:1], targets, None, taking))
+            out.update(_gradients(outputs[root : root + 1], targets, None, taking))
         else:
             _add_gradients(out, spec, outputs, targets, cotangents, taking)
             out.update({f"buffer {n}": b for n, b in program.named_buffers()})

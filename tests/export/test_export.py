@@ -18,7 +18,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward.capture import partition
-from aot_backward.checks import step_check
+from aot_backward.checks import eager_check, step_check
 from aot_backward.checks.eager_check import compare_results
 from aot_backward.checks.tolerance import Reference, norm
 from aot_backward.checks.verify import verify_package
@@ -168,6 +168,34 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
     with pytest.raises(ExportError, match=r"gradient of (0|2)\.weight is wrong: off by .* is allowed; nothing was written"):
         ab.export_module(net, (torch.randn(3, width),), path=target)
     assert target.read_bytes() == b"the old package" and list(tmp_path.iterdir()) == [target]
+
+
+class Product(nn.Module):
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[:4] * 2, (x * self.weight).sum()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 1e-4])
+def test_a_sum_of_many_terms_that_cancel(tmp_path: Path, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """98,304 products, of which eager's sum happens to be the float64 one to 1.5e-6 and the compiled one is off by 1e-3, of a sum of absolute values
+    of 6e4. Off by 1e-4 of it, it is refused."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(98_304, generator=generator), torch.randn(98_304, generator=generator)
+    sum_of = eager_check.results_of_entry
+
+    def results(*args: Any) -> Any:
+        named = sum_of(*args)
+        return {n: t if t is None or t.numel() != 1 else t + (factor - 1) * float((x * weight.detach()).abs().sum()) for n, t in named.items()}
+
+    monkeypatch.setattr(eager_check, "results_of_entry", results)
+    with contextlib.nullcontext() if factor == 1 else pytest.raises(ExportError, match=r"output\[1\] is wrong: off by .* is allowed"):
+        ab.export_module(Product(weight), (x,), path=tmp_path / "module.pt2")
+    with contextlib.nullcontext() if factor == 1 else pytest.raises(ExportError, match=r"output\[0\] is wrong: off by .* is allowed"):
+        ab.export_grad(lambda x, weight: (x * weight).sum(), (x, weight.requires_grad_()), path=tmp_path / "grad.pt2")
 
 
 class Cast(nn.Module):
