@@ -14,8 +14,8 @@ from torch.nn import functional
 import aot_backward as ab
 from aot_backward.capture.interpolation import axis_by_axis
 from aot_backward_exporters import torch_api
-from aot_backward_exporters.inductor.axis_sums import by_rows
-from aot_backward_exporters.inductor.row_sums import by_scatter_add
+from aot_backward_exporters.rewrites.axis_sums import by_rows
+from aot_backward_exporters.rewrites.row_sums import by_scatter_add
 from aot_backward_runtime import load
 
 KERNEL = b"aoti_torch_cpu_scatter_reduce_two_out"

@@ -12,7 +12,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
-from aot_backward_exporters.inductor.merged_sizes import apart
+from aot_backward_exporters.rewrites.merged_sizes import apart
 from aot_backward_runtime import load
 
 aten = torch.ops.aten

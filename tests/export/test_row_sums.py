@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
-from aot_backward_exporters.inductor.row_sums import by_scatter_add
+from aot_backward_exporters.rewrites.row_sums import by_scatter_add
 from aot_backward_runtime import ExecutionError, load
 
 NAMES = ["table", "line", "cube", "half", "added"]

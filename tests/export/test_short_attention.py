@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
-from aot_backward_exporters.inductor.short_attention import by_products
+from aot_backward_exporters.rewrites.short_attention import by_products
 from aot_backward_runtime import load
 
 aten = torch.ops.aten

@@ -15,7 +15,8 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..graph import Graph
-from . import axis_sums, graph_fixes, joined_parts, merged_sizes, patches, row_sums, short_attention, tanh
+from ..rewrites import axis_sums, joined_parts, merged_sizes, row_sums, short_attention, tanh
+from . import graph_fixes, patches
 from .cache_key import Canonical
 from .settings import settings_for
 from .targets import Processor
