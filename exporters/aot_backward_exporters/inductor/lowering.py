@@ -15,7 +15,7 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..graph import Graph
-from ..rewrites import axis_sums, joined_parts, max_pooling, merged_sizes, row_sums, short_attention, tanh
+from ..rewrites import axis_sums, joined_parts, max_pooling, merged_sizes, row_sums, short_attention, small_convolution, tanh
 from . import graph_fixes, patches
 from .cache_key import Canonical
 from .settings import settings_for
@@ -72,6 +72,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     graph_fixes.complex_numbers_as_tensors(module, fake_mode)
     graph_fixes.refuse_negative_indices(module, fake_mode)
     with torch.no_grad(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # a question about a size would narrow it
+        small_convolution.by_products(module, fake_mode)
         max_pooling.by_channels(module, fake_mode)
         axis_sums.by_rows(module, fake_mode)
         row_sums.by_scatter_add(module, fake_mode)

@@ -1,0 +1,154 @@
+"""Convolutions of little data, compiled as batched products: the kernel's numbers, gradients and strides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional
+
+import aot_backward as ab
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.rewrites.small_convolution import by_products
+from aot_backward_runtime import load
+
+from ..support.oracle import assert_same, run
+
+FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+RANDOM = torch.Generator().manual_seed(0)
+
+
+def rewritten(function: Any, *arguments: Any) -> torch.fx.GraphModule:
+    """The graph that Inductor would be given for ``function``, after the pass."""
+    graph = torch_api.make_fx(lambda *given: function(*given), tracing_mode="fake")(*arguments)
+    by_products(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
+    graph.graph.lint()
+    return graph
+
+
+def kernels(graph: torch.fx.GraphModule) -> int:
+    return sum(node.target in (FORWARD, BACKWARD) for node in graph.graph.nodes)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=RANDOM)
+
+
+def same(actual: Any, expected: Any) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6 * max(1.0, float(theirs.abs().max())))
+            assert ours.stride() == theirs.stride()
+
+
+# sizes of the input and of the weight; stride, padding, dilation
+SMALL: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any, Any, Any]] = {
+    "three by three": ((4, 3, 8, 8), (5, 3, 3, 3), [1, 1], [1, 1], [1, 1]),
+    "unequal sides": ((2, 3, 7, 9), (4, 3, 3, 2), [1, 1], [0, 1], [1, 1]),
+    "lists of one": ((2, 2, 6, 6), (3, 2, 3, 3), [1], [1], [1]),
+    "dilated": ((2, 3, 9, 8), (4, 3, 3, 3), [1, 1], [2, 1], [2, 1]),
+    "one by one": ((3, 4, 5, 5), (6, 4, 1, 1), [1, 1], [0, 0], [1, 1]),
+    "one axis": ((3, 4, 11), (5, 4, 5), [1], [2], [1]),
+    "three axes": ((2, 2, 4, 5, 3), (3, 2, 2, 3, 1), [1, 1, 1], [1, 1, 0], [1, 1, 1]),
+    "one window": ((2, 3, 4, 4), (5, 3, 4, 4), [1, 1], [0, 0], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
+@pytest.mark.parametrize("case", SMALL)
+def test_products_give_what_the_kernel_gives(case: str, bias: bool) -> None:
+    shape, kernel, stride, padding, dilation = SMALL[case]
+    x, weight, of_bias = drawn(*shape), drawn(*kernel), drawn(kernel[0]) if bias else None
+    options = (stride, padding, dilation, False, [0] * (len(shape) - 2), 1)
+    mask = [True, True, bias]
+
+    def function(x: Tensor, weight: Tensor, grad: Tensor, of_bias: Tensor | None = None) -> tuple[Any, ...]:
+        sizes = None if of_bias is None else [kernel[0]]
+        return (FORWARD(x, weight, of_bias, *options), *BACKWARD(grad, x, weight, sizes, *options, mask))
+
+    grad = torch.randn_like(FORWARD(x, weight, of_bias, *options))
+    given = (x, weight, grad, *([of_bias] if bias else []))
+    graph = rewritten(function, *given)
+    assert kernels(graph) == 0
+    same(graph(*given), function(*given))
+    assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)) == 2  # the input's windows serve twice
+
+
+@pytest.mark.parametrize("mask", [[False, True, True], [True, False, False], [False, True, False], [False, False, True]])
+def test_gradients_that_are_asked_for(mask: list[bool]) -> None:
+    given = (drawn(2, 4, 6, 6), drawn(2, 3, 6, 6), drawn(4, 3, 3, 3))
+
+    def function(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+        return BACKWARD(grad, x, weight, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)  # type: ignore[no-any-return]
+
+    graph = rewritten(function, *given)
+    if kernels(graph) == 0:  # asked for the bias alone, eager's kernel gives the weight's, too
+        same(graph(*given), function(*given))
+    assert kernels(graph) == int(mask == [False, False, True])
+
+
+def test_strides_leave_the_gradient_of_the_input_to_the_kernel() -> None:
+    x, weight = drawn(2, 3, 8, 8), drawn(4, 3, 3, 3)
+    options = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+    for mask, left in (([True, True, False], 1), ([False, True, False], 0)):
+
+        def function(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Any, ...]:
+            return (FORWARD(x, weight, None, *options), *BACKWARD(grad, x, weight, None, *options, mask))  # noqa: B023
+
+        given = x, weight, drawn(2, 4, 4, 4)
+        graph = rewritten(function, *given)
+        assert kernels(graph) == left
+        same(graph(*given), function(*given))
+
+
+def _convolved(x: Tensor, weight: Tensor, **options: Any) -> Any:
+    return functional.conv2d(x, weight, padding=1, **options)
+
+
+OTHERS: dict[str, Any] = {
+    "much data": (_convolved, drawn(64, 16, 32, 32), drawn(16, 16, 3, 3)),
+    "groups": (lambda x, w: _convolved(x, w, groups=2), drawn(2, 4, 6, 6), drawn(4, 2, 3, 3)),
+    "transposed": (lambda x, w: functional.conv_transpose2d(x, w), drawn(2, 4, 6, 6), drawn(4, 2, 3, 3)),
+    "half precision": (_convolved, drawn(2, 4, 6, 6).bfloat16(), drawn(4, 4, 3, 3).bfloat16()),
+    "double precision": (_convolved, drawn(2, 4, 6, 6).double(), drawn(4, 4, 3, 3).double()),
+    "channels last": (_convolved, drawn(2, 4, 6, 6).to(memory_format=torch.channels_last), drawn(4, 4, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_others_are_left_to_the_kernel(case: str) -> None:
+    function, *given = OTHERS[case]
+    assert kernels(rewritten(function, *given)) == 1
+
+
+class Net(nn.Module):
+    """Two convolutions whose weights the package's backward reads, and one whose weight it does not: nothing before it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 4, 3, stride=2)
+        self.along = nn.Conv1d(4, 3, 3, padding=2, dilation=2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.along(self.second(functional.relu(self.first(x))).flatten(2)).tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["input", "trained"])
+def test_a_package(tmp_path: Path, trained: bool) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    path = ab.export_module(net, (drawn(4, 2, 8, 9).requires_grad_(trained),), dynamic_shapes=({0: Dim("rows")},), path=tmp_path / "net.pt2")
+    for rows in (1, 4, 9):
+        x = drawn(rows, 2, 8, 9).requires_grad_(trained)
+        assert_same(run(load(path).module(), (x,), 1), run(net, (x,), 1))
+    module = load(path).module()
+    out = module(drawn(2, 2, 8, 9))
+    with torch.no_grad():
+        module.first.weight.mul_(2)  # type: ignore[union-attr,operator]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
