@@ -479,6 +479,20 @@ def compiler(tmp_path: Path) -> Path:
     return script
 
 
+def test_of_torch_code_needs_what_it_calls_alone(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the linker would take along."""
+    link = gcc.Builder.link
+
+    def with_all(builder: gcc.Builder, name: str, commands: Sequence[gcc.Command], *places: Path) -> Any:
+        last = dataclasses.replace(commands[-1], flags=("-Wl,--no-as-needed", *commands[-1].flags))
+        return link(builder, name, [*commands[:-1], last], *places)
+
+    monkeypatch.setattr(gcc.Builder, "link", with_all)
+    graph, mode = capture(_scaled(2.0), [ROWS], PAIR)
+    artifact = compile.compile_graphs([graph], folder=tmp_path / "out", fake_mode=mode)[graph.name]
+    assert [n for n in artifact.needed if "torch" in n] == ["libtorch_cpu.so"]
+
+
 def test_a_failing_compiler_is_quoted(compiler: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = tmp_path / "work"
     work.mkdir()

@@ -27,6 +27,9 @@ from . import cpp_source
 from .compile_cache import cache_root, digest, store_folder
 
 _LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
+_UNUSED = "-ltorch"
+"""A library that only names others. In torch's build for CUDA (2.15) it has functions of the C++ library, too, for whose sake the linker would take
+it along, and where packages run without PyTorch there is none."""
 _LINES_SHOWN = 15  # of what a failing compiler says
 
 
@@ -135,7 +138,8 @@ class Builder:
         command = commands[-1]
         objects = [_object(file) for c in commands for file in c.sources]
         interface = str(self._parts["interface"].result() / "interface.o")
-        argv = [*command.compiler, *objects, interface, "-o", str(library), *command.flags, *_LINK_FLAGS]
+        flags = [flag for flag in command.flags if flag != _UNUSED]
+        argv = [*command.compiler, *objects, interface, "-o", str(library), *flags, *_LINK_FLAGS]
         return self._pool.submit(self._run, name, argv, folder)
 
     def _compile(self, name: str, command: Command, folder: Path) -> None:
