@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,7 +104,8 @@ def test_the_most_expensive_first_and_none_after_the_time_limit(tmp_path: Path) 
     assert held(path) == {"expensive"} and (recording.added.unfinished, recording.added.stopped) == (2, "time limit")
     first, *_ = stages
     assert first.startswith("compile 1 of 3 structures (called at ") and "test_recording_limits.py:" in first
-    assert first.endswith((", 98 % of the backward time", ", 99 % of the backward time"))
+    share = re.search(r", (\d+) % of the backward time$", first)
+    assert share is not None and 50 < int(share[1]) < 100  # 97 to 99 on a machine that does little else
     recording = record_three(path, lambda stage, done, _: stages.append(stage) if not done else None)
     assert held(path) == {"expensive", "sine", "cosine"} and (recording.added.unfinished, recording.added.stopped) == (0, "")
     assert any(stage.startswith("compile 2 of 2 structures") and stage.endswith("100 % of the backward time") for stage in stages)
