@@ -489,7 +489,7 @@ def test_of_torch_code_needs_what_it_calls_alone(cache: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(gcc.Builder, "link", with_all)
     graph, mode = capture(_scaled(2.0), [ROWS], PAIR)
-    artifact = compile.compile_graphs([graph], folder=tmp_path / "out", fake_mode=mode)[graph.name]
+    artifact = compile.compile_graphs([graph], folder=tmp_path, fake_mode=mode)[graph.name]
     assert [n for n in artifact.needed if "torch" in n] == ["libtorch_cpu.so"]
 
 
