@@ -254,3 +254,33 @@ def test_it_is_shown() -> None:
     )
     described = json.loads(subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True).stdout)
     assert {n: e["standalone"] for n, e in described["entries"].items()}["attention"] == "verified"
+
+
+def test_views_of_constants_are_dropped_once_whoever_does_it() -> None:
+    """Code of torch 2.15 drops the views that it makes of its constants; that of earlier ones leaves it to the backend."""
+    script = """
+import ctypes, sys
+
+core, view, whole = ctypes.CDLL(sys.argv[1]), [ctypes.c_void_p() for _ in range(3)], ctypes.c_void_p()
+core.core_views_begin.restype = ctypes.c_void_p
+size, stride = ctypes.c_int64(5), ctypes.c_int64(1)
+assert core.aoti_torch_empty_strided(ctypes.c_int64(1), ctypes.byref(size), ctypes.byref(stride), 6, 0, 0, ctypes.byref(whole)) == 0
+for dropped in ((), (0,), (1,), (2,), (2, 0), (1, 2), (0, 1, 2)):
+    views = ctypes.c_void_p(core.core_views_begin())
+    for one in view:
+        assert core.aoti_torch_new_tensor_handle(whole, ctypes.byref(one)) == 0
+    core.core_views_end()
+    core.aoti_torch_assign_tensors(whole, view[1])
+    for number in dropped:
+        core.aoti_torch_delete_tensor_object(view[number])
+    core.core_views_drop(views)
+    after = [ctypes.c_void_p() for _ in range(8)]  # memory that was dropped twice would be handed out twice
+    for one in after:
+        core.aoti_torch_new_tensor_handle(whole, ctypes.byref(one))
+    assert len({one.value for one in after} | {whole.value}) == 9
+    for one in after:
+        core.aoti_torch_delete_tensor_object(one)
+"""
+    library = Path(abn.library_dir()) / "libaotb_core.so"
+    ran = subprocess.run([sys.executable, "-c", script, str(library)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

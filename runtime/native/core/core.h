@@ -18,11 +18,12 @@ typedef struct {
   bool own;
 } storage;
 
-typedef struct {
+typedef struct tensor {
   storage *held;
   int64_t offset; /* elements */
   int32_t dtype, rank;
   int64_t sizes[RANKS], strides[RANKS];
+  struct tensor *after, **listed; /* of a list of views (tensor.c): the next one, and what points at this one; NULL where it is in none */
 } tensor;
 
 /* What a function that compiled code calls is. */

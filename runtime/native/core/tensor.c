@@ -135,6 +135,8 @@ static tensor *blank(int64_t rank, const int64_t *sizes, const int64_t *strides,
   tensor *t = take(sizeof *t);
   if (!t) return NULL;
   t->held = NULL;
+  t->after = NULL;
+  t->listed = NULL;
   t->offset = 0;
   t->dtype = dtype;
   t->rank = (int32_t)rank;
@@ -219,6 +221,8 @@ static void release(storage *s) {
 
 void tensor_drop(tensor *t) {
   if (!t) return;
+  if (t->listed) *t->listed = t->after;
+  if (t->after) t->after->listed = t->listed;
   release(t->held);
   give(t, sizeof *t);
 }
@@ -352,11 +356,10 @@ CORE int32_t aoti_torch_as_strided(tensor *t, const int64_t *sizes, const int64_
   MADE(out, tensor_view(t, t->rank, sizes, strides, t->offset));
 }
 
-/* Compiled code makes a view of each constant that it is given, and never drops it (MaybeOwningAtenTensorHandle). Between core_views_begin and
- * core_views_end those of this thread are listed; core_views_drop does it. */
+/* Compiled code makes a view of each constant that it is given (MaybeOwningAtenTensorHandle). That of torch up to 2.14 never drops it, that of 2.15
+ * does with its model. Between core_views_begin and core_views_end those of this thread are listed; core_views_drop drops what is left of them. */
 typedef struct {
-  size_t count, room;
-  tensor **at;
+  tensor *first;
 } views;
 static _Thread_local views *listed;
 
@@ -364,22 +367,20 @@ CORE views *core_views_begin(void) { return listed = calloc(1, sizeof *listed); 
 CORE void core_views_end(void) { listed = NULL; }
 
 CORE void core_views_drop(views *v) {
-  for (size_t i = 0; v && i < v->count; i++) tensor_drop(v->at[i]);
-  if (v) free(v->at);
+  while (v && v->first) tensor_drop(v->first);
   free(v);
 }
 
 CORE int32_t aoti_torch_new_tensor_handle(tensor *t, tensor **out) {
-  views *v = listed;
-  if (v && v->count == v->room) {
-    tensor **more = realloc(v->at, sizeof *more * (v->room * 2 + 16));
-    if (!more) return core_fail("no memory for a view");
-    v->at = more;
-    v->room = v->room * 2 + 16;
-  }
   *out = tensor_view(t, t->rank, t->sizes, t->strides, t->offset);
-  if (v && *out) v->at[v->count++] = *out;
-  return *out ? 0 : 1;
+  if (!*out) return 1;
+  if (listed) {
+    (*out)->after = listed->first;
+    (*out)->listed = &listed->first;
+    if (listed->first) listed->first->listed = &(*out)->after;
+    listed->first = *out;
+  }
+  return 0;
 }
 
 CORE int32_t aoti_torch_new_uninitialized_tensor(tensor **out) {
@@ -390,7 +391,10 @@ CORE int32_t aoti_torch_new_uninitialized_tensor(tensor **out) {
 /* `to` becomes what `from` is. */
 CORE int32_t aoti_torch_assign_tensors(tensor *from, tensor *to) {
   storage *before = to->held;
+  tensor *after = to->after, **in = to->listed;
   *to = *from;
+  to->after = after;
+  to->listed = in;
   __atomic_add_fetch(&to->held->references, 1, __ATOMIC_RELAXED);
   release(before);
   return 0;
