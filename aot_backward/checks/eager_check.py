@@ -248,7 +248,7 @@ def _in_float64(given: _Given, eager: Named, large: _OneAtATime) -> Reference[Na
 
 def _is_single_output(name: str, eager: Named) -> bool:
     tensor = eager[name]
-    return name.startswith("output[") and tensor is not None and tensor.numel() == 1
+    return name.startswith("output[") and tensor is not None and tensor.numel() == 1 and tensor.is_floating_point()
 
 
 def _with_largest_moves(given: _Given, reference: Reference[Named], eager: Named, names: Sequence[str]) -> Reference[Named]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,5 +42,22 @@ def with_strides(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def hint(size: Any) -> int:
-    """The number that a size is in the example."""
+    """The number that a size is in the example, which it has (:func:`has_hints`)."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def has_hints(tensor: torch.Tensor) -> bool:
+    """Whether no size depends on data, as the number of rows of ``x[mask]`` does."""
+    sizes: Sequence[Any] = tensor.shape
+    return all(size.node.has_hint() for size in sizes if isinstance(size, torch.SymInt))
+
+
+def replace_results(node: Node, results: Sequence[Node | None]) -> None:
+    """Puts ``results`` in the place of those of ``node``, a tuple, and takes it out. None: a result that nothing reads."""
+    for user in list(node.users):
+        assert user.target is operator.getitem, f"{user} reads all of {node}"
+        result = results[user.args[1]]  # type: ignore[index]
+        if result is not None:
+            user.replace_all_uses_with(result)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)

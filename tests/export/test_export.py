@@ -198,6 +198,22 @@ def test_a_sum_of_many_terms_that_cancel(tmp_path: Path, factor: float, monkeypa
         ab.export_grad(lambda x, weight: (x * weight).sum(), (x, weight.requires_grad_()), path=tmp_path / "grad.pt2")
 
 
+def test_a_number_that_is_no_float_and_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_of = eager_check.results_of_entry
+    monkeypatch.setattr(eager_check, "results_of_entry", lambda *args: {n: t + 1 if n == "output[1]" else t for n, t in sum_of(*args).items()})
+    with pytest.raises(ExportError, match=r"output\[1\] is wrong: off by 1 from eager, 0 is allowed"):
+        ab.export_module(Counting(), (torch.randn(3, 2),), path=tmp_path / "x.pt2")
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * self.weight, (x > 0).sum()
+
+
 class Cast(nn.Module):
     """Its products are in bfloat16, so that a gradient may be far from float64's."""
 

@@ -52,7 +52,6 @@ SMALL: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any, Any, Any]] = {
     "unequal sides": ((2, 3, 7, 9), (4, 3, 3, 2), [1, 1], [0, 1], [1, 1]),
     "lists of one": ((2, 2, 6, 6), (3, 2, 3, 3), [1], [1], [1]),
     "dilated": ((2, 3, 9, 8), (4, 3, 3, 3), [1, 1], [2, 1], [2, 1]),
-    "one by one": ((3, 4, 5, 5), (6, 4, 1, 1), [1, 1], [0, 0], [1, 1]),
     "one axis": ((3, 4, 11), (5, 4, 5), [1], [2], [1]),
     "one channel": ((3, 1, 8, 7), (4, 1, 3, 3), [1, 1], [1, 1], [1, 1]),
     "many channels": ((2, 16, 5, 6), (8, 16, 3, 2), [1, 1], [1, 0], [1, 1]),
@@ -114,6 +113,8 @@ def _convolved(x: Tensor, weight: Tensor, **options: Any) -> Any:
 
 OTHERS: dict[str, Any] = {
     "much data": (_convolved, drawn(64, 16, 32, 32), drawn(16, 16, 3, 3)),
+    "a large weight": (_convolved, drawn(2, 64, 2, 2), drawn(64, 64, 3, 3)),
+    "one number a kernel": (functional.conv2d, drawn(3, 4, 5, 5), drawn(6, 4, 1, 1)),
     "groups": (lambda x, w: _convolved(x, w, groups=2), drawn(2, 4, 6, 6), drawn(4, 2, 3, 3)),
     "transposed": (lambda x, w: functional.conv_transpose2d(x, w), drawn(2, 4, 6, 6), drawn(4, 2, 3, 3)),
     "half precision": (_convolved, drawn(2, 4, 6, 6).bfloat16(), drawn(4, 4, 3, 3).bfloat16()),
@@ -126,6 +127,25 @@ OTHERS: dict[str, Any] = {
 def test_others_are_left_to_the_kernel(case: str) -> None:
     function, *given = OTHERS[case]
     assert kernels(rewritten(function, *given)) == 1
+
+
+class Masked(nn.Module):
+    """The number of rows depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.max_pool2d(self.conv(x[x[:, 0, 0, 0] > 0]), 2).square().sum()
+
+
+def test_rows_that_depend_on_data_are_left_to_the_kernels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = Masked(), drawn(6, 3, 8, 8)
+    gradients = load(ab.export_grad(net, (x,), path=tmp_path / "masked.pt2")).grad()(x)[1]
+    for name, gradient in zip(gradients, torch.autograd.grad(net(x), list(net.parameters())), strict=True):
+        torch.testing.assert_close(gradients[name], gradient)
 
 
 class Net(nn.Module):

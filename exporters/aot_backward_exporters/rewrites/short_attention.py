@@ -6,7 +6,6 @@ longer to call than to compute where they are of 12 by 8 numbers. It is made for
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from .. import torch_api
 from ..decompositions import attention
-from ..fx_splice import spliced, with_strides
+from ..fx_splice import replace_results, spliced, with_strides
 
 aten = torch.ops.aten
 LENGTH = 32
@@ -95,11 +94,7 @@ def _replace(node: Node, given: dict[str, Any], weights: dict[Node, Node]) -> No
     results, _ = spliced(node, called, operands, {operand: operand.meta["val"] for operand in operands})
     if node.target is _FORWARD and given["attn_mask"] is None:
         weights[results[1]] = results[2]
-    for user in list(node.users):
-        assert user.target is operator.getitem
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
+    replace_results(node, results)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
