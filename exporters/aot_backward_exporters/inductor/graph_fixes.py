@@ -13,7 +13,8 @@ from .. import torch_api
 
 KERNELS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool2d_with_indices_backward.default)
 """Operators that eager's kernels do faster on a CPU than what Inductor generates: a step of two convolutions with pooling, 256 rows, takes 1.75 ms
-with them and 2.7 to 3.7 with generated code. Of most images in float32 the pooling, though not its gradient, is rewritten (``rewrites.max_pooling``)."""
+with them and 2.7 to 3.7 with generated code. The pooling of most images, though not its gradient, is rewritten
+(``rewrites.max_pooling``)."""
 
 
 def copied(module: GraphModule) -> GraphModule:

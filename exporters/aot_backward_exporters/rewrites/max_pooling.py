@@ -98,6 +98,6 @@ def pooled(
 
 
 def _realized(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in memory of its own, which Inductor gives to what ``as_strided`` reads: what comes after, in another order, is a loop of its own."""
+    """``tensor`` in memory of its own, which Inductor gives to what ``as_strided`` reads: what comes after, in another order, is another loop."""
     tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.as_strided(tensor.shape, tensor.stride())
