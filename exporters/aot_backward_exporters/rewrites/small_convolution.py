@@ -4,8 +4,8 @@ The kernel (oneDNN's) puts input, weight and result into an order of its own at 
 each time: some 50 µs before anything is computed, and 50 to 100 for a gradient. Copying the windows of the input side by side, which is all that the
 products need, takes less where there is little to copy.
 
-Zeros around the input are multiplied like other numbers, which the kernel leaves out: where a weight or an incoming gradient is Inf or NaN, results at
-the border may be NaN that are finite or Inf in eager. They are so in tensors that hold an Inf or a NaN in eager, too.
+Zeros around the input are multiplied like other numbers, which the kernel leaves out: where a weight or an incoming gradient is Inf or NaN, results
+at the border may be NaN that are finite or Inf in eager. They are so in tensors that hold an Inf or a NaN in eager, too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NUMBERS = 128 << 10
 """In the windows of the input, at most; where the gradient of the input is wanted, too, the mean of those and of the windows of the incoming
 gradient. With half as many a convolution takes 0.5 to 0.7 of the kernel's time, with twice as many 1.0 to 1.3."""
 WEIGHT = 16 << 10
-"""Numbers in the weight, at most, which the gradients copy and reorder. From 128 channels to as many, 3 by 3 and 147,456 numbers, on one image of 4 by
-4 took 1.3 times as long as by the kernel."""
+"""Numbers in the weight, at most, which the gradients copy and reorder. From 128 channels to as many, 3 by 3 and 147,456 numbers, on one image of 4
+by 4 took 1.3 times as long as by the kernel."""
 ROWS = 64
 """An open batch counts as twice its example's rows, and as so many at least."""
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
