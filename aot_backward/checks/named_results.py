@@ -65,9 +65,9 @@ def results_of_eager(
     take: Take | None = None,
     root: int = 0,
 ) -> Named:
-    """The same names from eager. ``program``'s buffers are put back. ``wrt``: of a ``grad`` entry; ``root``: which output is
-    differentiated then. ``accumulated``: only what ``backward()`` leaves in ``.grad`` of the parameters. ``take``: what is done with each gradient;
-    not with those of entries that have gradients of gradients."""
+    """The same names from eager. ``program``'s buffers are put back. ``wrt``: of a ``grad`` entry; ``root``: which output is differentiated then.
+    ``accumulated``: only what ``backward()`` leaves in ``.grad`` of the parameters. ``take``: what is done with each gradient; not with those of
+    entries that have gradients of gradients."""
     out: Named = {}
     taking = None if take is None else _Taking(take)
     example = _fresh_leaves(example)

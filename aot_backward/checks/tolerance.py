@@ -15,9 +15,9 @@
 e is eager's result, eps that of its dtype, r its :data:`RELATIVE`, G the largest norm among the gradients (of a graph: among its results), p the
 tensor after the step, whose storage rounds off eps·‖p‖, and s how far t itself moves when what goes in is rounded otherwise. So a result may be as
 far from float64 as eager is; where the program is ill-conditioned (BatchNorm over two rows), eager's luck is not the measure; and a gradient whose
-true value is zero (a bias before BatchNorm) is not compared noise with noise. Of a single number, which may be a
-sum of terms that cancel, s is another (``eager_check.py``). Where a program computes in 16 bits somewhere (``reduced_precision``), what is compared
-with eager has at least bfloat16's r, a loss 1e-2, and a change bfloat16's r in addition. No norm counts what is not finite.
+true value is zero (a bias before BatchNorm) is not compared noise with noise. Of a single number, which may be a sum
+of terms that cancel, s is another (``eager_check.py``). Where a program computes in 16 bits somewhere (``reduced_precision``), what is compared with
+eager has at least bfloat16's r, a loss 1e-2, and a change bfloat16's r in addition. No norm counts what is not finite.
 """
 
 from __future__ import annotations

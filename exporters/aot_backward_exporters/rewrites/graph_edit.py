@@ -16,6 +16,12 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     return made
 
 
+def arguments(node: Node) -> dict[str, Any]:
+    """Of a call of an operator, by name, with the defaults; None where one without a default is not given."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return {**{a.name: a.default_value for a in schema}, **dict(zip([a.name for a in schema], node.args, strict=False)), **node.kwargs}
+
+
 def erase(graph: Graph, node: Node, targets: Collection[Any]) -> set[Node]:
     """Takes ``node`` out, which nothing may use, and what only it used, as far as those call one of ``targets``. Returns what is gone."""
     gone: set[Node] = set()

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from .. import torch_api
 from ..fx_splice import has_hints, replace_results, spliced, with_strides
+from .graph_edit import arguments
 
 aten = torch.ops.aten
 CHANNELS = 4
@@ -40,8 +41,7 @@ def by_channels(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    names = [a.name for a in _POOL._schema.arguments]
-    given: dict[str, Any] = {"stride": [], "padding": [0], "dilation": [1], **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = arguments(node)
     given["stride"] = given["stride"] or given["kernel_size"]
     return {**given, **{n: list(given[n]) * (3 - len(given[n])) for n in ("kernel_size", "stride", "padding", "dilation")}}
 

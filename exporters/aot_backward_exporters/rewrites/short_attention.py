@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from .. import torch_api
 from ..decompositions import attention
 from ..fx_splice import replace_results, spliced, with_strides
+from .graph_edit import arguments
 
 aten = torch.ops.aten
 LENGTH = 32
@@ -34,7 +35,7 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
     weights: dict[Node, Node] = {}
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
-            given = _arguments(node)
+            given = arguments(node)
             if _is_short(given) and (_has_backward(node, given) or given.get("logsumexp") in weights or _pays_alone(node, given)):
                 with fake_mode:
                     _replace(node, given, weights)
@@ -42,11 +43,6 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
         if isinstance(child, GraphModule):
             by_products(child, fake_mode)
     module.recompile()
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    return {**{a.name: a.default_value for a in arguments}, **dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
 
 
 def _is_short(given: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from .. import torch_api
 from ..fx_splice import has_hints, hint, replace_results, spliced, with_strides
 from . import convolution_products as products
+from .graph_edit import arguments
 
 aten = torch.ops.aten
 NUMBERS = 128 << 10
@@ -49,8 +50,7 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {**dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
+    given = arguments(node)
     axes = given["weight"].meta["val"].dim() - 2
     return {**given, **{name: list(given[name]) * (axes if len(given[name]) == 1 else 1) for name in _LISTS}}
 

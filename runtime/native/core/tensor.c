@@ -356,8 +356,8 @@ CORE int32_t aoti_torch_as_strided(tensor *t, const int64_t *sizes, const int64_
   MADE(out, tensor_view(t, t->rank, sizes, strides, t->offset));
 }
 
-/* Compiled code makes a view of each constant that it is given (MaybeOwningAtenTensorHandle). That of torch up to 2.14 never drops it, that of 2.15
- * does with its model. Between core_views_begin and core_views_end those of this thread are listed; core_views_drop drops what is left of them. */
+/* Compiled code makes a view of each constant that it is given (MaybeOwningAtenTensorHandle). That of torch 2.13 never drops it, that of 2.15 does
+ * with its model. Between core_views_begin and core_views_end those of this thread are listed; core_views_drop drops what is left of them. */
 typedef struct {
   tensor *first;
 } views;
