@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 
 import aot_backward as ab
+from aot_backward_exporters.toolchain.gcc import compiler
 from aot_backward_runtime import load
+
+from ..support.packages import python
 
 
 @pytest.fixture
@@ -42,3 +46,85 @@ def test_exported_with_one_thread_and_run_with_several(tmp_path: Path) -> None:
             loss.backward()
             optimizer.step()
             torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-4, atol=1e-5)
+
+
+_TEAMS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <omp.h>
+
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+int teams = 0;
+
+/* In the place of libgomp's, of which it makes use. */
+void GOMP_parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
+    teams++;
+    ((Parallel)dlsym(RTLD_NEXT, "GOMP_parallel"))(body, data, threads, flags);
+}
+
+void within_a_team_of_two(void (*call)(void)) {
+    #pragma omp parallel num_threads(2)
+    if (omp_get_thread_num() == 0) call();
+}
+"""
+
+_CALLS = """
+import ctypes, sys
+import torch
+from aot_backward_runtime import load
+
+grad = load(sys.argv[1]).grad()
+seen = ctypes.CDLL(sys.argv[2])
+torch.manual_seed(0)
+x = torch.randn(400, 300)
+
+
+def same(threads):
+    torch.set_num_threads(threads)
+    value, gradient = grad(x)
+    torch.testing.assert_close(gradient, 1 - torch.tanh(x) ** 2)
+    torch.testing.assert_close(value, torch.tanh(x).sum(), rtol=1e-3, atol=1e-3)
+
+
+def teams_of(threads):
+    torch.set_num_threads(threads)
+    grad(x)
+    before = ctypes.c_int.in_dll(seen, "teams").value
+    grad(x)
+    return ctypes.c_int.in_dll(seen, "teams").value - before
+
+
+print(teams_of(1), teams_of(2) > 0)
+for threads in 1, 2, 1:
+    same(threads)
+torch.set_num_threads(1)
+failed = []
+
+
+@ctypes.CFUNCTYPE(None)
+def call():
+    try:
+        same(1)
+    except BaseException as error:
+        failed.append(error)
+
+
+seen.within_a_team_of_two(call)
+print(failed)
+"""
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x).sum()
+
+
+def test_one_thread_makes_no_team(tmp_path: Path) -> None:
+    """libgomp's team of one calls the kernel of the operating system at the end of each loop. Called from one thread of another team, the loops are
+    whole, too."""
+    path = ab.export_grad(summed, (torch.randn(400, 300),), wrt="x", path=tmp_path / "summed.pt2")
+    source, teams = tmp_path / "teams.c", tmp_path / "teams.so"
+    source.write_text(_TEAMS)
+    subprocess.run([*compiler(), "-x", "c", str(source), "-shared", "-fPIC", "-fopenmp", "-o", str(teams), "-ldl"], check=True)
+    done = python(_CALLS, path, teams, LD_PRELOAD=str(teams))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["0 True", "[]"]

@@ -139,7 +139,8 @@ class Builder:
         objects = [_object(file) for c in commands for file in c.sources]
         interface = str(self._parts["interface"].result() / "interface.o")
         flags = [flag for flag in command.flags if flag != _UNUSED]
-        argv = [*command.compiler, *objects, interface, "-o", str(library), *flags, *_LINK_FLAGS]
+        wrapped = f"-Wl,--wrap={cpp_source.PARALLEL}"
+        argv = [*command.compiler, *objects, interface, "-o", str(library), *flags, *_LINK_FLAGS, wrapped]
         return self._pool.submit(self._run, name, argv, folder)
 
     def _compile(self, name: str, command: Command, folder: Path) -> None:
