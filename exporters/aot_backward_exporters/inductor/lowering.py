@@ -15,7 +15,17 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..graph import Graph
-from ..rewrites import axis_sums, joined_parts, max_pooling, merged_sizes, row_sums, short_attention, small_convolution, tanh
+from ..rewrites import (
+    axis_sums,
+    bias_sums,
+    joined_parts,
+    max_pooling,
+    merged_sizes,
+    row_sums,
+    short_attention,
+    small_convolution,
+    tanh,
+)
 from . import graph_fixes, patches
 from .cache_key import Canonical
 from .settings import settings_for
@@ -80,6 +90,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         short_attention.by_products(module, fake_mode)
         joined_parts.by_cat(module, fake_mode)
         merged_sizes.apart(module, fake_mode)
+        bias_sums.apart(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),

@@ -1,0 +1,56 @@
+"""A product of matrices to which something is added, in float32 on a CPU, as a product and a sum.
+
+``addmm`` first copies what is added, repeated for each row, into its result, and then adds the product to it: 1.0 to 1.6 µs of a layer of a small
+network, 5 of one of 192 by 256. A sum of its own becomes part of the loop that reads the result, where there is one, and costs no more where there
+is none: what it reads and writes is what the copy does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .graph_edit import arguments, call
+
+aten = torch.ops.aten
+
+
+def apart(module: GraphModule, fake_mode: Any) -> None:
+    """Rewrites ``module`` and the graphs within it."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and (found := _added_and_product(node)):
+            with module.graph.inserting_before(node), fake_mode:
+                node.replace_all_uses_with(_sum(module, *found))
+            module.graph.erase_node(node)
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            apart(child, fake_mode)
+    module.recompile()
+
+
+def _added_and_product(node: Node) -> tuple[Any, Node | tuple[Node, Node]] | None:
+    """What is added, and the product or its factors; None where ``node`` is no such sum."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.device.type != "cpu" or value.dtype != torch.float32:
+        return None
+    if node.target is aten.addmm.default:
+        given = arguments(node)
+        return (given["self"], (given["mat1"], given["mat2"])) if given["alpha"] == given["beta"] == 1 else None
+    if node.target is aten.add.Tensor and not node.kwargs:
+        for product, added in (node.args, node.args[::-1]):
+            if isinstance(product, Node) and product.target is aten.mm.default and len(product.users) == 1 and _is_float(added):
+                return added, product
+    return None
+
+
+def _is_float(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(value := node.meta["val"], torch.Tensor) and value.dtype == torch.float32
+
+
+def _sum(module: GraphModule, added: Node, product: Node | tuple[Node, Node]) -> Node:
+    """In three dimensions: of two, Inductor would make an ``addmm`` of it."""
+    graph = module.graph
+    made = product if isinstance(product, Node) else call(graph, aten.mm.default, *product)
+    return call(graph, aten.squeeze.dim, call(graph, aten.add.Tensor, call(graph, aten.unsqueeze.default, made, 0), added), 0)
