@@ -22,6 +22,7 @@ from ..rewrites import (
     max_pooling,
     merged_sizes,
     row_sums,
+    shared_exponential,
     short_attention,
     small_convolution,
     tanh,
@@ -87,6 +88,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         axis_sums.by_rows(module, fake_mode)
         row_sums.by_scatter_add(module, fake_mode)
         tanh.by_exp(module, fake_mode)
+        shared_exponential.by_one(module, fake_mode)
         short_attention.by_products(module, fake_mode)
         joined_parts.by_cat(module, fake_mode)
         merged_sizes.apart(module, fake_mode)

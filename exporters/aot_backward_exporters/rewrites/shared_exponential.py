@@ -1,0 +1,80 @@
+"""``erf(c·x)`` beside ``exp(-c²·x²)``, which the gradient of GELU has, with one exponential for both.
+
+On a CPU torch computes ``erf`` of float32 as 1 - t·P(t)·exp(-x²), where t = 1 / (1 + p·|x|) (Abramowitz and Stegun, 7.1.26: to 1.5e-7). Inductor
+calls that as a function, and the exponential a second time: GELU's gradient takes 1.9 ns a number so on one thread with AVX2, and 1.3 with one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from . import graph_edit
+
+aten = torch.ops.aten
+P = 0.3275911
+COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+"""Of t⁰, t¹, … in P(t)."""
+
+
+def by_one(module: GraphModule, fake_mode: Any) -> None:
+    """Rewrites ``module`` and the graphs within it."""
+    exponentials = [(found, node) for node in module.graph.find_nodes(op="call_function", target=aten.exp.default) if (found := _of_square(node))]
+    made: dict[tuple[Node, float], Node] = {}
+    for node in module.graph.find_nodes(op="call_function", target=aten.erf.default):
+        scaled = _scaled(node.args[0])
+        if scaled is None or node.meta["val"].device.type != "cpu" or node.meta["val"].dtype != torch.float32:
+            continue
+        x, factor = scaled
+        same = [e for (of, by), e in exponentials if of is x and math.isclose(by, -factor * factor, rel_tol=1e-12)]
+        if same:
+            with module.graph.inserting_before(node), fake_mode:
+                if scaled not in made:
+                    made[scaled] = _power(module.graph, x, -factor * factor)
+                    for exponential in same:
+                        exponential.replace_all_uses_with(made[scaled])
+                node.replace_all_uses_with(_erf(module.graph, node.args[0], made[scaled]))
+            module.graph.erase_node(node)
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            by_one(child, fake_mode)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _scaled(node: Any) -> tuple[Node, float] | None:
+    """``x`` and the number, of ``x`` times a number."""
+    if not isinstance(node, Node) or node.target is not aten.mul.Tensor:
+        return None
+    x, factor = node.args
+    return (x, factor) if isinstance(x, Node) and isinstance(factor, float) else None
+
+
+def _of_square(node: Node) -> tuple[Node, float] | None:
+    """``x`` and ``k`` of ``exp(x·x·k)``."""
+    scaled = _scaled(node.args[0])
+    if scaled is None or scaled[0].target is not aten.mul.Tensor or len(set(scaled[0].args)) != 1:
+        return None
+    x = scaled[0].args[0]
+    return (x, scaled[1]) if isinstance(x, Node) else None
+
+
+def _power(graph: Graph, x: Node, factor: float) -> Node:
+    call = functools.partial(graph_edit.call, graph)
+    return call(aten.exp.default, call(aten.mul.Tensor, call(aten.mul.Tensor, x, x), factor))
+
+
+def _erf(graph: Graph, x: Any, power: Node) -> Node:
+    """``erf(x)``. ``power``: ``exp(-x·x)``."""
+    call = functools.partial(graph_edit.call, graph)
+    size = call(aten.abs.default, x)
+    t = call(aten.reciprocal.default, call(aten.add.Tensor, call(aten.mul.Tensor, size, P), 1))
+    series: Any = COEFFICIENTS[-1]
+    for coefficient in COEFFICIENTS[-2::-1]:
+        series = call(aten.add.Tensor, call(aten.mul.Tensor, t, series), coefficient)
+    rest = call(aten.mul.Tensor, call(aten.mul.Tensor, t, series), power)
+    return call(aten.copysign.Tensor, call(aten.add.Tensor, call(aten.neg.default, rest), 1), x)
