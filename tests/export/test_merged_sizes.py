@@ -70,3 +70,31 @@ def test_merged_sizes_are_taken_apart(case: str) -> None:
     for n in (5, 1, 2):
         x = torch.randn(n, 4, 6, 8)
         assert torch.equal(graph(x), function(x)) and graph(x).stride() == function(x).stride()
+
+
+def beside_each_other(function: Any, *given: Tensor) -> tuple[int, Tensor]:
+    """The dimensions of what the ``cat`` of ``function`` joins after the pass, and the result."""
+    graph = torch_api.make_fx(function, tracing_mode="fake")(*given)
+    apart(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
+    graph.graph.lint()
+    (cat,) = graph.graph.find_nodes(op="call_function", target=aten.cat.default)
+    return cat.args[0][0].meta["val"].dim(), graph(*given)
+
+
+CATS: dict[str, tuple[int, Any]] = {
+    "heads": (4, lambda x, y: torch.cat([x.transpose(1, 2).reshape(x.shape[0], 6, 32), y.reshape(y.shape[0], 6, 16)], 2)),
+    "the last dimension from the end": (4, lambda x, y: torch.cat([x.transpose(1, 2).flatten(2), y.flatten(2)], -1)),
+    "one of them is merged": (3, lambda x, y: torch.cat([x.transpose(1, 2).flatten(2), y[:, :, 0]], 2)),
+    "others are merged": (3, lambda x, y: torch.cat([x.transpose(1, 2).flatten(1, 2), y.repeat(1, 1, 2, 1).flatten(1, 2)], 2)),
+    "other widths": (3, lambda x, y: torch.cat([x.transpose(1, 2).flatten(2), y.mT.flatten(2)], 2)),
+    "along another dimension": (3, lambda x, y: torch.cat([x.transpose(1, 2).flatten(2), y.repeat(1, 1, 2, 1).flatten(2)], 1)),
+}
+
+
+@pytest.mark.parametrize("case", CATS)
+def test_what_is_put_side_by_side_is_merged_afterwards(case: str) -> None:
+    dimensions, function = CATS[case]
+    x, y = torch.randn(5, 4, 6, 8), torch.randn(5, 6, 2, 8)
+    found, result = beside_each_other(function, x, y)
+    expected = function(x, y)
+    assert found == dimensions and torch.equal(result, expected) and result.stride() == expected.stride()

@@ -2,6 +2,9 @@
 
 Inductor indexes through views by division and remainder. For numbers it sees which of them do nothing; of a dynamic size it does not, and they stay
 in the innermost loop. The heads of an attention come so: ``(batch, 4, n, 16)`` as ``(4·batch, n, 16)``, transposed, as ``(n, batch, 64)``.
+
+Where tensors whose last two sizes are merged are put side by side, as the gradients of queries, keys and values are, they are so before they are
+merged, since a loop over what is merged divides even where all sizes are numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import torch_api
-from .graph_edit import call, erase
+from .graph_edit import arguments, call, erase
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -21,6 +24,9 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 def apart(module: GraphModule, fake_mode: Any) -> None:
     """Rewrites ``module`` and the graphs within it: a view of a transposed view becomes a view of what was transposed without being merged before."""
+    for node in module.graph.find_nodes(op="call_function", target=aten.cat.default):
+        with fake_mode:
+            _merge_after(module, node)
     erased: set[Node] = set()
     for node in list(module.graph.nodes):
         if node not in erased and node.op == "call_function" and node.target in _VIEWS and (found := _merged_before(node)):
@@ -35,6 +41,26 @@ def apart(module: GraphModule, fake_mode: Any) -> None:
         if isinstance(child, GraphModule):
             apart(child, fake_mode)
     module.recompile()
+
+
+def _merge_after(module: GraphModule, node: Node) -> None:
+    """Makes ``node``, a ``cat`` of views that merge their last two sizes, a view of a ``cat``."""
+    given, value = arguments(node), node.meta["val"]
+    parts, dim = given["tensors"], given["dim"]
+    if value.device.type != "cpu" or dim not in (-1, value.dim() - 1) or type(value.shape[-1]) is not int:
+        return
+    if not torch_api.is_contiguous_or_false(value):
+        return
+    merged = [*([i] for i in range(value.dim() - 1)), [value.dim() - 1, value.dim()]]
+    sources = [part.args[0] for part in parts if part.target in _VIEWS and _groups(_sizes(part.args[0]), _sizes(part)) == merged]
+    if len(sources) < len(parts) or len({str(source.meta["val"].shape[-1]) for source in sources}) > 1:
+        return
+    graph = module.graph
+    with graph.inserting_before(node):
+        joined = call(graph, aten.cat.default, sources, value.dim() - 1)
+        joined = call(graph, aten.clone.default, joined, memory_format=torch.contiguous_format)
+        node.replace_all_uses_with(call(graph, aten.view.default, joined, [*parts[0].args[1][:-1], value.shape[-1]]))
+    erase(graph, node, _VIEWS)
 
 
 def _merged_before(node: Node) -> tuple[Node, list[int]] | None:
