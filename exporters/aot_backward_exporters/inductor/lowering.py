@@ -15,18 +15,7 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..graph import Graph
-from ..rewrites import (
-    axis_sums,
-    bias_sums,
-    joined_parts,
-    max_pooling,
-    merged_sizes,
-    row_sums,
-    shared_exponential,
-    short_attention,
-    small_convolution,
-    tanh,
-)
+from ..rewrites.sequence import rewrite
 from . import graph_fixes, patches
 from .cache_key import Canonical
 from .settings import settings_for
@@ -83,16 +72,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     graph_fixes.complex_numbers_as_tensors(module, fake_mode)
     graph_fixes.refuse_negative_indices(module, fake_mode)
     with torch.no_grad(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # a question about a size would narrow it
-        small_convolution.by_products(module, fake_mode)
-        max_pooling.by_channels(module, fake_mode)
-        axis_sums.by_rows(module, fake_mode)
-        row_sums.by_scatter_add(module, fake_mode)
-        tanh.by_exp(module, fake_mode)
-        shared_exponential.by_one(module, fake_mode)
-        short_attention.by_products(module, fake_mode)
-        joined_parts.by_cat(module, fake_mode)
-        merged_sizes.apart(module, fake_mode)
-        bias_sums.apart(module, fake_mode)
+        rewrite(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),

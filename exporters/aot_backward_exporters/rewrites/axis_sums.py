@@ -33,15 +33,12 @@ class AxisSums:
 
 
 def by_rows(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it."""
+    """Rewrites the graph of ``module``."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and (found := _sums(node)):
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_one_axis_after_the_other(module.graph, found))
             module.graph.erase_node(node)
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            by_rows(child, fake_mode)
     module.recompile()
 
 

@@ -18,15 +18,12 @@ aten = torch.ops.aten
 
 
 def apart(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it."""
+    """Rewrites the graph of ``module``."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and (found := _added_and_product(node)):
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_sum(module, *found))
             module.graph.erase_node(node)
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            apart(child, fake_mode)
     module.recompile()
 
 

@@ -30,12 +30,9 @@ class _Sum:
 
 
 def by_cat(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it."""
+    """Rewrites the graph of ``module``."""
     if module.graph.find_nodes(op="call_function", target=aten.select_scatter.default):
         _rewrite(module.graph, fake_mode)
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            by_cat(child, fake_mode)
     module.recompile()
 
 

@@ -28,15 +28,12 @@ _POOL = aten.max_pool2d_with_indices.default
 
 
 def by_channels(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it."""
+    """Rewrites the graph of ``module``."""
     for node in module.graph.find_nodes(op="call_function", target=_POOL):
         given = _arguments(node)
         if _is_served(given):
             with fake_mode:
                 _replace(node, given)
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            by_channels(child, fake_mode)
     module.recompile()
 
 

@@ -23,7 +23,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def apart(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it: a view of a transposed view becomes a view of what was transposed without being merged before."""
+    """Rewrites the graph of ``module``: a view of a transposed view becomes a view of what was transposed without being merged before."""
     for node in module.graph.find_nodes(op="call_function", target=aten.cat.default):
         with fake_mode:
             _merge_after(module, node)
@@ -37,9 +37,6 @@ def apart(module: GraphModule, fake_mode: Any) -> None:
                 node.update_arg(0, call(module.graph, aten.clone.default, turned, memory_format=torch.contiguous_format))
             if not before.users:
                 erased |= erase(module.graph, before, (*_VIEWS, aten.permute.default, aten.clone.default))
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            apart(child, fake_mode)
     module.recompile()
 
 

@@ -26,15 +26,12 @@ graph network of 1,032 nodes takes 0.88 of eager's time, and 1.65 one number at 
 
 
 def by_scatter_add(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it."""
+    """Rewrites the graph of ``module``."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and (found := _added_rows(node)):
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_scatter_add(module.graph, *found))
             module.graph.erase_node(node)
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            by_scatter_add(child, fake_mode)
     module.recompile()
 
 

@@ -22,7 +22,7 @@ COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.06140542
 
 
 def by_one(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it."""
+    """Rewrites the graph of ``module``."""
     exponentials = [(found, node) for node in module.graph.find_nodes(op="call_function", target=aten.exp.default) if (found := _of_square(node))]
     made: dict[tuple[Node, float], Node] = {}
     for node in module.graph.find_nodes(op="call_function", target=aten.erf.default):
@@ -39,9 +39,6 @@ def by_one(module: GraphModule, fake_mode: Any) -> None:
                         exponential.replace_all_uses_with(made[scaled])
                 node.replace_all_uses_with(_erf(module.graph, node.args[0], made[scaled]))
             module.graph.erase_node(node)
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            by_one(child, fake_mode)
     module.graph.eliminate_dead_code()
     module.recompile()
 

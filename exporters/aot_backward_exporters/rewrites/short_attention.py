@@ -31,7 +31,7 @@ _FACTORS = ("grad_out", "query", "key", "value")
 
 
 def by_products(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it."""
+    """Rewrites the graph of ``module``."""
     weights: dict[Node, Node] = {}
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
@@ -39,9 +39,6 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
             if _is_short(given) and (_has_backward(node, given) or given.get("logsumexp") in weights or _pays_alone(node, given)):
                 with fake_mode:
                     _replace(node, given, weights)
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            by_products(child, fake_mode)
     module.recompile()
 
 

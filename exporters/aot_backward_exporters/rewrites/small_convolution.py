@@ -36,16 +36,13 @@ _LISTS = ("stride", "padding", "dilation", "output_padding")
 
 
 def by_products(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it."""
+    """Rewrites the graph of ``module``."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
             given = _arguments(node)
             if _is_plain(given) and (node.target is _FORWARD or _can_be_products(given)) and _is_small(given):
                 with fake_mode:
                     (_replace_forward if node.target is _FORWARD else _replace_backward)(node, given)
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            by_products(child, fake_mode)
     module.recompile()
 
 

@@ -32,16 +32,13 @@ COEFFICIENTS = (
 
 
 def by_exp(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it."""
+    """Rewrites the graph of ``module``."""
     for node in module.graph.find_nodes(op="call_function", target=aten.tanh.default):
         value = node.meta["val"]
         if value.device.type == "cpu" and value.dtype in (torch.float32, torch.bfloat16, torch.float16):
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_tanh(module.graph, node.args[0], value.dtype))
             module.graph.erase_node(node)
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            by_exp(child, fake_mode)
     module.recompile()
 
 

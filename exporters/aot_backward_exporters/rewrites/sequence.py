@@ -1,0 +1,43 @@
+"""All rewrites of a graph, one after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule
+
+from . import (
+    axis_sums,
+    bias_sums,
+    joined_parts,
+    max_pooling,
+    merged_sizes,
+    row_sums,
+    shared_exponential,
+    short_attention,
+    small_convolution,
+    tanh,
+)
+
+REWRITES = (
+    small_convolution.by_products,
+    max_pooling.by_channels,
+    axis_sums.by_rows,
+    row_sums.by_scatter_add,
+    tanh.by_exp,
+    shared_exponential.by_one,
+    short_attention.by_products,
+    joined_parts.by_cat,
+    merged_sizes.apart,
+    bias_sums.apart,
+)
+"""Those that make products, copies and views come before those that look at them."""
+
+
+def rewrite(module: GraphModule, fake_mode: Any) -> None:
+    """Rewrites ``module`` and the graphs within it, the bodies of control flow. ``fake_mode``: of the values of its nodes."""
+    for one in REWRITES:
+        one(module, fake_mode)
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            rewrite(child, fake_mode)
