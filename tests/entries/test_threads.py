@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_exporters.toolchain.gcc import compiler
+from aot_backward_exporters.toolchain.parallel_regions import FUNCTION, MEMORY, SCALAR, WORK, where_it_pays
 from aot_backward_runtime import load
 
 from ..support.packages import python
@@ -79,14 +81,14 @@ torch.manual_seed(0)
 x = torch.randn(400, 300)
 
 
-def same(threads):
+def same(threads, x=x):
     torch.set_num_threads(threads)
     value, gradient = grad(x)
     torch.testing.assert_close(gradient, 1 - torch.tanh(x) ** 2)
     torch.testing.assert_close(value, torch.tanh(x).sum(), rtol=1e-3, atol=1e-3)
 
 
-def teams_of(threads):
+def teams_of(threads, x):
     torch.set_num_threads(threads)
     grad(x)
     before = ctypes.c_int.in_dll(seen, "teams").value
@@ -94,9 +96,10 @@ def teams_of(threads):
     return ctypes.c_int.in_dll(seen, "teams").value - before
 
 
-print(teams_of(1), teams_of(2) > 0)
+print(teams_of(1, x), teams_of(2, x) > 0, teams_of(2, x[:2].clone()))
 for threads in 1, 2, 1:
     same(threads)
+    same(threads, x[:2].clone())
 torch.set_num_threads(1)
 failed = []
 
@@ -118,13 +121,50 @@ def summed(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x).sum()
 
 
-def test_one_thread_makes_no_team(tmp_path: Path) -> None:
-    """libgomp's team of one calls the kernel of the operating system at the end of each loop. Called from one thread of another team, the loops are
-    whole, too."""
-    path = ab.export_grad(summed, (torch.randn(400, 300),), wrt="x", path=tmp_path / "summed.pt2")
+def test_one_thread_and_little_work_make_no_team(tmp_path: Path) -> None:
+    """libgomp's team of one calls the kernel of the operating system at the end of each loop, and waking a second thread takes longer than a short
+    loop. Called from one thread of another team, the loops are whole, too."""
+    rows = ({0: Dim("rows", min=2)},)
+    path = ab.export_grad(summed, (torch.randn(400, 300),), wrt="x", dynamic_shapes=rows, path=tmp_path / "summed.pt2")
     source, teams = tmp_path / "teams.c", tmp_path / "teams.so"
     source.write_text(_TEAMS)
     subprocess.run([*compiler(), "-x", "c", str(source), "-shared", "-fPIC", "-fopenmp", "-o", str(teams), "-ldl"], check=True)
     done = python(_CALLS, path, teams, LD_PRELOAD=str(teams))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:2] == ["0 True", "[]"]
+    assert done.stdout.split("\n")[:2] == ["0 True 0", "[]"]
+
+
+REGION = """
+    #pragma omp parallel
+    {
+        {
+            #pragma omp for
+            for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(12L*ks0); x0+=static_cast<int64_t>(1L))
+            {
+                for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(ks1); x1+=static_cast<int64_t>(8L))
+                {
+                    auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0 + static_cast<int64_t>(x1), static_cast<int64_t>(8));
+                    auto tmp1 = tmp0.exp();
+                }
+            }
+        }
+        {
+            #pragma omp for collapse(2)
+            for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(7L); x0+=static_cast<int64_t>(1L))
+            {
+                auto tmp0 = in_ptr0[static_cast<int64_t>(x0)];
+            }
+        }
+    }
+"""
+
+
+def test_a_region_is_parallel_where_there_is_work() -> None:
+    work = MEMORY + 2 + FUNCTION, SCALAR * (MEMORY + 1)
+    first = f"{work[0]}.0 * static_cast<double>(12L*ks0) * static_cast<double>(ks1)"
+    condition = f"if({first} + {work[1]}.0 * static_cast<double>(7L) >= {2 * WORK}.0)"
+    assert where_it_pays(REGION) == REGION.replace("omp parallel", f"omp parallel {condition}")
+    unknown = REGION.replace("12L*ks0); x0+=", "12L*ks0); ++x0; 0 !=")
+    assert where_it_pays(unknown.replace("x1<", "x1!=")) == unknown.replace("x1<", "x1!=")
+    other = "#pragma omp parallel num_threads(8)\n#pragma omp for\nfor(;;)"
+    assert where_it_pays(other) == other

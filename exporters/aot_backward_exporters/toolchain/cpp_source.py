@@ -14,6 +14,8 @@ import torch
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.torch_api import CONSTANT_LAYOUTS
 
+from .parallel_regions import where_it_pays
+
 WRAPPER_HEADER = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
 KERNEL_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 TORCH_INCLUDE = Path(torch.__file__).parent / "include"
@@ -35,7 +37,7 @@ extern "C" int omp_get_max_threads(void);
 extern "C" int omp_get_num_threads(void);
 extern "C" void __real_{PARALLEL}(void (*)(void*), void*, unsigned, unsigned);
 extern "C" void __wrap_{PARALLEL}(void (*body)(void*), void* data, unsigned threads, unsigned flags) {{
-    if (omp_get_max_threads() == 1 && omp_get_num_threads() == 1) body(data);
+    if ((threads == 1 || omp_get_max_threads() == 1) && omp_get_num_threads() == 1) body(data);
     else __real_{PARALLEL}(body, data, threads, flags);
 }}
 """
@@ -83,7 +85,7 @@ def kernel_source(kernels: str) -> str:
     The check throws, and an exception that leaves an OpenMP region ends the process; outside of one it becomes the error of that call.
     """
     functions = kernels.split(_KERNEL_START)
-    return _for_older_glibc() + _KERNEL_START.join(_OMP.sub("", f) if "AOTI_TORCH_CHECK" in f or "TORCH_CHECK" in f else f for f in functions)
+    return _for_older_glibc() + _KERNEL_START.join(_OMP.sub("", f) if "TORCH_CHECK" in f else where_it_pays(f) for f in functions)
 
 
 def wrapper_header() -> str:

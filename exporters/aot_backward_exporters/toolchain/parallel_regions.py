@@ -1,0 +1,52 @@
+"""Which of Inductor's loops run on several threads.
+
+With a number of threads that is known only where the code runs, Inductor makes each loop parallel, however short. Waking threads and waiting for them
+takes 1 to 2 µs a loop with two of them, and more with many: as long as a loop over some thousand numbers takes on one. So a region is parallel where
+there is work for it, by the sizes that it is called with.
+"""
+
+from __future__ import annotations
+
+import re
+
+WORK = 60_000
+"""Operations on one number each, in each loop of a region on average, from which on it is parallel."""
+FUNCTION = 15
+"""Operations that a call of a mathematical function counts as."""
+MEMORY = 4
+"""Operations that reading and writing a number counts as."""
+SCALAR = 6
+"""How much longer an operation takes where it is not on vectors."""
+_REGION = re.compile(r"^[ \t]*#pragma omp parallel$", re.MULTILINE)
+_LOOP = re.compile(r"^[ \t]*#pragma omp for\b.*$", re.MULTILINE)
+_RANGE = re.compile(r"for\(int64_t (x\d+)=static_cast<int64_t>\(\w+\); \1<static_cast<int64_t>\((.*)\); \1\+=")
+_VALUE = re.compile(r"auto (tmp\d+) = (.*)")
+_CALL = re.compile(r"\b(?:exp|expm1|exp2|log|log1p|log2|log10|pow|tanh|erf|erfc|erfinv|sin|cos|tan|asin|acos|atan|atan2|sinh|cosh|lgamma|digamma)\(")
+
+
+def where_it_pays(function: str) -> str:
+    """``function``, the text of one kernel, whose regions say from what sizes on they are parallel."""
+    before, *regions = _REGION.split(function)
+    return before + "".join(f"    #pragma omp parallel{_condition(region)}{region}" for region in regions)
+
+
+def _condition(region: str) -> str:
+    """The clause of a region; none where its loops are not known."""
+    loops = _LOOP.split(region)[1:]
+    works = [_work(loop) for loop in loops]
+    if not works or None in works:
+        return ""
+    return f" if({' + '.join(str(work) for work in works)} >= {WORK * len(works)}.0)"
+
+
+def _work(loop: str) -> str | None:
+    """An expression for how many operations ``loop`` makes."""
+    ranges: dict[str, str] = {}
+    for name, end in _RANGE.findall(loop):
+        ranges.setdefault(name, end)
+    if not ranges:
+        return None
+    values = dict(_VALUE.findall(loop))
+    operations = len(values) + FUNCTION * sum(bool(_CALL.search(value)) for value in values.values())
+    each = (MEMORY + operations) * (1 if "Vectorized" in loop else SCALAR)
+    return " * ".join([f"{each}.0", *(f"static_cast<double>({end})" for end in ranges.values())])
