@@ -14,7 +14,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_exporters.toolchain.gcc import compiler
-from aot_backward_exporters.toolchain.parallel_regions import FUNCTION, MEMORY, SCALAR, WORK, where_it_pays
+from aot_backward_exporters.toolchain.parallel_regions import FUNCTION, MEMORY, SCALAR, SPECIAL, WORK, where_it_pays
 from aot_backward_runtime import load
 
 from ..support.packages import python
@@ -141,6 +141,7 @@ REGION = """
             #pragma omp for
             for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(12L*ks0); x0+=static_cast<int64_t>(1L))
             {
+                for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(16L); x1+=static_cast<int64_t>(8L)) {}
                 for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(ks1); x1+=static_cast<int64_t>(8L))
                 {
                     auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0 + static_cast<int64_t>(x1), static_cast<int64_t>(8));
@@ -153,6 +154,7 @@ REGION = """
             for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(7L); x0+=static_cast<int64_t>(1L))
             {
                 auto tmp0 = in_ptr0[static_cast<int64_t>(x0)];
+                auto tmp1 = calc_polygamma(2, tmp0);
             }
         }
     }
@@ -160,11 +162,12 @@ REGION = """
 
 
 def test_a_region_is_parallel_where_there_is_work() -> None:
-    work = MEMORY + 2 + FUNCTION, SCALAR * (MEMORY + 1)
-    first = f"{work[0]}.0 * static_cast<double>(12L*ks0) * static_cast<double>(ks1)"
-    condition = f"if({first} + {work[1]}.0 * static_cast<double>(7L) >= {2 * WORK}.0)"
+    first = f"{MEMORY + 2 + FUNCTION}.0 * (static_cast<double>(12L*ks0)) * (static_cast<double>(16L) + static_cast<double>(ks1))"
+    second = f"{SCALAR * (MEMORY + 2 + SPECIAL)}.0 * (static_cast<double>(7L))"
+    condition = f"if({first} + {second} >= {2 * WORK}.0)"
     assert where_it_pays(REGION) == REGION.replace("omp parallel", f"omp parallel {condition}")
     unknown = REGION.replace("12L*ks0); x0+=", "12L*ks0); ++x0; 0 !=")
-    assert where_it_pays(unknown.replace("x1<", "x1!=")) == unknown.replace("x1<", "x1!=")
+    unknown = unknown.replace("x1<", "x1!=")
+    assert where_it_pays(unknown) == unknown
     other = "#pragma omp parallel num_threads(8)\n#pragma omp for\nfor(;;)"
     assert where_it_pays(other) == other

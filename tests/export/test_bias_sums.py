@@ -62,6 +62,8 @@ REWRITTEN: dict[str, tuple[bool, Any, list[Tensor]]] = {
     "a matrix is added": (True, torch.addmm, [some(4, 5), X, Y]),
     "a product is added": (True, lambda x, y, z: x + y @ z, [some(4, 5), X, Y]),
     "two products": (True, lambda x, y: x @ y + (x * 2) @ y.sin(), [X, Y]),
+    "strides of what is added": (True, lambda x, y, z: x.t() + y @ z, [some(5, 4), X, Y]),
+    "strides of the product": (True, lambda x, y, z: y @ z + x.t(), [some(5, 4), X, Y]),
     "a scaled product": (False, lambda b, x, y: torch.addmm(b, x, y, alpha=0.5), [some(5), X, Y]),
     "a product is used twice": (False, lambda x, y, z: ((p := y @ z) + x) * p, [some(4, 5), X, Y]),
     "more dimensions are added": (False, lambda x, y, z: x + y @ z, [some(2, 4, 5), X, Y]),
@@ -83,3 +85,22 @@ def test_what_is_rewritten(case: str) -> None:
     expected, ours = function(*given), graph(*given)
     torch.testing.assert_close(ours, expected)
     assert ours.stride() == expected.stride()
+
+
+class Turned(nn.Module):
+    """Sums that are in memory as the first of their terms is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added, self.weight = nn.Parameter(some(6, 4)), nn.Parameter(some(3, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.added.t() + x @ self.weight, x @ self.weight + self.added.t()
+
+
+def test_results_are_in_memory_as_eagers_are(tmp_path: Path) -> None:
+    model, x = Turned(), some(4, 3)
+    exported = load(ab.export_module(model, (x,), path=tmp_path / "turned.pt2")).module()
+    for ours, expected in zip(exported(x), model(x), strict=True):
+        torch.testing.assert_close(ours, expected)
+        assert ours.stride() == expected.stride()

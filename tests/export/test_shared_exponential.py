@@ -54,6 +54,7 @@ COUNTS: dict[str, tuple[Any, int, int]] = {  # a function, and how often the exp
     "forward and gradient": (lambda x: functional.gelu(x) + slope(x), 1, 0),
     "forward": (functional.gelu, 0, 1),
     "two inputs": (lambda x: slope(x) + slope(x + 1), 2, 0),
+    "the exponential first": (lambda x: (p := torch.exp(x * x * -0.5)) * x + torch.erf(x * math.sqrt(0.5)) * p, 1, 0),
     "another factor": (other(2.0, -4.0), 1, 0),
     "not its square": (other(2.0, -2.0), 1, 1),
     "growing": (other(1.0, 1.0), 1, 1),

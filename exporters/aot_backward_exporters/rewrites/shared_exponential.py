@@ -32,11 +32,12 @@ def by_one(module: GraphModule, fake_mode: Any) -> None:
         x, factor = scaled
         same = [e for (of, by), e in exponentials if of is x and math.isclose(by, -factor * factor, rel_tol=1e-12)]
         if same:
-            with module.graph.inserting_before(node), fake_mode:
-                if scaled not in made:
+            if scaled not in made:
+                with module.graph.inserting_before(min((*same, node))), fake_mode:
                     made[scaled] = _power(module.graph, x, -factor * factor)
-                    for exponential in same:
-                        exponential.replace_all_uses_with(made[scaled])
+                for exponential in same:
+                    exponential.replace_all_uses_with(made[scaled])
+            with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_erf(module.graph, node.args[0], made[scaled]))
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()

@@ -37,7 +37,7 @@ extern "C" int omp_get_max_threads(void);
 extern "C" int omp_get_num_threads(void);
 extern "C" void __real_{PARALLEL}(void (*)(void*), void*, unsigned, unsigned);
 extern "C" void __wrap_{PARALLEL}(void (*body)(void*), void* data, unsigned threads, unsigned flags) {{
-    if ((threads == 1 || omp_get_max_threads() == 1) && omp_get_num_threads() == 1) body(data);
+    if ((threads ? threads : omp_get_max_threads()) == 1 && omp_get_num_threads() == 1) body(data);
     else __real_{PARALLEL}(body, data, threads, flags);
 }}
 """

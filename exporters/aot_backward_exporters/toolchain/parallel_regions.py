@@ -13,6 +13,8 @@ WORK = 60_000
 """Operations on one number each, in each loop of a region on average, from which on it is parallel."""
 FUNCTION = 15
 """Operations that a call of a mathematical function counts as."""
+SPECIAL = 300
+"""Operations that a call of a special function, such as the gamma function's derivatives, counts as."""
 MEMORY = 4
 """Operations that reading and writing a number counts as."""
 SCALAR = 6
@@ -21,7 +23,8 @@ _REGION = re.compile(r"^[ \t]*#pragma omp parallel$", re.MULTILINE)
 _LOOP = re.compile(r"^[ \t]*#pragma omp for\b.*$", re.MULTILINE)
 _RANGE = re.compile(r"for\(int64_t (x\d+)=static_cast<int64_t>\(\w+\); \1<static_cast<int64_t>\((.*)\); \1\+=")
 _VALUE = re.compile(r"auto (tmp\d+) = (.*)")
-_CALL = re.compile(r"\b(?:exp|expm1|exp2|log|log1p|log2|log10|pow|tanh|erf|erfc|erfinv|sin|cos|tan|asin|acos|atan|atan2|sinh|cosh|lgamma|digamma)\(")
+_FUNCTION = re.compile(r"\b(?:exp|expm1|exp2|log|log1p|log2|log10|pow|tanh|erf|erfc|sin|cos|tan|asin|acos|atan|atan2|sinh|cosh)\(")
+_SPECIAL = re.compile(r"(?:gamma|bessel|zeta|polynomial|ndtri|erfinv|airy|erfcx|i[01]e?|rand\w*)(?:<[^()]*>)?\(")
 
 
 def where_it_pays(function: str) -> str:
@@ -41,12 +44,13 @@ def _condition(region: str) -> str:
 
 def _work(loop: str) -> str | None:
     """An expression for how many operations ``loop`` makes."""
-    ranges: dict[str, str] = {}
+    ranges: dict[str, dict[str, None]] = {}  # loops that follow each other have one name, and ends of their own
     for name, end in _RANGE.findall(loop):
-        ranges.setdefault(name, end)
+        ranges.setdefault(name, {})[f"static_cast<double>({end})"] = None
     if not ranges:
         return None
-    values = dict(_VALUE.findall(loop))
-    operations = len(values) + FUNCTION * sum(bool(_CALL.search(value)) for value in values.values())
-    each = (MEMORY + operations) * (1 if "Vectorized" in loop else SCALAR)
-    return " * ".join([f"{each}.0", *(f"static_cast<double>({end})" for end in ranges.values())])
+    values = _VALUE.findall(loop)
+    functions, special = ({name for name, value in values if calls.search(value)} for calls in (_FUNCTION, _SPECIAL))
+    operations = MEMORY + len({name for name, _ in values}) + FUNCTION * len(functions) + SPECIAL * len(special)
+    each = operations * (1 if "Vectorized" in loop else SCALAR)
+    return " * ".join([f"{each}.0", *(f"({' + '.join(ends)})" for ends in ranges.values())])
