@@ -148,4 +148,5 @@ def test_peak_memory_is_lower(package: Path, tmp_path: Path, monkeypatch: pytest
         _make(tmp_path / "leaves.pt2")
     rows = 4096
     consuming, leaving = (peak(load(path).module(), rows) for path in (package, tmp_path / "leaves.pt2"))
-    assert consuming <= leaving - rows * WIDTH * 4, f"{consuming:,} and {leaving:,} bytes"
+    a_gradient = WIDTH * WIDTH * 4  # of a weight: the two are at their most at other places of the backward
+    assert consuming <= leaving - rows * WIDTH * 4 + a_gradient, f"{consuming:,} and {leaving:,} bytes"
