@@ -42,8 +42,8 @@ extern "C" void __wrap_{PARALLEL}(void (*body)(void*), void* data, unsigned thre
 }}
 """
 """What compiled loops call where they are parallel, in the place of libgomp's function of that name (``ld --wrap``). For one thread, that makes a
-team of one, which calls the kernel at the end of each loop to wake the others: 0.3 µs, 191 times in a training step of a transformer of 110 thousand
-parameters. Within another team a loop would be divided among its threads, so that is left to libgomp."""
+team of one, which makes a system call at the end of each loop to wake the others: 0.3 µs, 191 times in a training step of a transformer of 110
+thousand parameters. Within another team a loop would be divided among its threads, so that is left to libgomp."""
 _OLD_SYMBOLS = ["pthread_rwlock_rdlock", "pthread_rwlock_wrlock", "pthread_rwlock_unlock", "pow", "exp", "exp2", "hypot", "fmod"]
 """Functions that a newer glibc exports under a newer version, too (2.29 to 2.38), of which the older gives the same bits. Not of them: ``log`` and
 ``log2``, whose older ones give NaN another sign."""
@@ -80,7 +80,7 @@ def _looks(wrapper: str) -> str:
 
 
 def kernel_source(kernels: str) -> str:
-    """Kernels that check an index (embeddings, gathers, class labels) run on one thread each.
+    """Kernels that check an index (embeddings, gathers, class labels) run on one thread each, others on several where there is work for them.
 
     The check throws, and an exception that leaves an OpenMP region ends the process; outside of one it becomes the error of that call.
     """
