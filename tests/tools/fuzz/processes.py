@@ -128,11 +128,11 @@ def run(
     waiting = deque(numbers[i : i + BATCH] for i in range(0, len(numbers), BATCH))
     workers: dict[int, _Worker] = {}
     again: deque[int] = deque()  # ended or stopped a worker: run once more, alone
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, tempfile.TemporaryDirectory(prefix="aot-backward-fuzz-") as work:
         while workers or again or (waiting and time.monotonic() < deadline):
             while len(workers) < jobs and (again or (waiting and time.monotonic() < deadline)):
                 alone = bool(again)
-                worker = _fork(seed, [again.popleft()] if alone else waiting.popleft(), folder, names, alone, deadline)
+                worker = _fork(seed, [again.popleft()] if alone else waiting.popleft(), folder, Path(work), names, alone, deadline)
                 workers[worker.pipe] = worker
                 selector.register(worker.pipe, selectors.EVENT_READ)
             for key, _ in selector.select(1):
@@ -194,7 +194,8 @@ def _record(number: int, made: spoiling.Spoilt, verdict: str, reason: str) -> di
     return {"number": number, "base": made.base, "kind": made.kind, "what": what, "verdict": verdict, "reason": reason}
 
 
-def _fork(seed: int, numbers: Sequence[int], folder: Path, names: tuple[str, ...], alone: bool, deadline: float) -> _Worker:
+def _fork(seed: int, numbers: Sequence[int], folder: Path, temporary: Path, names: tuple[str, ...], alone: bool, deadline: float) -> _Worker:
+    """``temporary``: what a worker that is killed leaves there, the caller removes."""
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -204,7 +205,7 @@ def _fork(seed: int, numbers: Sequence[int], folder: Path, names: tuple[str, ...
     try:
         os.close(read)
         judging.quiet()
-        work = Path(tempfile.mkdtemp(prefix="aot-backward-fuzz-"))
+        work = Path(tempfile.mkdtemp(dir=temporary))
         with contextlib.suppress(KeyboardInterrupt), os.fdopen(write, "wb", buffering=0) as pipe:
             for number in numbers:
                 if time.monotonic() > deadline and not alone:
