@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_MADE] = os.environ[SHARED] = tempfile.mkdtemp(prefix="aot-backward-tests-")
     os.environ.setdefault(CACHE, f"{os.environ[SHARED]}/cache")
     os.environ.setdefault("AOT_BACKWARD_TUNE", "none")  # what is timed takes time; test_tuning.py asks for it
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # each process that exports would compile 840 modules of PyTorch, 2 s: once in a run
+        os.environ["PYTHONPYCACHEPREFIX"] = f"{os.environ[SHARED]}/bytecode"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
