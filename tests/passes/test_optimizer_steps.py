@@ -111,6 +111,38 @@ def test_ten_steps_of_the_others(tmp_path: Path) -> None:
         assert replaying.report.steps == 10 - (name not in ALWAYS_COMPILED), name
 
 
+def test_a_parameter_with_gaps_in_memory(tmp_path: Path) -> None:
+    """A part of the columns of a wider tensor, as ``torch.linalg.lstsq`` gives some; what lies between its rows stays."""
+
+    def trained() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        whole = torch.randn(3, 20)
+        part = nn.Parameter(whole[:, :6])
+        optimizer = torch.optim.Adam([part])
+        for _ in range(5):
+            part.grad = part.detach().sin()
+            optimizer.step()
+        return [whole, *optimizer.state[part].values()]
+
+    with ab.record(tmp_path / "gaps.pt2", tune="none") as recording:
+        expected = trained()
+    assert not recording.skipped, recording.skipped
+    with ab.replay(tmp_path / "gaps.pt2") as replaying:
+        found = trained()
+    assert replaying.report.steps == 4, dict(replaying.report.eager_steps)
+    torch.testing.assert_close(found, expected)
+
+
+def test_an_expanded_gradient_is_left_to_eager(tmp_path: Path) -> None:
+    with ab.record(tmp_path / "expanded.pt2", tune="none") as recording:
+        part = nn.Parameter(torch.ones(3, 4))
+        optimizer = torch.optim.SGD([part])
+        for _ in range(3):
+            part.grad = torch.ones(()).expand(3, 4)
+            optimizer.step()
+    assert "expanded" in str(recording.skipped) and not (tmp_path / "expanded.pt2").exists()
+
+
 def test_numbers_are_those_of_the_moment() -> None:
     def schedule(step: int, optimizer: torch.optim.Optimizer) -> None:
         (group,) = optimizer.param_groups

@@ -117,6 +117,8 @@ def _refuse_odd(tensor: torch.Tensor) -> None:
         raise InputError(f"a tensor of it is on {tensor.device}; steps are compiled for the CPU")
     if tensor.is_complex():
         raise InputError("a parameter is complex")
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InputError("a tensor of it is expanded: several of its numbers are one")
 
 
 def _layout(tensor: torch.Tensor) -> list[Any]:
@@ -131,10 +133,16 @@ def copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         options: Mapping[str, Any] = {k: copy.deepcopy(v) for k, v in group.items() if k in optimizer.defaults}
         members = []
         for p in group["params"]:
-            q = p.detach().clone().requires_grad_(p.requires_grad)
-            q.grad = p.grad.detach().clone() if p.grad is not None else None
+            q = _with_strides(p).requires_grad_(p.requires_grad)
+            q.grad = _with_strides(p.grad) if p.grad is not None else None
             if p in optimizer.state:
-                other.state[q] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[p].items()}
+                other.state[q] = {k: _with_strides(v) if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[p].items()}
             members.append(q)
         other.param_groups.append({"params": members, **options})
     return other
+
+
+def _with_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which ``clone`` does not keep where there are gaps in memory."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor.detach())
