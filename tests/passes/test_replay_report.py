@@ -58,7 +58,7 @@ def test_the_most_frequent_reasons_are_shown_and_few() -> None:
                 torch.autograd.grad(function(x).sum(), x)
         torch.autograd.grad((x**2).sum(), x, create_graph=True)
     ran, *reasons = str(replaying.report).splitlines()
-    assert ran == "0 of 14 backward passes (5 bindings, 0 hits) ran compiled"
+    assert ran == "0 of 14 backward passes ran compiled"
     starts = ["  miss x5: ", "  miss x3: ", "  miss x2: ", "  miss x3: (other reasons)", "  eager x1: create_graph=True"]
     assert len(reasons) == 5 and all(reason.startswith(start) for reason, start in zip(reasons, starts, strict=True)), reasons
     assert len(replaying.report.to_json()["misses"]) == 5

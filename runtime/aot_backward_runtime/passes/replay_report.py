@@ -113,8 +113,7 @@ class Report:
             yield from (f"  {what} x{count}: {reason}" for reason, count in reasons.shown(_IN_TEXT).items())
 
     def _what_ran(self) -> str:
-        how = f"{self.bindings} binding{'' if self.bindings == 1 else 's'}, {self.hits} hit{'' if self.hits == 1 else 's'}"
-        parts = [f"{self.compiled} of {self.passes} backward passes ({how})"]
+        parts = [f"{self.compiled} of {self.passes} backward passes{self._how()}"]
         in_eager = sum(self.eager_steps.values())
         if self.steps or in_eager:
             first = f" ({self.eager_steps[NO_STATE]} made the state, in eager)" if self.eager_steps[NO_STATE] else ""
@@ -125,6 +124,14 @@ class Report:
             parts.append(f"{self.modules} of {self.modules + sum(self.eager_modules.values())} module calls ({self.audits} audited)")
         *others, last = parts
         return f"{', '.join(others)}{' and ' if others else ''}{last} ran compiled"
+
+    def _how(self) -> str:
+        """Of the passes that ran compiled, those that bound their structure (others did that, too, and were misses), the later ones, and those
+        through modules."""
+        bound = self.compiled - self.hits - self.through_modules
+        ways = [f"{bound} binding{'' if bound == 1 else 's'}, {self.hits} hit{'' if self.hits == 1 else 's'}"] if bound or self.hits else []
+        ways += [f"{self.through_modules} through modules"] if self.through_modules else []
+        return f" ({', '.join(ways)})" if ways else ""
 
     def _slower_ones(self) -> Iterator[str]:
         if self.slower:
