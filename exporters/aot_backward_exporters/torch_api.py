@@ -209,12 +209,6 @@ def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
     return shapes
 
 
-def unguarded(fake_mode: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which what is asked of a symbolic size is answered by the example, and is no guard (``ShapeEnv.suppress_guards``, 2.11 to
-    2.15): where the answer makes no difference, as which of its kernels eager would take for the same numbers and strides."""
-    return fake_mode.shape_env.suppress_guards()
-
-
 def strides_of_view() -> tuple[Any, str]:
     """The module and name of the function by which Inductor looks for the strides of a view (``_compute_stride``, seen in 2.13 and 2.14); "" where
     none has that name. A batch of 1 is refused where Inductor calls another one: ``test_declared_ranges`` tells."""
