@@ -144,5 +144,4 @@ def copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _with_strides(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, which ``clone`` does not keep where there are gaps in memory."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor.detach())
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
