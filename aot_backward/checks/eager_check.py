@@ -30,7 +30,7 @@ from aot_backward_runtime.loader import Package
 from . import stored_results
 from .example_sizes import Example, cotangents_at, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
-from .named_results import Named, Take, Wrt, results_of_eager, results_of_entry
+from .named_results import Named, Overwritten, Take, Wrt, results_of_eager, results_of_entry
 from .stored_results import Stored, is_large, sketch, sketched_distance
 from .tolerance import Comparison, Reference, Tolerance, compare, distance, distance_of_finite, finite_alike, is_finite, is_inexact, norm
 
@@ -69,22 +69,16 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
         _refuse_sparse(entry, eager)
         reference, sketches = _reference(given, eager)
         package = load()
-        try:
-            actual = results_of_entry(package, entry, spec, sized.example, cotangents)
-        except RuntimeError as error:
-            called, first = _called(package, spec), str(error).partition("\n")[0]
-            raise ExportError.of(
-                called[0] if len(called) == 1 else "",
-                f"{where}: the compiled code fails where eager does not: {first}"
-                + (f". It calls {', '.join(called)} as they are: leave them to eager" if called else ""),
-            ) from error
+        actual = _results_of_entry(package, entry, given, where)
+        inferred = _results_of_entry(package, entry, given, where, inference=True) if spec.inference is not None and spec.forward is not None else {}
         del package
         comparisons = compare_results(actual, eager, reference, reduced_precision=case.reduced_precision)
         if cancelling := [c.name for c in comparisons if c.wrong and reference.float64 and _is_single_output(c.name, eager)]:
             reference = _with_largest_moves(given, reference, eager, cancelling)
             comparisons = compare_results(actual, eager, reference, reduced_precision=case.reduced_precision)
         _check_strides(entry, actual, eager)
-        for comparison in comparisons:
+        without = compare_results(inferred, {n: eager[n] for n in inferred}, reference, reduced_precision=case.reduced_precision)
+        for comparison in (*comparisons, *(dataclasses.replace(c, name=f"{c.name} without gradients") for c in without)):
             if comparison.wrong:
                 raise ExportError(
                     f"{where}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
@@ -301,6 +295,21 @@ def _is_same_computation(eager: Named, reference: Reference[Named], reduced_prec
         if not is_finite(t) or (not low and _distance(name, e, reference) > _FAR * max(norm(t), 1e-3 * scale) + 100 * reference.moved[name]):
             return False
     return True
+
+
+def _results_of_entry(package: Package, entry: str, given: _Given, where: str, *, inference: bool = False) -> Named:
+    """:class:`ExportError` where the compiled code fails."""
+    try:
+        return results_of_entry(package, entry, given.spec, given.example, given.cotangents, inference=inference)
+    except Overwritten as error:
+        raise ExportError(f"{where}: {error}; nothing was written") from error
+    except RuntimeError as error:
+        called, first = _called(package, given.spec), str(error).partition("\n")[0]
+        raise ExportError.of(
+            called[0] if len(called) == 1 else "",
+            f"{where}: the compiled code fails where eager does not: {first}"
+            + (f". It calls {', '.join(called)} as they are: leave them to eager" if called else ""),
+        ) from error
 
 
 def _check_accumulated(entry: str, accumulated: Named, eager: Named, reference: Reference[Named], reduced_precision: bool) -> None:

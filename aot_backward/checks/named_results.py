@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import VariantSpec
 from aot_backward_runtime.loader import Package
 
@@ -27,16 +28,26 @@ Wrt = tuple[tuple[str, Any], ...]
 """What a ``grad`` entry differentiates, in order: ("parameter", its name) or ("input", its number among the tensors of the call)."""
 
 
-def results_of_entry(package: Package, entry: str, spec: VariantSpec, example: Example, cotangents: Sequence[torch.Tensor]) -> Named:
-    """Results of a loaded ``module`` or ``grad`` entry, whose buffers are put back."""
+class Overwritten(ExportError):
+    """Compiled code wrote to what it was given to read."""
+
+
+def results_of_entry(
+    package: Package, entry: str, spec: VariantSpec, example: Example, cotangents: Sequence[torch.Tensor], *, inference: bool = False
+) -> Named:
+    """Results of a loaded ``module`` or ``grad`` entry, whose buffers are put back. ``inference``: of a module under ``no_grad``, which may be other
+    code: outputs and buffers. :class:`Overwritten` where a parameter or what was put in is not what it was."""
     out: Named = {}
     example = _fresh_leaves(example)
+    given = {described.name: t for described, t in zip(spec.inputs, example.tensors, strict=True)}
+    given |= {f"incoming gradient {i}": c for i, c in enumerate(cotangents)}
     torch.manual_seed(SEED)
     if package.manifest.entries[entry].kind == "grad":
         grad = package.grad(entry)
         if example.mode:
             grad.train(example.mode == "train")
-        with preserve.values_kept(t for t in grad.parameters.values() if not t.requires_grad):
+        given |= {n: t for n, t in grad.parameters.items() if t.requires_grad}
+        with preserve.values_kept(t for t in grad.parameters.values() if not t.requires_grad), _only_read(given):
             value, gradients = grad(*example.args, **example.kwargs)
             _add_outputs(out, value)
             names = package.manifest.entries[entry].names
@@ -47,11 +58,34 @@ def results_of_entry(package: Package, entry: str, spec: VariantSpec, example: E
     module = package.module(entry).train(example.mode == "train")
     parameters = dict(module.named_parameters(remove_duplicate=False))
     targets = differentiated(spec, parameters, example)
-    with preserve.values_kept(module.buffers()), preserve.requiring_alone(parameters.values(), targets.values()), torch.enable_grad():
+    with (
+        preserve.values_kept(module.buffers()),
+        preserve.requiring_alone(parameters.values(), targets.values()),
+        _only_read(given | parameters),
+        torch.set_grad_enabled(not inference),
+    ):
         outputs = _add_outputs(out, module(*example.args, **example.kwargs))
-        _add_gradients(out, spec, outputs, targets, cotangents)
+        if not inference:
+            _add_gradients(out, spec, outputs, targets, cotangents)
         out.update({f"buffer {n}": b for n, b in module.named_buffers()})
         return _copied(out)
+
+
+@contextlib.contextmanager
+def _only_read(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Raises :class:`Overwritten` at its end, naming those of ``tensors`` that are not as they were."""
+    before = {name: _hash(t) for name, t in tensors.items()}
+    yield
+    if changed := [name for name, t in tensors.items() if _hash(t) != before[name]]:
+        raise Overwritten(f"the compiled code writes to {', '.join(changed)}, which it is to read alone; report this as a bug")
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    """Of every bit, without a copy."""
+    value = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    if value.is_floating_point() and value.itemsize == 1:
+        value = value.view(torch.uint8)
+    return int(torch.hash_tensor(value).view(torch.int64)) if value.numel() else 0
 
 
 def results_of_eager(

@@ -26,7 +26,7 @@ from aot_backward_runtime.package.targets import targets_of
 from ..capture import preserve
 from . import stored_results
 from .example_sizes import Example
-from .named_results import Named, results_of_entry
+from .named_results import Named, Overwritten, results_of_entry
 from .stored_results import as_dtype
 from .tolerance import Comparison
 
@@ -154,12 +154,21 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
     cotangents = [as_dtype(s.dtype, stored[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in stored]
     example = stored_example(spec, entry, number, examples)
     is_step = package.entries[entry] == "step"
+    inferred: Named = {}
     with _under(spec.ambient, spec), preserve.random_state_kept():
         if is_step:
             actual = _results_of_step(package, entry, example, stored)
         else:
-            actual = results_of_entry(package, entry, spec, example, cotangents)
-    return _compare_with_stored(entry, number, actual, stored, as_stored=is_step)
+            try:
+                actual = results_of_entry(package, entry, spec, example, cotangents)
+                if spec.inference is not None and spec.forward is not None:
+                    inferred = results_of_entry(package, entry, spec, example, cotangents, inference=True)
+            except Overwritten as error:
+                return VariantReport(entry, number, 0, "", 0.0, (str(error),))
+    report = _compare_with_stored(entry, number, actual, stored, as_stored=is_step)
+    of_inference = {key: t for key, t in stored.items() if key.partition("/")[2] in inferred}
+    without = _compare_with_stored(entry, number, inferred, of_inference, as_stored=False)
+    return dataclasses.replace(report, wrong=(*report.wrong, *(f"without gradients, {what}" for what in without.wrong)))
 
 
 def _results_of_step(package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]) -> Named:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from . import torch_api
+
+SPLICED = "spliced"
+"""In the ``meta`` of a graph that a rewrite made, as a body of control flow: what it left there is not to be rewritten again."""
 
 
 def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node], values: Mapping[Node, Any]) -> tuple[list[Node], dict[Node, Any]]:
     """``function`` of ``operands``, whose fake tensors are in ``values``, before ``place``: the nodes of its results (a flat tuple), and the value of
-    each new node. To be called within the operands' fake mode, as retargeting is."""
+    each new node. To be called within the operands' fake mode, as retargeting is. Where ``function`` calls control flow, its bodies become parts of
+    the module, marked as :data:`SPLICED`."""
     with torch.no_grad(), torch_api.enable_python_dispatcher():
         traced = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table())(*(values[node] for node in operands))
     traced.graph.eliminate_dead_code()
@@ -23,12 +29,23 @@ def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node],
     for node in traced.graph.nodes:
         if node.op == "output":
             return [found[result] for result in node.args[0]], made
+        if node.op == "get_attr":
+            with place.graph.inserting_before(place):
+                found[node] = place.graph.get_attr(_added(place.graph.owning_module, getattr(traced, node.target)))
         if node.op == "call_function":
             with place.graph.inserting_before(place):
                 found[node] = place.graph.node_copy(node, found.__getitem__)
             found[node].meta = {**place.meta, "val": node.meta["val"]}
             made[found[node]] = node.meta["val"]
     raise AssertionError("a graph ends with its output")
+
+
+def _added(module: Any, branch: GraphModule) -> str:
+    """The name under which ``branch``, a body of control flow, is a part of ``module`` now."""
+    name = next(name for i in itertools.count() if not hasattr(module, name := f"spliced_{i}"))
+    branch.meta[SPLICED] = True
+    module.add_submodule(name, branch)
+    return name
 
 
 def with_strides(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -44,6 +61,14 @@ def with_strides(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def hint(size: Any) -> int:
     """The number that a size is in the example, which it has (:func:`has_hints`)."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def at_most(size: Any) -> float:
+    """The largest number that a size can be by its declared range; infinity where it has none."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    upper = torch_api.bound_sympy(size.node.expr, size.node.shape_env.var_to_range).upper
+    return int(upper) if upper.is_Integer else math.inf
 
 
 def has_hints(tensor: torch.Tensor) -> bool:

@@ -98,6 +98,7 @@ _NAMES = {
     "compile_fx_inner": "torch._inductor.compile_fx",
     "get_cpp_wrapper_config": "torch._inductor.compile_fx",
     "V": "torch._inductor.virtualized",
+    "SubgraphLowering": "torch._inductor.graph",
     "fresh_cache": "torch._inductor.utils",
     "TracingContext": "torch._guards",
     "in_tracing_context": "torch._guards",
@@ -207,6 +208,12 @@ def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
     if any(type(n) is not int for shape in shapes for n in shape):
         raise TypeError("a symbolic size")
     return shapes
+
+
+def unguarded(fake_mode: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which what is asked of a symbolic size is answered by the example, and is no guard (``ShapeEnv.suppress_guards``, 2.11 to
+    2.15): where the answer makes no difference, as which of its kernels eager would take for the same numbers and strides."""
+    return fake_mode.shape_env.suppress_guards()
 
 
 def strides_of_view() -> tuple[Any, str]:

@@ -7,7 +7,9 @@ import copy
 import dataclasses
 import itertools
 import random
+import re
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from aot_backward.checks.eager_check import compare_results
 from aot_backward.checks.tolerance import Reference, norm
 from aot_backward.checks.verify import verify_package
 from aot_backward_runtime import ExportError, InputError, load
+from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.package.archive import open_package
 
 from ..support.oracle import assert_same, run
@@ -170,6 +173,52 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
     assert target.read_bytes() == b"the old package" and list(tmp_path.iterdir()) == [target]
 
 
+@pytest.mark.parametrize(
+    ("role", "what", "words"),
+    [
+        ("backward", "a weight", r"module variant 0: the compiled code writes to 2.weight, which it is to read alone"),
+        ("forward", "the input", r"module variant 0: the compiled code writes to input, which it is to read alone"),
+        ("inference", "the result", r"module variant 0: output\[0\] without gradients is wrong: off by .* is allowed; nothing was written"),
+    ],
+)
+def test_what_no_comparison_of_gradients_sees_fails_the_export(
+    role: str, what: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that writes to what it is given to read, and code that runs under ``no_grad`` alone: neither the export nor ``verify`` accepts it."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4)
+    export = partial(ab.export, entries={"module": ab.Module(net, [ab.Variant((x,), mode="eval")])}, tune="none")
+    good = export(tmp_path / "good.pt2")
+    loaded = Library._load
+
+    class Spoiling:
+        """A runner that changes something at each call."""
+
+        def __init__(self, runner: Any):
+            self.runner, self.constants = runner, runner.constants
+
+        def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+            self.bound = list(tensors.values())
+            self.runner.bind(tensors)
+
+        def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            results: list[torch.Tensor] = self.runner.run(inputs)
+            with torch.no_grad():
+                changed = {"a weight": self.bound, "the input": [t for t in inputs if t.shape == x.shape], "the result": results}[what]
+                changed[0].detach().mul_(1.01)
+            return results
+
+    def load_spoilt(library: Library) -> Any:
+        its_role = "inference" if len(library.spec.outputs) == 1 else "forward" if len(library.spec.constants) == 4 else "backward"
+        return Spoiling(loaded(library)) if its_role == role else loaded(library)
+
+    monkeypatch.setattr(Library, "_load", load_spoilt)
+    with pytest.raises(ExportError, match=words):
+        export(tmp_path / "bad.pt2")
+    (report,) = verify_package(good).variants
+    assert re.search("writes to|without gradients, output", report.wrong[0]) and not (tmp_path / "bad.pt2").exists()
+
+
 class Product(nn.Module):
     def __init__(self, weight: torch.Tensor):
         super().__init__()
@@ -187,8 +236,8 @@ def test_a_sum_of_many_terms_that_cancel(tmp_path: Path, factor: float, monkeypa
     x, weight = torch.randn(98_304, generator=generator), torch.randn(98_304, generator=generator)
     sum_of = eager_check.results_of_entry
 
-    def results(*args: Any) -> Any:
-        named = sum_of(*args)
+    def results(*args: Any, inference: bool) -> Any:
+        named = sum_of(*args, inference=inference)
         return {n: t if t is None or t.numel() != 1 else t + (factor - 1) * float((x * weight.detach()).abs().sum()) for n, t in named.items()}
 
     monkeypatch.setattr(eager_check, "results_of_entry", results)
@@ -200,7 +249,11 @@ def test_a_sum_of_many_terms_that_cancel(tmp_path: Path, factor: float, monkeypa
 
 def test_a_number_that_is_no_float_and_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sum_of = eager_check.results_of_entry
-    monkeypatch.setattr(eager_check, "results_of_entry", lambda *args: {n: t + 1 if n == "output[1]" else t for n, t in sum_of(*args).items()})
+
+    def results(*args: Any, **options: Any) -> Any:
+        return {n: t + 1 if n == "output[1]" else t for n, t in sum_of(*args, **options).items()}
+
+    monkeypatch.setattr(eager_check, "results_of_entry", results)
     with pytest.raises(ExportError, match=r"output\[1\] is wrong: off by 1 from eager, 0 is allowed"):
         ab.export_module(Counting(), (torch.randn(3, 2),), path=tmp_path / "x.pt2")
 

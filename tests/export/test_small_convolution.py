@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
+from aot_backward_exporters.rewrites.sequence import rewrite
 from aot_backward_exporters.rewrites.small_convolution import by_products
 from aot_backward_runtime import load
 
@@ -174,3 +175,50 @@ def test_a_package(tmp_path: Path, trained: bool) -> None:
         module.first.weight.mul_(2)  # type: ignore[union-attr,operator]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated")  # torch.export's own
+@pytest.mark.parametrize(("rows", "most", "chooses", "left"), [(2, 9, 0, 0), (2, 10, 1, 0), (9, None, 1, 0), (10, None, 0, 1)])
+def test_an_open_batch_is_settled_by_its_range_and_the_example_or_else_by_the_call(rows: int, most: int | None, chooses: int, left: int) -> None:
+    """16 channels of 10 by 10: 9 rows are little data, and 10 are not."""
+    dim = Dim("rows", max=most) if most else Dim("rows")
+    program = torch.export.export(nn.Conv2d(16, 4, 3, padding=1), (drawn(rows, 16, 10, 10),), dynamic_shapes=({0: dim},)).run_decompositions()
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    for _ in range(2):  # what is for many rows is left alone
+        rewrite(program.graph_module, values[0].fake_mode)
+    branches = [child for child in program.graph_module.children() if isinstance(child, torch.fx.GraphModule)]
+    assert (len(branches), kernels(program.graph_module)) == (2 * chooses, left)
+    assert sorted(map(kernels, branches)) == [0, 1] * chooses
+
+
+class Small(nn.Module):
+    """Its forward is little data up to 48 rows, its gradients up to 36."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(functional.max_pool2d(self.first(x).tanh(), 2)).square().mean(0)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    torch.manual_seed(0)
+    net = Small()
+    x = drawn(4, 3, 14, 14).requires_grad_()
+    return net, ab.export_module(net, (x,), dynamic_shapes=({0: Dim("rows")},), path=tmp_path_factory.mktemp("small") / "small.pt2")
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end")  # torch 2.11
+@pytest.mark.parametrize(("rows", "called"), [(1, 0), (4, 0), (300, 2)])
+def test_a_call_chooses_by_its_rows(small: tuple[nn.Module, Path], rows: int, called: int) -> None:
+    net, path = small
+    x = drawn(rows, 3, 14, 14).requires_grad_()
+    module = load(path).module()
+    expected = run(net, (x,), 1)
+    for _ in range(2):  # the first could have written to what the second reads
+        assert_same(run(module, (x,), 1), expected)
+    with torch.profiler.profile() as profile:
+        module(x).sum().backward()
+    assert sum(event.name == "aten::_convolution" for event in profile.events() or ()) == called

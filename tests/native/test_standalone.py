@@ -78,6 +78,34 @@ def test_code_and_libraries_load_on_older_systems(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_dlpack(gradient), x.grad)
 
 
+class Choosing(nn.Module):
+    """A branch of its own, of which rows decide, and convolutions of few rows or of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(self.first(x).tanh())
+        return torch.cond(y.shape[0] > 30, lambda y: y.square().mean(), lambda y: y.sin().mean(), (y,))  # type: ignore[no-any-return]
+
+
+def test_branches_by_the_number_of_rows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Choosing()
+    rows = torch.export.Dim("rows", min=2, max=1000)
+    entry = ab.Grad(net, [ab.Variant((torch.randn(4, 3, 14, 14),), dynamic_shapes={"x": {0: rows}})])
+    ab.export(tmp_path / "choosing.pt2", {"choosing": entry}, runtime="standalone", tune="none")
+    gradients = abn.load(tmp_path / "choosing.pt2").grad()
+    for count in (2, 4, 31, 200):
+        x = torch.randn(count, 3, 14, 14)
+        value, found = gradients(x)
+        expected = net(x)
+        torch.testing.assert_close(torch.from_dlpack(value), expected.detach())
+        for name, gradient in zip(net.state_dict(), torch.autograd.grad(expected, list(net.parameters())), strict=True):
+            torch.testing.assert_close(torch.from_dlpack(found[name]), gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_what_did_not_run_is_refused() -> None:
     words = r"waves does not run on the backend standalone: it calls aten\._fft_c2c, aten\._fft_r2c, .*: open the package with the backend libtorch"
     with pytest.raises(abn.IncompatibleError, match=words):

@@ -69,14 +69,21 @@ def _strides_for_any_size() -> contextlib.AbstractContextManager[None]:
 def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
     """A context in which Inductor may put its own values into the memory of the inputs that are donated. Whether there are any.
 
-    None where the graph has graphs within it (cond, scan): Inductor takes the numbers for those of their inputs, too, and code overwrote incoming
-    gradients there."""
-    if not graph.donated or any(isinstance(m, torch.fx.GraphModule) for m in graph.module.children()):
+    None of the inputs of a graph within the graph (of cond, of scan) is: before 2.15 Inductor takes the numbers of those that are for numbers of its
+    inputs, too, and code wrote the gradient of a weight over the weight."""
+    if not graph.donated:
         yield False
         return
+    lowering = torch_api.SubgraphLowering
+    original = lowering.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.bw_donated_idxs = None
+
     context = torch_api.TracingContext(fake_mode)
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=list(graph.donated))
-    with torch_api.in_tracing_context(context):
+    with torch_api.in_tracing_context(context), patched(lowering, __init__=made):
         yield True
 
 

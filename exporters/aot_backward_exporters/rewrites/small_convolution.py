@@ -2,7 +2,7 @@
 
 The kernel (oneDNN's) puts input, weight and result into an order of its own at each call, and the weight of a model that is trained is another one
 each time: some 50 µs before anything is computed, and 50 to 100 for a gradient. Copying the windows of the input side by side, which is all that the
-products need, takes less where there is little to copy.
+products need, takes less where there is little to copy. Of an open batch there may be little or much: then the call chooses, by its rows.
 
 Zeros around the input are multiplied like other numbers, which the kernel leaves out: where a weight or an incoming gradient is Inf or NaN, results
 at the border may be NaN that are finite or Inf in eager. They are so in tensors that hold an Inf or a NaN in eager, too.
@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import torch_api
-from ..fx_splice import has_hints, hint, replace_results, spliced, with_strides
+from ..fx_splice import SPLICED, at_most, has_hints, hint, replace_results, spliced, with_strides
 from . import convolution_products as products
 from .graph_edit import arguments
 
@@ -29,20 +29,21 @@ gradient. With half as many a convolution takes 0.5 to 0.7 of the kernel's time,
 WEIGHT = 16 << 10
 """Numbers in the weight, at most, which the gradients copy and reorder. From 128 channels to as many, 3 by 3 and 147,456 numbers, on one image of 4
 by 4 took 1.3 times as long as by the kernel."""
-ROWS = 64
-"""An open batch counts as twice its example's rows, and as so many at least."""
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
 _LISTS = ("stride", "padding", "dilation", "output_padding")
+_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
 def by_products(module: GraphModule, fake_mode: Any) -> None:
     """Rewrites the graph of ``module``."""
+    if SPLICED in module.meta:  # the convolution in it is for many rows
+        return
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
             given = _arguments(node)
-            if _is_plain(given) and (node.target is _FORWARD or _can_be_products(given)) and _is_small(given):
+            if _is_plain(given) and (node.target is _FORWARD or _can_be_products(given)) and (most := _most_rows(given)):
                 with fake_mode:
-                    (_replace_forward if node.target is _FORWARD else _replace_backward)(node, given)
+                    (_replace_forward if node.target is _FORWARD else _replace_backward)(node, given, most, fake_mode)
     module.recompile()
 
 
@@ -63,16 +64,19 @@ def _is_plain(given: dict[str, Any]) -> bool:
     return bool(torch_api.is_contiguous_or_false(x) and torch_api.is_contiguous_or_false(weight))
 
 
-def _is_small(given: dict[str, Any]) -> bool:
+def _most_rows(given: dict[str, Any]) -> float:
+    """Up to how many rows it is to be products: 0 where never, or where the example has more; infinity where all that there can be."""
     rows, channels, *sizes = given["input"].meta["val"].shape
     out, _, *kernel = given["weight"].meta["val"].shape
     if math.prod(kernel) == 1 or given["weight"].meta["val"].numel() > WEIGHT or not has_hints(given["input"].meta["val"]):
-        return False  # of one number a kernel: the library's is a product already
-    count = rows if type(rows) is int else max(2 * hint(rows), ROWS)
-    of_input = count * math.prod(kernel) * channels * math.prod(_shape(given).places(sizes))
-    of_grad = count * math.prod(kernel) * out * math.prod(sizes)
+        return 0  # of one number a kernel: the library's is a product already
+    of_input = math.prod(kernel) * channels * math.prod(_shape(given).places(sizes))
+    of_grad = math.prod(kernel) * out * math.prod(sizes)
     wants_input = "output_mask" in given and given["output_mask"][0]
-    return of_input + of_grad <= 2 * NUMBERS if wants_input else of_input <= NUMBERS
+    most = 2 * NUMBERS // (of_input + of_grad) if wants_input else NUMBERS // of_input
+    if at_most(rows) <= most:
+        return math.inf
+    return most if hint(rows) <= most else 0
 
 
 def _can_be_products(given: dict[str, Any]) -> bool:
@@ -87,19 +91,26 @@ def _shape(given: dict[str, Any]) -> products.Shape:
     return products.Shape(list(given["weight"].meta["val"].shape[2:]), given["stride"], given["padding"], given["dilation"])
 
 
-def _replace_forward(node: Node, given: dict[str, Any]) -> None:
-    def called(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor]:
+def _replace_forward(node: Node, given: dict[str, Any], most: float, fake_mode: Any) -> None:
+    options = [given[name] for name in _OPTIONS]
+
+    def by_products(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (with_strides(products.forward(x, weight, bias[0] if bias else None, _shape(given)), node.meta["val"]),)
 
-    (made,) = _spliced(node, called, [given["input"], given["weight"], *([] if given["bias"] is None else [given["bias"]])])
+    def by_kernel(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch_api.unguarded(fake_mode):
+            return (_FORWARD(x, weight, bias[0] if bias else None, *options),)
+
+    operands = [given["input"], given["weight"], *([] if given["bias"] is None else [given["bias"]])]
+    (made,) = _spliced(node, _by_rows(most, by_products, by_kernel), operands)
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
 
 
-def _replace_backward(node: Node, given: dict[str, Any]) -> None:
-    mask, shape = given["output_mask"], _shape(given)
+def _replace_backward(node: Node, given: dict[str, Any], most: float, fake_mode: Any) -> None:
+    mask, shape, options = given["output_mask"], _shape(given), [given[name] for name in _OPTIONS]
 
-    def called(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def by_products(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         makers = (
             lambda: products.of_input(grad, weight, shape),
             lambda: products.of_weight(grad, x, weight, shape),
@@ -107,9 +118,25 @@ def _replace_backward(node: Node, given: dict[str, Any]) -> None:
         )
         return tuple(with_strides(make(), like) for make, like, asked in zip(makers, node.meta["val"], mask, strict=True) if asked)
 
-    made = iter(_spliced(node, called, [given["grad_output"], given["input"], given["weight"]]))
+    def by_kernel(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch_api.unguarded(fake_mode):
+            results = _BACKWARD(grad, x, weight, given["bias_sizes"], *options, mask)
+        return tuple(result for result, asked in zip(results, mask, strict=True) if asked)
+
+    operands = [given["grad_output"], given["input"], given["weight"]]
+    made = iter(_spliced(node, _by_rows(most, by_products, by_kernel), operands))
     replace_results(node, [next(made) if asked else None for asked in mask])
 
 
-def _spliced(node: Node, called: Callable[..., tuple[torch.Tensor, ...]], operands: list[Node]) -> list[Node]:
+_Function = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def _by_rows(most: float, few: _Function, many: _Function) -> _Function:
+    """``few`` where the first argument has at most ``most`` rows, else ``many``: settled here, or by each call."""
+    if most == math.inf:
+        return few
+    return lambda *operands: torch.ops.higher_order.cond(operands[0].shape[0] <= most, few, many, operands)
+
+
+def _spliced(node: Node, called: _Function, operands: list[Node]) -> list[Node]:
     return spliced(node, called, operands, {operand: operand.meta["val"] for operand in operands})[0]

@@ -388,6 +388,12 @@ CORE int32_t aoti_torch_new_uninitialized_tensor(tensor **out) {
   MADE(out, blank(1, &none, NULL, F32));
 }
 
+/* A handle of its own for what `t` is: how a branch of compiled code hands on its results. */
+CORE int32_t aoti_torch_assign_tensors_out(tensor *t, tensor **out) {
+  *out = tensor_view(t, t->rank, t->sizes, t->strides, t->offset);
+  return !*out;
+}
+
 /* `to` becomes what `from` is. */
 CORE int32_t aoti_torch_assign_tensors(tensor *from, tensor *to) {
   storage *before = to->held;
