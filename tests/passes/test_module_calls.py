@@ -194,6 +194,29 @@ def test_calls_are_served_and_equal_eager(kind: Callable[[], nn.Module], package
     assert report.through_modules and not report.misses
 
 
+def test_passes_that_are_not_through_modules_are_served_between_many_that_are(tmp_path: Path) -> None:
+    """The session rests where a pass after another is through modules; one that is not ends the rest. All are counted as what they were."""
+    leaf = torch.randn(6, requires_grad=True)
+
+    def passes(net: nn.Module, count: int, every: int) -> list[torch.Tensor]:
+        gradients = []
+        for step in range(1, count + 1):
+            loss = (leaf.tanh() * step).square().sum() if step % every == 0 else call(net, step)
+            gradients += torch.autograd.grad(loss, [leaf] if step % every == 0 else list(net.parameters()))
+        return gradients
+
+    path = tmp_path / "both.pt2"
+    with ab.record(path, modules=True, optimizer=False, tune="none"):
+        passes(made(Hidden), 20, 2)
+    expected = passes(made(Hidden), 400, 40)
+    with ab.replay(path, modules=True) as session:
+        found = passes(made(Hidden), 400, 40)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    report = session.report
+    assert (report.through_modules, report.bindings + report.hits) == (390, 10) and report.hits >= 9, str(report)
+    assert report.passes == report.compiled == 400 and not report.slower and not report.misses, str(report)
+
+
 def test_other_sizes_than_were_recorded_are_served(package: Path) -> None:
     net = made(Hidden)
     twin = made(Hidden)

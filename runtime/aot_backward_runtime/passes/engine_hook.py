@@ -91,6 +91,10 @@ class EngineHook:
     def ran_in_eager(self, what: Any, seconds: float) -> None:
         """``what``: of :meth:`prefers_eager`."""
 
+    def rests_for(self, roots: Sequence[Any], inputs: Sequence[Any]) -> bool:
+        """Whether a pass within a rest goes to eager, too, and does not end it."""
+        return True
+
     def rested(self, count: int) -> None:
         """After a rest, of how many passes."""
 
@@ -163,7 +167,7 @@ class EngineHook:
         """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
         if self._resting > 0 and not args[2]:
             self._resting -= 1
-            if self._resting > 0:
+            if self._resting > 0 and self.rests_for(roots, args[3]):
                 return _eager(roots, *args, **kwargs)
             self._wake()
         if not self.inside and not args[2] and self.is_through_modules():

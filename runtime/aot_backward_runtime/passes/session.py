@@ -95,7 +95,8 @@ class Replaying(EngineHook):
         self._attempts_left = 0  # passes to record until all of those are bound again
         self._skip = 0  # passes until the next attempt after those
         self._intercepts = self._intercepts_modules = False
-        self._calls_seen = 0  # of modules, compiled, when the last pass through them was seen
+        self._rests_on_modules = False  # whether one of those that are in a row was through modules
+        self._rested_through = 0  # passes through modules in this rest
 
     def __enter__(self) -> Replaying:
         super().__enter__()
@@ -208,23 +209,30 @@ class Replaying(EngineHook):
     def is_through_modules(self) -> bool:
         through, self.modules.since_backward = self.modules.since_backward, False
         if through:
+            self._rests_on_modules = True
             self._note_through_modules(1)
         return through
 
     def _note_through_modules(self, count: int) -> None:
-        self._calls_seen = self.modules.compiled
         self.report.passes += count
         self.report.compiled += count
         self.report.through_modules += count
 
+    def rests_for(self, roots: Sequence[Any], inputs: Sequence[Any]) -> bool:
+        if self.modules.since_backward:
+            self.modules.since_backward = False
+            self._rested_through += 1
+            return True
+        return not self._rests_on_modules or self.prefers_eager(roots, inputs) is not None
+
     def rested(self, count: int) -> None:
-        through = min(count, self.modules.compiled - self._calls_seen)
+        through, self._rested_through = self._rested_through, 0
         self._note_through_modules(through)
         self.report.passes += count - through
         self.report.slower.note("left to eager without a look, as all before them were", count - through)
 
     def left_to_eager(self, reason: str) -> None:
-        self.in_a_row = 0
+        self._break_row()
         self.report.passes += 1
         self.report.eager.note(reason)
         self._log_once(f"a backward pass was left to eager: {reason}")
@@ -293,7 +301,10 @@ class Replaying(EngineHook):
         if not self.looks_at_all:
             self.sites.note(self.roots, eager_is_faster=eager_is_faster)
             if not eager_is_faster:
-                self.in_a_row = 0
+                self._break_row()
+
+    def _break_row(self) -> None:
+        self.in_a_row, self._rests_on_modules = 0, False
 
     def _run_compiled(
         self, structure: Structure, operands: Operands, match: Match, fastest: FastestWay, binding: bool, start: float
