@@ -83,9 +83,11 @@ def _only_read(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
 def _hash(tensor: torch.Tensor) -> int:
     """Of every bit, without a copy."""
     value = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    if value.is_floating_point() and value.itemsize == 1:
-        value = value.view(torch.uint8)
-    return int(torch.hash_tensor(value).view(torch.int64)) if value.numel() else 0
+    bits = value.view(_BITS[value.itemsize])
+    return int(torch.hash_tensor(bits).view(torch.int64)) if bits.numel() else 0
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def results_of_eager(

@@ -20,7 +20,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward.capture import partition
-from aot_backward.checks import eager_check, step_check
+from aot_backward.checks import eager_check, named_results, step_check
 from aot_backward.checks.eager_check import compare_results
 from aot_backward.checks.tolerance import Reference, norm
 from aot_backward.checks.verify import verify_package
@@ -217,6 +217,18 @@ def test_what_no_comparison_of_gradients_sees_fails_the_export(
         export(tmp_path / "bad.pt2")
     (report,) = verify_package(good).variants
     assert re.search("writes to|without gradients, output", report.wrong[0]) and not (tmp_path / "bad.pt2").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*support is experimental")
+@pytest.mark.parametrize("dtype", ["bool", "uint16", "uint32", "float8_e4m3fn", "bfloat16", "float64", "complex32", "complex128"])
+def test_what_is_written_is_seen_in_every_dtype(dtype: str) -> None:
+    tensor = torch.zeros(5, 3).to(getattr(torch, dtype))
+    for written in (tensor, tensor.t()):
+        with named_results._only_read({"it": written}):
+            pass
+        with pytest.raises(named_results.Overwritten, match="writes to it, which"), named_results._only_read({"it": written}):
+            tensor[4, 1] = 1
+        tensor[4, 1] = 0
 
 
 class Product(nn.Module):
