@@ -308,3 +308,31 @@ def test_an_audit_sees_whether_results_share_memory_with_what_the_call_was_given
     x, other = torch.ones(2, 3), torch.ones(2, 3)
     assert not _aliased([x.t(), x * 2], memory_of([x]), [other[0], other * 2], memory_of([other]))
     assert "result 1 shares memory" in _aliased([x, x * 2], memory_of([x]), [other, other.detach()], memory_of([other]))
+
+
+class Undecided(nn.Module):
+    """Cannot be exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 1e9 else x + torch.tanh(self.lin(x))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Undecided(), Undecided())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 1e9 else self.blocks(x)
+
+
+def test_what_is_left_out_names_the_line_of_the_script_also_where_it_was_called_again(tmp_path: Path) -> None:
+    """Blocks are called by PyTorch's ``Sequential``, which is called again when the recording ends: by no line of the script."""
+    with ab.record(tmp_path / "none.pt2", modules=True, optimizer=False, tune="none") as recording:
+        trained(made(Chain), 3)
+    line = Chain.forward.__code__.co_firstlineno + 1
+    assert any(f"{Undecided.__qualname__} (called at {__file__}:{line})" in words for words in recording.skipped), recording.skipped

@@ -78,11 +78,11 @@ def add_modules(
 
 def _called_again(failed: Iterable[ObservedModule]) -> ObservedModules:
     """What modules that could not be compiled call, by calling each again as it was called, twice for each of a few sizes."""
-    inner = ObservedModules()
+    inner = ObservedModules(_called_again.__code__)
     for seen in failed:
         if seen.differentiated:
             continue
-        calling = _Within(seen.module, inner)
+        calling, inner.line = _Within(seen.module, inner), seen.line
         interception.enter(calling)
         try:
             for kind in seen.kinds.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,8 +85,11 @@ class ObservedModule:
 class ObservedModules:
     """By the module. It keeps them alive until the recording is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: types.CodeType | None = None) -> None:
+        """``caller``: the function of this project that calls what is observed, once the script has ended."""
         self.modules: dict[int, ObservedModule] = {}
+        self.line, self._caller = "", caller
+        """``line``: where the script called what is called now, of a ``caller``."""
 
     def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call by the module itself, observed. Where it is refused, the calls of its submodules come here instead."""
@@ -113,7 +117,7 @@ class ObservedModules:
             return None
         if sum(s.inner == inner for s in self.modules.values()) >= (_INNER if inner else _MODULES) or self._refused(type(module)) >= _REFUSED:
             return None
-        seen = self.modules[id(module)] = ObservedModule(module, origin.line(), inner)
+        seen = self.modules[id(module)] = ObservedModule(module, origin.line(within=self._caller) or self.line, inner)
         return seen
 
     def _plainly(self, seen: ObservedModule, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import types
 import weakref
 
 import torch
@@ -13,10 +14,12 @@ PASSED_OVER = ("torch", "aot_backward_runtime", "aot_backward")
 _SEARCHES = 16
 
 
-def line() -> str:
-    """The innermost line that is in neither torch nor this project."""
+def line(*, within: types.CodeType | None = None) -> str:
+    """The innermost line that is in neither torch nor this project; ``within``: "" where there is none in what that function calls."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in PASSED_OVER:
+        if frame.f_code is within:
+            return ""
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
