@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import aot_backward as ab
 from aot_backward_runtime.errors import MissError
@@ -215,6 +216,20 @@ def test_passes_that_are_not_through_modules_are_served_between_many_that_are(tm
     report = session.report
     assert (report.through_modules, report.bindings + report.hits) == (390, 10) and report.hits >= 9, str(report)
     assert report.passes == report.compiled == 400 and not report.slower and not report.misses, str(report)
+
+    def nested(net: nn.Module) -> list[torch.Tensor]:
+        for step in range(100):  # each has a pass within the pass
+            inner = checkpoint(lambda t: t.tanh().sum(), leaf, use_reentrant=True) if step > 50 else 0.0
+            (call(net, step) + inner).backward()
+        (gradient, leaf.grad) = (leaf.grad, None)
+        return [gradient, *(p.grad for p in net.parameters())]
+
+    expected = nested(made(Hidden))
+    with ab.replay(path, modules=True) as session:
+        found = nested(made(Hidden))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    report = session.report
+    assert report.passes == 149 and report.through_modules == 100 and not report.misses and report.bindings == 0, str(report)
 
 
 def test_other_sizes_than_were_recorded_are_served(package: Path) -> None:

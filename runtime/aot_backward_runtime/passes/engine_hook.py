@@ -166,9 +166,14 @@ class EngineHook:
     def run(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
         if self._resting > 0 and not args[2]:
-            self._resting -= 1
-            if self._resting > 0 and self.rests_for(roots, args[3]):
+            last = self._resting == 1
+            if (not last and self.rests_for(roots, args[3])) or torch_api.in_backward():  # what is called within a pass belongs to it
+                if last:
+                    self._rest += 1
+                else:
+                    self._resting -= 1
                 return _eager(roots, *args, **kwargs)
+            self._resting -= 1
             self._wake()
         if not self.inside and not args[2] and self.is_through_modules():
             self.in_a_row += 1
@@ -201,7 +206,8 @@ class EngineHook:
             if self.inside:
                 return self._leave_to_eager("re-entrant: called by a hook or a custom function of another pass", roots, args, kwargs)
             if self._off:
-                return self._leave_to_eager("ran beside a pass of another thread", roots, args, kwargs)
+                reason = "ran within a pass that was left to eager" if torch_api.in_backward() else "ran beside a pass of another thread"
+                return self._leave_to_eager(reason, roots, args, kwargs)
             if self._left >= _LEFT_LEAST and (self._left >= _LEFT_BEHIND or self._left * self.largest >= _LEFT_NODES):
                 self.clear_cache()
             self.inside, self.running, self.runs_in, self.reduced = True, False, threading.get_ident(), 0.0
