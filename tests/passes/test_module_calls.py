@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.checkpoint import checkpoint
 
 import aot_backward as ab
 from aot_backward_runtime.errors import MissError
