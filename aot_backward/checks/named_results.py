@@ -28,6 +28,11 @@ Wrt = tuple[tuple[str, Any], ...]
 """What a ``grad`` entry differentiates, in order: ("parameter", its name) or ("input", its number among the tensors of the call)."""
 
 
+def infers_apart(spec: VariantSpec) -> bool:
+    """Whether a module's variant has code of its own for calls under ``no_grad``."""
+    return spec.inference is not None and spec.forward is not None
+
+
 class Overwritten(ExportError):
     """Compiled code wrote to what it was given to read."""
 

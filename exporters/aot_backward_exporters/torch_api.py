@@ -216,6 +216,11 @@ def unguarded(fake_mode: Any) -> contextlib.AbstractContextManager[None]:
     return fake_mode.shape_env.suppress_guards()
 
 
+def donate_no_inputs(lowering: Any) -> None:
+    """Has Inductor put nothing into the inputs of the graph that it lowers (``GraphLowering.bw_donated_idxs``, 2.11 to 2.15)."""
+    lowering.bw_donated_idxs = None
+
+
 def strides_of_view() -> tuple[Any, str]:
     """The module and name of the function by which Inductor looks for the strides of a view (``_compute_stride``, seen in 2.13 and 2.14); "" where
     none has that name. A batch of 1 is refused where Inductor calls another one: ``test_declared_ranges`` tells."""

@@ -79,7 +79,7 @@ def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.bw_donated_idxs = None
+        torch_api.donate_no_inputs(self)
 
     context = torch_api.TracingContext(fake_mode)
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=list(graph.donated))

@@ -166,12 +166,12 @@ class EngineHook:
     def run(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
         if self._resting > 0 and not args[2]:
-            last = self._resting == 1
-            if (not last and self.rests_for(roots, args[3])) or torch_api.in_backward():  # what is called within a pass belongs to it
-                if last:
-                    self._rest += 1
-                else:
-                    self._resting -= 1
+            if self._resting > 1 and self.rests_for(roots, args[3]):
+                self._resting -= 1
+                return _eager(roots, *args, **kwargs)
+            if torch_api.in_backward():  # what is called within a pass belongs to it
+                with self._switch:
+                    self._rest += bool(self._rest)  # another thread may have ended the rest
                 return _eager(roots, *args, **kwargs)
             self._resting -= 1
             self._wake()
