@@ -17,11 +17,13 @@ from . import (
     short_attention,
     small_convolution,
     tanh,
+    variances,
 )
 
 REWRITES = (
     small_convolution.by_products,
     max_pooling.by_channels,
+    variances.by_two_sums,
     axis_sums.by_rows,
     row_sums.by_scatter_add,
     tanh.by_exp,
