@@ -14,6 +14,7 @@ import torch
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.torch_api import CONSTANT_LAYOUTS
 
+from .float_sums import in_registers
 from .parallel_regions import where_it_pays
 
 WRAPPER_HEADER = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
@@ -84,7 +85,7 @@ def kernel_source(kernels: str) -> str:
 
     The check throws, and an exception that leaves an OpenMP region ends the process; outside of one it becomes the error of that call.
     """
-    functions = kernels.split(_KERNEL_START)
+    functions = in_registers(kernels).split(_KERNEL_START)
     return _for_older_glibc() + _KERNEL_START.join(_OMP.sub("", f) if "TORCH_CHECK" in f else where_it_pays(f) for f in functions)
 
 
