@@ -11,7 +11,7 @@ import torch
 aten = torch.ops.aten
 
 
-def _var_mean(
+def var_mean(
     x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dims = list(range(x.dim())) if dim is None or len(dim) == 0 else [d % x.dim() for d in dim]
@@ -19,8 +19,7 @@ def _var_mean(
     mean = aten.mean.dim(x, dims, True)
     apart = x - mean
     squares = aten.sum.dim_IntList(apart * apart, dims, keepdim)
-    wanted = 1 if correction is None else correction
-    rest = torch.sym_max(count - wanted, 0) if isinstance(wanted, int) else max(count - wanted, 0.0)
+    rest = torch.sym_max(count - (1 if correction is None else correction), 0)
     return squares / rest, mean if keepdim else aten.squeeze.dims(mean, dims)
 
 
@@ -89,5 +88,5 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "aten.max.dim": _extreme(aten.max.dim),
     "aten.min.dim": _extreme(aten.min.dim),
     "aten.topk.default": _top,
-    "aten.var_mean.correction": _var_mean,
+    "aten.var_mean.correction": var_mean,
 }
