@@ -231,6 +231,28 @@ def test_passes_that_are_not_through_modules_are_served_between_many_that_are(tm
     assert report.passes == 149 and report.through_modules == 100 and not report.misses and report.bindings == 0, str(report)
 
 
+@pytest.mark.parametrize("options", [{}, {"strict": True}, {"always": True}], ids=str)
+def test_all_passes_through_compiled_calls_count_as_such(package: Path, options: dict[str, bool]) -> None:
+    """Of two calls that come before their passes, as of an actor and a critic, and of one call that is differentiated twice."""
+
+    def passes(count: int) -> list[torch.Tensor]:
+        actor, critic = made(Hidden), made(Hidden)
+        for step in range(count):
+            first, second = call(actor, step), call(critic, step + 1)
+            first.backward(retain_graph=True)
+            second.backward()
+            first.square().backward()
+        return [p.grad for net in (actor, critic) for p in net.parameters() if p.grad is not None]
+
+    expected = passes(200)
+    with ab.replay(package, modules=True, **options) as session:
+        found = passes(200)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    report = session.report
+    assert report.modules == 400 and report.passes == report.compiled == report.through_modules == 600, str(report)
+    assert not report.misses and not report.slower and not report.eager, str(report)
+
+
 def test_other_sizes_than_were_recorded_are_served(package: Path) -> None:
     net = made(Hidden)
     twin = made(Hidden)

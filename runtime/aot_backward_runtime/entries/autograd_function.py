@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -135,6 +135,12 @@ class _Native(torch.autograd.Function):
         there = [g for g in gradients if g is not None]
         refusing = iter(_Refusing.apply(there, *call.sources, *(t for t in given if t is not None)))
         return (None, *(None if g is None else next(refusing) for g in gradients))
+
+
+def is_through_native(contexts: Iterable[Any]) -> bool:
+    """Whether one of the contexts of a backward pass's custom functions is that of a compiled call."""
+    functions = (c for c in contexts if isinstance(c, torch.autograd.function.BackwardCFunction))
+    return any(isinstance(getattr(context, "call", None), DifferentiableCall) for context in functions)
 
 
 def _gradients(

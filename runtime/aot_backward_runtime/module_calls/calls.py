@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from ..entries.autograd_function import is_through_native
 from ..errors import AotBackwardError, ExecutionError, InputError, MissError
 from .audit import Grad, audited_call, is_audited
 from .interception import Plain, depth, opened
@@ -69,6 +70,10 @@ class ModuleCalls:
             self.since_backward = True
             return result
         return self._by_eager(reason, known, module, plain, args, kwargs)
+
+    def made_one_of(self, contexts: Iterable[Any]) -> bool:
+        """Whether a compiled call made one of the contexts of a backward pass's custom functions."""
+        return self.compiled > 0 and is_through_native(contexts)
 
     def _by_eager(self, reason: str, known: bool, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls of modules within it are served. The reason counts, unless the module was not recorded, but what it calls."""

@@ -1,4 +1,5 @@
-"""Places in a script whose backward passes eager runs faster than anything a package has for them.
+"""Places in a script whose backward passes are best left to eager: it runs them faster than anything a package has for them, or all that can be
+compiled of them is, since their forward was a compiled module's.
 
 Which structure a pass has is known once the engine has walked it, and by then it is too late for eager. But a place that calls ``backward`` nearly
 always calls it on the same structure: after three such passes from there the next ones go to eager at once. One in some 64 is looked at all the same.
@@ -31,46 +32,47 @@ _KEPT = 1024
 class _Seen:
     """What was found at one place."""
 
-    in_a_row: int = 0  # passes that eager would have run faster
+    why: str | None = None  # the last pass should have gone to eager; None where not
+    in_a_row: int = 0  # passes that should have gone there
     looks: int = 0
     others: float = 0.0  # the part of those looks that found another pass, the last ones counting most
     until_look: int = _LOOKED_AT
 
-    def note(self, *, eager_is_faster: bool) -> None:
-        self.in_a_row = self.in_a_row + 1 if eager_is_faster else 0
+    def note(self, why: str | None) -> None:
+        self.why, self.in_a_row = why, self.in_a_row + 1 if why else 0
         self.looks = min(self.looks + 1, _REMEMBERED)
-        self.others += ((not eager_is_faster) - self.others) / self.looks
+        self.others += ((not why) - self.others) / self.looks
 
 
 class CallSites:
-    """Which places passes came from that eager would have run faster."""
+    """Which places passes came from that eager should have run, and why."""
 
     def __init__(self) -> None:
         self._seen: dict[Place, _Seen] = {}
         self._random = random.Random(0)  # noqa: S311
 
-    def is_faster_in_eager(self, roots: Sequence[Any]) -> bool:
-        """Whether a pass that is called now, with these roots, should go to eager."""
+    def why_eager(self, roots: Sequence[Any]) -> str | None:
+        """Why a pass that is called now, with these roots, should go to eager, as it was noted; None where it should not."""
         if not self._seen:
-            return False
+            return None
         seen = self._seen.get(place_of(roots))
         if seen is None or seen.in_a_row < _SURE or seen.others > _OTHERS:
-            return False
+            return None
         left = seen.until_look
         seen.until_look = left - 1 if left > 0 else self._random.randrange(1, _LOOKED_AT)
-        return left > 0
+        return seen.why if left > 0 else None
 
-    def note(self, roots: Sequence[Any], *, eager_is_faster: bool) -> None:
-        """What the engine found of the pass that is under way."""
-        if not eager_is_faster and not self._seen:
+    def note(self, roots: Sequence[Any], why: str | None) -> None:
+        """What the engine found of the pass that is under way. ``why``: it should have gone to eager; None where not."""
+        if not why and not self._seen:
             return
         place = place_of(roots)
         seen = self._seen.get(place)
         if seen is None:
-            if not eager_is_faster or len(self._seen) >= _KEPT:
+            if not why or len(self._seen) >= _KEPT:
                 return
             seen = self._seen[place] = _Seen()
-        seen.note(eager_is_faster=eager_is_faster)
+        seen.note(why)
 
 
 def place_of(roots: Sequence[Any]) -> Place:

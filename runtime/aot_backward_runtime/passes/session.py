@@ -200,11 +200,15 @@ class Replaying(EngineHook):
         return Recorder(lambda names: eager_order(self.roots, self.targets, names), self._bind)
 
     def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        return "" if not self.looks_at_all and self.sites.is_faster_in_eager(roots) else None
+        return None if self.looks_at_all else self.sites.why_eager(roots)
 
     def ran_in_eager(self, what: Any, seconds: float) -> None:
-        self.report.passes += 1
-        self.report.slower.note("left to eager, which ran passes called from there faster when they were recorded")
+        if what == _THROUGH_MODULES:
+            self._rests_on_modules = True
+            self._note_through_modules(1)
+        else:
+            self.report.passes += 1
+            self.report.slower.note(what)
 
     def is_through_modules(self) -> bool:
         through, self.modules.since_backward = self.modules.since_backward, False
@@ -223,7 +227,11 @@ class Replaying(EngineHook):
             self.modules.since_backward = False
             self._rested_through += 1
             return True
-        return not self._rests_on_modules or self.prefers_eager(roots, inputs) is not None
+        if not self._rests_on_modules:
+            return True
+        why = self.prefers_eager(roots, inputs)
+        self._rested_through += why == _THROUGH_MODULES
+        return why is not None
 
     def rested(self, count: int) -> None:
         through, self._rested_through = self._rested_through, 0
@@ -270,6 +278,10 @@ class Replaying(EngineHook):
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
         """Runs one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
         start = time.perf_counter()
+        if structure.spec is None and self.modules.made_one_of(operands.hooks):
+            self._note_site(_THROUGH_MODULES)
+            self._note_through_modules(1)
+            return self.run_tape(structure, operands)
         self.report.passes += 1
         try:
             if torch.is_anomaly_enabled():
@@ -286,21 +298,21 @@ class Replaying(EngineHook):
             miss = str(error)
         else:
             fastest = match.variant.fastest.at(match.values)
-            self._note_site(eager_is_faster=fastest.in_eager)
+            self._note_site(_FASTER if fastest.in_eager else None)
             if fastest.interpreted and not self.always:
                 return self._interpret_faster(structure, operands, fastest, binding)
             return self._run_compiled(structure, operands, match, fastest, binding, start)
-        self._note_site(eager_is_faster=False)
+        self._note_site(None)
         miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_ADVICE}"
         if self.strict:
             raise MissError(f"{miss} (replay was told to be strict)")
         self._missed(miss)
         return self.interpret(structure, operands)  # outside of the handler: what a hook raises has no context of ours
 
-    def _note_site(self, *, eager_is_faster: bool) -> None:
+    def _note_site(self, why_eager: str | None) -> None:
         if not self.looks_at_all:
-            self.sites.note(self.roots, eager_is_faster=eager_is_faster)
-            if not eager_is_faster:
+            self.sites.note(self.roots, why_eager)
+            if not why_eager:
                 self._break_row()
 
     def _break_row(self) -> None:
@@ -474,6 +486,8 @@ class _IgnoringLogger:
 
 _IGNORING_LOGGER = _IgnoringLogger()
 _ADVICE = "record such a pass too, onto the same file"
+_FASTER = "left to eager, which ran passes called from there faster when they were recorded"
+_THROUGH_MODULES = "its forward was a compiled call of a module"
 
 
 def _node_in(reason: str) -> int | None:
