@@ -12,6 +12,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_runtime import GradientError, load
+from aot_backward_runtime.native.bound_state import BoundState
 from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.package.archive import open_package
 
@@ -94,6 +95,32 @@ def test_the_smallest_variant_that_covers_serves(package: Path, served: list[str
         assert_same(run(model, args, 11), run(eager, args, 11))
     expected = ["forward", "backward"] if needing else ["inference"]
     assert served == [f"{variant}.{what}" for what in expected] * 4
+
+
+def test_parameters_that_take_turns_in_requiring_gradients(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator's step freezes the discriminator, its own thaws it, as often as there are batches: all is looked at in full once for each."""
+    looked, check = list[str](), BoundState.check
+    monkeypatch.setattr(BoundState, "check", lambda *given: looked.append("") or check(*given))
+    loaded, eager = load(package).module("net"), net()
+    loaded.load_state_dict(eager.state_dict())
+    for number in range(24):
+        if number == 12:
+            looked.clear()
+        x, y = torch.randn(3, 6, requires_grad=number % 3 == 0), torch.randn(3, 4)
+        for module in (loaded, eager):
+            module.requires_grad_(number % 3 != 0)
+            module.body.requires_grad_(number % 3 == 1)
+        assert_same(run(loaded, (x, y), 1), run(eager, (x, y), 1))
+        with torch.no_grad():
+            for ours, its in zip(loaded.parameters(), eager.parameters(), strict=True):
+                ours.mul_(1.01)
+                its.mul_(1.01)
+    assert not looked
+    loaded.head.weight.data = loaded.head.weight.data.clone()
+    eager.requires_grad_(True)
+    loaded.requires_grad_(True)
+    assert_same(run(loaded, (x, y), 1), run(eager, (x, y), 1))
+    assert len(looked) == 1
 
 
 def test_what_needs_a_gradient_may_change_from_call_to_call(package: Path, served: list[str]) -> None:

@@ -52,8 +52,8 @@ class Entry:
             variant.index_state(self.index)
         self._fast: list[tuple[Fast, Variant, Mapping[str, int], frozenset[str]]] = []
         self._resolved: dict[Any, Variant] = {}
-        self.known_sources: Any = None
-        """What the last call with gradients found that they were asked for."""
+        self.known_sources: dict[tuple[int, int], Any] = {}
+        """What the last calls with gradients found that they were asked for."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         libraries = {n: copy.deepcopy(lib, memo) for n, lib in self.libraries.items()}

@@ -65,9 +65,12 @@ def bound_call(
     return matched, binding, runnable
 
 
+_REMEMBERED = 32
+
+
 class _KnownSources:
-    """What gradients were asked for in a call, and where their tensors are: the same in the next one if state and arguments are bound and matched by
-    the same checks, which compare what requires gradients."""
+    """What gradients were asked for in a call, and where their tensors are: the same in a later one if state and arguments are bound and matched by
+    the same checks, which compare what requires gradients. It keeps the binding and the sizes that it is known by."""
 
     __slots__ = ("binding", "differentiated", "inputs", "sizes", "state")
 
@@ -79,12 +82,15 @@ def _differentiated(
     entry: Entry, current: Sequence[torch.Tensor], matched: MatchedCall, binding: Binding
 ) -> tuple[Differentiated | None, list[torch.Tensor]]:
     """How gradients are computed, or None where none are asked for, and the tensors they are asked of."""
-    known = entry.known_sources
+    every: dict[tuple[int, int], _KnownSources] = entry.known_sources
+    known = every.get((id(binding), id(matched.sizes)))
     if known is None or known.binding is not binding or known.sizes is not matched.sizes:
         state, inputs = differentiated(entry, matched.variant, current, matched)
         targets = [entry.state.targets[i] for i in state] + [f"input:{i}" for i in inputs]
         of = matched.variant.differentiated(targets) if targets else None
-        known = entry.known_sources = _KnownSources(binding, matched.sizes, of, state, inputs)
+        if len(every) >= _REMEMBERED:
+            every.clear()
+        known = every[id(binding), id(matched.sizes)] = _KnownSources(binding, matched.sizes, of, state, inputs)
     sources = [current[i] for i in known.state]
     if known.inputs:
         sources += [matched.given[i] for i in known.inputs]

@@ -33,14 +33,13 @@ class BoundState:
         self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
         self._fixed = dict(fixed)
         self.binding: Binding = (self._fixed, ())
-        self._fast: Fast | None = None  # whether tensors at the same addresses also look the same
-        self._ids: list[int] = []  # of the objects that were last found to be plain tensors
+        self._looks: list[_Look] = []  # at those addresses, the last first
         self._storages = HeldStorages()
 
     def copy(self) -> BoundState:
         """The same contract, bound to nothing yet."""
         out = copy.copy(self)
-        out.binding, out._fast, out._ids, out._storages = (self._fixed, ()), None, [], HeldStorages()
+        out.binding, out._looks, out._storages = (self._fixed, ()), [], HeldStorages()
         return out
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
@@ -51,15 +50,22 @@ class BoundState:
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec, self._device)
             raise
-        resized = self._storages.resized()
-        if resized or addresses != self.binding[1] or self._fast is None or not self._look_the_same(current, self._fast):
-            self._fast, self._ids = None, []
-            tensors = self.check(current)
-            # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
-            self.binding = (tensors, self.binding[1] if addresses == self.binding[1] and not resized else addresses)
-            own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
-            self._storages, self._fast = HeldStorages(own), Fast(own)
-        return self.binding
+        stayed = addresses == self.binding[1] and not self._storages.resized()
+        if stayed:
+            for number, look in enumerate(self._looks):
+                if self._look_the_same(current, look):
+                    if number:
+                        self._looks.insert(0, self._looks.pop(number))
+                        self.binding = look.binding
+                    return look.binding
+        tensors = self.check(current)
+        # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
+        binding = (tensors, self.binding[1] if stayed else addresses)
+        own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
+        look = _Look(Fast(own), binding)
+        self._looks = [look, *self._looks[: _LOOKS - 1]] if stayed else [look]
+        self.binding, self._storages = binding, HeldStorages(own)
+        return binding
 
     def check(self, current: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """``current``, and what is fixed, by weight key; :class:`WeightsError` where libraries could not be bound to it."""
@@ -73,7 +79,7 @@ class BoundState:
                 raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
         return tensors
 
-    def _look_the_same(self, current: Sequence[torch.Tensor], fast: Fast) -> bool:
+    def _look_the_same(self, current: Sequence[torch.Tensor], look: _Look) -> bool:
         """In C, but for ties, whose later names must hold the very tensor of the first (the check in C takes no tensor twice). ``current`` has the
         addresses that were bound: the objects that passed last are then no nested tensors."""
         ids = list(map(id, current))
@@ -81,12 +87,27 @@ class BoundState:
             if not all(current[i] is current[first] for i, first in self._ties):
                 return False
             current = [t for t, owned in zip(current, self.owned, strict=True) if owned]
-        if ids == self._ids:
-            return not current or fast.check(*current)
-        if current and not fast.looks_alike(current):
+        if ids == look.ids:
+            return not current or look.fast.check(*current)
+        if current and not look.fast.looks_alike(current):
             return False
-        self._ids = ids
+        look.ids = ids
         return True
+
+
+_LOOKS = 4
+"""Of tensors at the same addresses, such as parameters that a script freezes and thaws in each step."""
+
+
+class _Look:
+    """How the tensors of a binding look. ``ids``: of the objects that were last found to be plain tensors. Each has a binding of its own, of the same
+    addresses, so that what depends on the looks can be kept by the binding."""
+
+    __slots__ = ("binding", "fast", "ids")
+
+    def __init__(self, fast: Fast, binding: Binding):
+        self.fast, self.binding = fast, binding
+        self.ids: list[int] = []
 
 
 def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, device: torch.device | None = None) -> None:
