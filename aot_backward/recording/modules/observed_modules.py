@@ -96,7 +96,7 @@ class ObservedModules:
         trained = tuple(n for n, p in module.named_parameters() if p.requires_grad)
         if not trained and next(module.parameters(), None) is None:  # a wrapper
             return opened(module, plain, args, kwargs)
-        if not trained or why_not_here():
+        if why_not_here() or not (trained or _requires_grad(args, kwargs)):  # a frozen module may be differentiated with regard to its arguments
             return plain(module, *args, **kwargs)
         seen = self.modules.get(id(module)) or self._added(module)
         if seen is None:
@@ -191,6 +191,10 @@ class ObservedModules:
         if sizes in kind.sizes or len(kind.sizes) < _SIZES:
             kind.sizes[sizes] = kind.sizes.get(sizes, 0) + 1
         return kind
+
+
+def _requires_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in pytree.tree_leaves((args, kwargs)))
 
 
 def _closed(module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
