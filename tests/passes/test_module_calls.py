@@ -23,6 +23,7 @@ import aot_backward as ab
 from aot_backward_runtime.errors import MissError
 from aot_backward_runtime.module_calls.audit import _Gradients, on_copies_of_buffers
 from aot_backward_runtime.module_calls.live_module import LiveModule, why_not_here
+from aot_backward_runtime.module_calls.module_table import ModuleTable
 
 from ..commands.test_cli import called as aot_backward
 from ..support.exports import shared
@@ -251,6 +252,72 @@ def test_all_passes_through_compiled_calls_count_as_such(package: Path, options:
     report = session.report
     assert report.modules == 400 and report.passes == report.compiled == report.through_modules == 600, str(report)
     assert not report.misses and not report.slower and not report.eager, str(report)
+
+
+def test_a_frozen_module_is_served_where_its_argument_requires_a_gradient(tmp_path: Path) -> None:
+    """As a discriminator is in its generator's step, and thaws for its own."""
+    path = tmp_path / "both.pt2"
+
+    def steps(count: int) -> list[torch.Tensor]:
+        generator, critic = made(lambda: nn.Linear(4, 6)), made(Hidden)
+        losses = []
+        for step in range(count):
+            x = torch.randn(5 + step % 3, 4, generator=torch.Generator().manual_seed(step))
+            critic.requires_grad_(True)
+            losses.append(critic(generator(x).detach()).square().mean())
+            losses[-1].backward()
+            critic.requires_grad_(False)
+            losses.append(critic(generator(x)).mean())
+            losses[-1].backward()
+            with torch.no_grad():
+                critic(x @ x.T @ torch.ones(len(x), 6))
+                for p in (*generator.parameters(), *critic.parameters()):
+                    p -= 0.01 * p.grad
+        return [*losses, *(p.grad for net in (generator, critic) for p in net.parameters())]
+
+    with ab.record(path, modules=True, optimizer=False, tune="none") as recording:
+        steps(6)
+    assert [c.rpartition(".")[2] for c in recording.compiled_modules] == ["Hidden", "Linear"], recording.skipped
+    expected = steps(30)
+    with ab.replay(path, modules=True) as session:
+        found = steps(30)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    report = session.report
+    assert report.modules == 30 * 4 and sum(report.eager_modules.values()) == 30, str(report)
+    assert report.passes == report.through_modules == 60 and not report.misses, str(report)
+
+
+def test_what_nothing_serves_is_no_longer_looked_at(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of which neither it nor a part of it was recorded: after some calls its layers are called as if there were no replay. What it calls
+    besides its parts is served all the same."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            x = self.layers(x)
+            return inner(x.detach()) if self.calls > 12 and self.calls % 2 else x
+
+    inner, outer, asked = made(Hidden), made(Outer), list[nn.Module]()
+    has = ModuleTable.has
+    monkeypatch.setattr(ModuleTable, "has", lambda table, module: asked.append(module) or has(table, module))
+    with ab.replay(package, modules=True) as session:
+        for call in range(12):
+            if call == 9:
+                asked.clear()
+            outer(torch.randn(5, 6)).sum().backward()
+    assert not asked and session.report.modules == 0
+    assert session.report.eager_modules == {f"{Outer.__module__}.{Outer.__qualname__}: no module of that class was recorded": 12}
+    outer = made(Outer)
+    with ab.replay(package, modules=True) as session:
+        outer.calls = 12
+        for _ in range(20):
+            outer(torch.randn(5, 6)).sum().backward()
+    assert session.report.modules == 10, str(session.report)
 
 
 def test_other_sizes_than_were_recorded_are_served(package: Path) -> None:

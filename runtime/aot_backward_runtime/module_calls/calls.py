@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,13 +30,17 @@ class ModuleCalls:
         self.differed: list[str] = []
         self.since_backward = False
         """Whether a compiled call's backward may come with the next pass."""
+        self._alone: dict[int, _LeftAlone] = {}  # by the module's id
 
     def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        served = self.table.has_served(module)
-        known = served or self.table.has(module)
-        # a layer of a module that is not served; a loss, an activation
-        if not served and ((depth() and not known) or not _has_parameters(module)):
-            return opened(module, plain, args, kwargs)
+        alone = self._alone.get(id(module))
+        if alone is not None and alone.calls >= _SURE and alone.module() is module:
+            if alone.reason and (alone.known or not depth()):
+                self._eager(alone.reason)
+            return plain(module, *args, **kwargs)  # nor are the calls within it looked at
+        known = self.table.has_served(module) or self.table.has(module)
+        if not known and (depth() or not _has_parameters(module)):  # a layer of a module that is not served; a loss, an activation
+            return self._opened(module, plain, args, kwargs)
         if reason := why_not_here():  # nor would a call within this one be served
             self._eager(reason)
             return plain(module, *args, **kwargs)
@@ -79,10 +84,20 @@ class ModuleCalls:
         """Calls of modules within it are served. The reason counts, unless the module was not recorded, but what it calls."""
         before = self.compiled
         try:
-            return opened(module, plain, args, kwargs)
+            return self._opened(module, plain, args, kwargs)
         finally:
             if known or self.compiled == before:
                 self._eager(reason)
+
+    def _opened(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in eager, and those within it by what serves them."""
+        before = self.compiled
+        result = opened(module, plain, args, kwargs)
+        alone = self._alone.get(id(module))
+        if alone is None or alone.module() is not module:
+            alone = self._alone[id(module)] = _LeftAlone(module, self.table, self._alone)
+        alone.calls = alone.calls + 1 if alone.never and self.compiled == before else 0
+        return result
 
     def _end(self, live: LiveModule, words: str) -> None:
         if live.ended:  # calls that were made before the first backward
@@ -91,6 +106,24 @@ class ModuleCalls:
         self.differed.append(live.ended)
         if self.strict:
             raise MissError(f"{live.ended} (replay was told to be strict)")
+
+
+_SURE = 8
+"""Calls within which nothing was compiled, after which a module of which nothing can be is left alone."""
+
+
+class _LeftAlone:
+    """A module whose calls are made in eager. ``never``: neither it nor a module in it is of a class that the package serves; what it calls besides
+    may be."""
+
+    __slots__ = ("calls", "known", "module", "never", "reason")
+
+    def __init__(self, module: nn.Module, table: ModuleTable, every: dict[int, _LeftAlone]):
+        key = id(module)
+        self.module = weakref.ref(module, lambda _: every.pop(key, None))
+        self.never, self.known = not table.may_serve(module), table.has(module)
+        self.reason = table.why_not_served(module) if self.known or _has_parameters(module) else ""
+        self.calls = 0
 
 
 def _has_parameters(module: nn.Module) -> bool:

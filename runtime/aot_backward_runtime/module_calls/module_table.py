@@ -53,6 +53,15 @@ class ModuleTable:
         met = self._met.get(id(module))
         return met is not None and met.live is not None and met.module() is module
 
+    def may_serve(self, module: nn.Module) -> bool:
+        """Whether it, or a module in it, is of a class that an entry is for."""
+        return any(class_name(m) in self._entries for m in module.modules())
+
+    def why_not_served(self, module: nn.Module) -> str:
+        """Of a module of a class that no entry is for."""
+        name = class_name(module)
+        return f"{name}: {self._slower.get(name, 'no module of that class was recorded')}"
+
     def find(self, module: nn.Module) -> LiveModule:
         """What serves ``module`` as it is now; :class:`InputError` says why nothing does."""
         met = self._met.get(id(module))
@@ -94,7 +103,7 @@ class ModuleTable:
         reasons.sort(key=lambda error: isinstance(error, OtherModule))  # the others came nearer
         if reasons:
             raise InputError(f"{name}: {reasons[0]}")
-        raise InputError(f"{name}: {self._slower.get(name, 'no module of that class was recorded')}")
+        raise InputError(self.why_not_served(module))
 
 
 class _Met:
