@@ -73,6 +73,8 @@ def _advice(error: Exception, program: nn.Module, written: Mapping[str, str]) ->
             "register_fake and register_autograd)"
         )
     if "data-dependent" in text or "_local_scalar_dense" in text or kind == "DataDependentOutputException":
+        if source_location.passes_through(error, torch.distributions):
+            return ". torch.distributions looks at the values that it is given, to raise where they are out of range: pass validate_args=False"
         return (
             ". It decides by the value of a tensor, and Python does not run where the package runs: use torch.where or torch.cond, or pass the value "
             "as a plain argument, one variant for each"

@@ -575,6 +575,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Assigns(decides),
         r"in decides \(test_kinds\.py:\d+: if h\.sum\(\) > 0:\)\. It decides by the value of a tensor.*torch\.where or torch\.cond",
     ),
+    "a distribution that checks": (
+        lambda: Assigns(lambda self, h: torch.distributions.Normal(h, h.exp()).rsample()),
+        r"in <lambda> \(test_kinds\.py:\d+: .*\. torch\.distributions looks at the values .*: pass validate_args=False",
+    ),
     "numbers of Python's": (
         lambda: Kind(lambda self, x: x @ self.w if random.random() < 1 else x),
         r"the forward draws numbers with Python's random, .*draw them with torch",

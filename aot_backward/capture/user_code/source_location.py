@@ -11,7 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -46,6 +46,12 @@ def here(program: nn.Module | None = None) -> str:
 def of_error(error: BaseException, program: nn.Module) -> str:
     """The caller's line on which ``error`` was raised; nothing where none of it ran."""
     return _described(traceback.walk_tb(error.__traceback__), program)
+
+
+def passes_through(error: BaseException, package: ModuleType) -> bool:
+    """Whether ``error`` came out of code of ``package``."""
+    names = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(f"{name}.".startswith(f"{package.__name__}.") for name in names)
 
 
 def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
