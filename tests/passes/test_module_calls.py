@@ -320,6 +320,21 @@ def test_what_nothing_serves_is_no_longer_looked_at(package: Path, monkeypatch: 
     assert session.report.modules == 10, str(session.report)
 
 
+def test_what_did_not_fit_for_long_is_looked_at_now_and_then(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of a recorded class: it may fit again."""
+    net, finds, find = made(Hidden), list[nn.Module](), ModuleTable.find
+    monkeypatch.setattr(ModuleTable, "find", lambda table, module: finds.append(module) or find(table, module))
+    net.more = nn.Linear(6, 6)
+    with ab.replay(package, modules=True) as session:
+        for _ in range(200):
+            net(torch.randn(5, 6)).sum().backward()
+        assert len(finds) < 40 and sum(session.report.eager_modules.values()) == 200, str(session.report)
+        del net.more
+        for _ in range(300):
+            net(torch.randn(5, 6)).sum().backward()
+    assert 200 < session.report.modules <= 300 and sum(session.report.eager_modules.values()) == 500 - session.report.modules, str(session.report)
+
+
 def test_other_sizes_than_were_recorded_are_served(package: Path) -> None:
     net = made(Hidden)
     twin = made(Hidden)

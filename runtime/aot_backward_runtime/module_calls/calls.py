@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from ..entries.autograd_function import is_through_native
 from ..errors import AotBackwardError, ExecutionError, InputError, MissError
 from .audit import Grad, audited_call, is_audited
-from .interception import Plain, depth, opened
+from .interception import Plain, depth, opened, unheard
 from .live_module import LiveModule, why_not_here
 from .module_table import ModuleTable
 
@@ -34,7 +35,7 @@ class ModuleCalls:
 
     def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         alone = self._alone.get(id(module))
-        if alone is not None and alone.calls >= _SURE and alone.module() is module:
+        if alone is not None and alone.module() is module and alone.is_left(self.table, module):
             if alone.reason and (alone.known or not depth()):
                 self._eager(alone.reason)
             return plain(module, *args, **kwargs)  # nor are the calls within it looked at
@@ -84,19 +85,20 @@ class ModuleCalls:
         """Calls of modules within it are served. The reason counts, unless the module was not recorded, but what it calls."""
         before = self.compiled
         try:
-            return self._opened(module, plain, args, kwargs)
+            return self._opened(module, plain, args, kwargs, reason)
         finally:
             if known or self.compiled == before:
                 self._eager(reason)
 
-    def _opened(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call in eager, and those within it by what serves them."""
+    def _opened(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
+        """A call in eager, for that reason, and those within it by what serves them."""
         before = self.compiled
         result = opened(module, plain, args, kwargs)
         alone = self._alone.get(id(module))
         if alone is None or alone.module() is not module:
-            alone = self._alone[id(module)] = _LeftAlone(module, self.table, self._alone)
-        alone.calls = alone.calls + 1 if alone.never and self.compiled == before else 0
+            self._alone[id(module)] = _LeftAlone(module, self._alone)  # of a module that is made for one call, nothing more
+        else:
+            alone.note(self.table, module, reason, compiled=self.compiled != before)
         return result
 
     def _end(self, live: LiveModule, words: str) -> None:
@@ -109,21 +111,47 @@ class ModuleCalls:
 
 
 _SURE = 8
-"""Calls within which nothing was compiled, after which a module of which nothing can be is left alone."""
+"""Calls in eager, one after the other and with nothing compiled within, after which a module of which nothing can be is left alone; one that an entry
+did not fit, for as long as the table waits until it looks again."""
 
 
 class _LeftAlone:
-    """A module whose calls are made in eager. ``never``: neither it nor a module in it is of a class that the package serves; what it calls besides
-    may be."""
+    """A module whose calls are made in eager. ``known``: the package has entries for its class; ``reason``: why they do not serve it, or "" where
+    that is not to be counted."""
 
-    __slots__ = ("calls", "known", "module", "never", "reason")
+    __slots__ = ("_calls", "_may_fit", "_sure", "known", "module", "reason")
 
-    def __init__(self, module: nn.Module, table: ModuleTable, every: dict[int, _LeftAlone]):
+    def __init__(self, module: nn.Module, every: dict[int, _LeftAlone]):
         key = id(module)
-        self.module = weakref.ref(module, lambda _: every.pop(key, None))
-        self.never, self.known = not table.may_serve(module), table.has(module)
-        self.reason = table.why_not_served(module) if self.known or _has_parameters(module) else ""
-        self.calls = 0
+
+        def died(_: Any) -> None:
+            every.pop(key, None)
+            unheard.pop(key, None)
+
+        self.module = weakref.ref(module, died)
+        self.known, self.reason = False, ""
+        self._may_fit = False
+        self._calls, self._sure = 0, math.nan  # no number of calls is enough, nor where parts of it may be served
+
+    def is_left(self, table: ModuleTable, module: nn.Module) -> bool:
+        """Whether a call of ``module``, which this is of, is left alone."""
+        if not self._calls >= self._sure:
+            return False
+        if self._may_fit:
+            return table.waits(module)
+        if not self.known:
+            unheard[id(module)] = not self.reason
+        return True
+
+    def note(self, table: ModuleTable, module: nn.Module, reason: str, *, compiled: bool) -> None:
+        """Of a call that was looked at: why it was made in eager, and whether one within it was compiled."""
+        if math.isnan(self._sure):
+            self.known = table.has(module)
+            self.reason = table.why_not_served(module) if self.known or _has_parameters(module) else ""
+            self._may_fit = table.may_serve(module)
+            self._sure = math.inf if any(table.may_serve(m) for m in module.modules() if m is not module) else _SURE
+        self.reason = reason or self.reason
+        self._calls = 0 if compiled else self._calls + 1
 
 
 def _has_parameters(module: nn.Module) -> bool:

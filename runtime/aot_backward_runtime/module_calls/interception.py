@@ -45,6 +45,9 @@ switches: dict[int, int] = {}
 """Likewise, how often its mode was set to the other one: ``train()`` sets it in every module, and some training loops call it in every step."""
 noted = [0]
 """How many of both there were."""
+unheard: dict[int, bool] = {}
+"""Modules, by ``id``, whose calls do not come to the interceptor that is entered: True, or False where that holds within another call alone. Who
+notes one takes it out when it dies."""
 watched: set[int] = set()
 registrations = [0]
 """How many hooks were registered so far, of any kind."""
@@ -60,12 +63,14 @@ def enter(interceptor: Interceptor) -> None:
             nn.Module.__setattr__ = _comparing(_replaced[nn.Module]["__setattr__"])  # type: ignore[method-assign]
             RemovableHandle.__init__ = _counting(_replaced[RemovableHandle]["__init__"])  # type: ignore[method-assign]
             nn.Module.__call__ = _asking(_replaced[nn.Module]["__call__"])  # type: ignore[method-assign]
+        unheard.clear()
         _stack.append(interceptor)
 
 
 def leave(interceptor: Interceptor) -> None:
     with _lock:
         _stack.remove(interceptor)
+        unheard.clear()
         if not _stack:
             for kind, own in _replaced.items():
                 for name, value in own.items():
@@ -92,7 +97,9 @@ def depth() -> int:
 
 def _asking(plain: Plain) -> Plain:
     def asked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _here.inside or isinstance(self, _TRANSPARENT):
+        if _here.inside or ((alone := unheard.get(id(self))) is not None and (alone or _here.depth)):
+            return plain(self, *args, **kwargs)
+        if torch.compiler.is_compiling() or isinstance(self, _TRANSPARENT):
             return plain(self, *args, **kwargs)
         innermost = _stack[-1:]  # another thread may leave its context meanwhile
         if not innermost:

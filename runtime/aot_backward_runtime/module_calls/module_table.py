@@ -54,21 +54,28 @@ class ModuleTable:
         return met is not None and met.live is not None and met.module() is module
 
     def may_serve(self, module: nn.Module) -> bool:
-        """Whether it, or a module in it, is of a class that an entry is for."""
-        return any(class_name(m) in self._entries for m in module.modules())
+        """Whether it is of a class that an entry is for, which serves calls."""
+        return class_name(module) in self._entries
 
     def why_not_served(self, module: nn.Module) -> str:
         """Of a module of a class that no entry is for."""
         name = class_name(module)
         return f"{name}: {self._slower.get(name, 'no module of that class was recorded')}"
 
+    def waits(self, module: nn.Module) -> bool:
+        """Whether it did not fit, and this call of it is not looked at either."""
+        met = self._met.get(id(module))
+        if met is None or met.module() is not module or not met.waits:
+            return False
+        met.waits -= 1
+        return True
+
     def find(self, module: nn.Module) -> LiveModule:
         """What serves ``module`` as it is now; :class:`InputError` says why nothing does."""
         met = self._met.get(id(module))
         if met is None or met.module() is not module:
             met = self._met[id(module)] = _Met(module, self._met)
-        if met.waits:
-            met.waits -= 1
+        if self.waits(module):
             raise InputError(met.reason)
         try:
             if met.live is None:
