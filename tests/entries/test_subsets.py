@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import aot_backward as ab
 from aot_backward_runtime import GradientError, load
@@ -121,6 +122,19 @@ def test_parameters_that_take_turns_in_requiring_gradients(package: Path, monkey
     loaded.requires_grad_(True)
     assert_same(run(loaded, (x, y), 1), run(eager, (x, y), 1))
     assert len(looked) == 1
+
+
+def test_memory_that_parameters_had_is_freed(package: Path) -> None:
+    """When the code that read it runs again, also where different parameters require gradients in each step."""
+    loaded, freed = load(package).module("net"), list[StorageWeakRef]()
+    for number in range(12):
+        if number < 9:
+            freed += [StorageWeakRef(p.untyped_storage()) for p in loaded.parameters()]
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.clone()
+        loaded.body.requires_grad_(number % 2 == 0)
+        run(loaded, (torch.randn(2 + number % 3, 6), torch.randn(2 + number % 3, 4)), 1)
+    assert all(ref.expired() for ref in freed)
 
 
 def test_what_needs_a_gradient_may_change_from_call_to_call(package: Path, served: list[str]) -> None:

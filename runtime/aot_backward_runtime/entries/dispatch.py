@@ -52,7 +52,7 @@ class Entry:
             variant.index_state(self.index)
         self._fast: list[tuple[Fast, Variant, Mapping[str, int], frozenset[str]]] = []
         self._resolved: dict[Any, Variant] = {}
-        self.known_sources: dict[tuple[int, int], Any] = {}
+        self.known_calls: Any = None
         """What the last calls with gradients found that they were asked for."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:

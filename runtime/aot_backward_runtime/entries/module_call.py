@@ -68,9 +68,18 @@ def bound_call(
 _REMEMBERED = 32
 
 
+class KnownCalls(dict[tuple[int, int], "_KnownSources"]):
+    """By the identity of binding and sizes, which they keep. Of one memory alone: a binding keeps its tensors, and what a parameter had before
+    (``.data = …``) is to be freed."""
+
+    def __init__(self, addresses: tuple[int, ...]):
+        super().__init__()
+        self.addresses = addresses
+
+
 class _KnownSources:
     """What gradients were asked for in a call, and where their tensors are: the same in a later one if state and arguments are bound and matched by
-    the same checks, which compare what requires gradients. It keeps the binding and the sizes that it is known by."""
+    the same checks, which compare what requires gradients."""
 
     __slots__ = ("binding", "differentiated", "inputs", "sizes", "state")
 
@@ -82,7 +91,9 @@ def _differentiated(
     entry: Entry, current: Sequence[torch.Tensor], matched: MatchedCall, binding: Binding
 ) -> tuple[Differentiated | None, list[torch.Tensor]]:
     """How gradients are computed, or None where none are asked for, and the tensors they are asked of."""
-    every: dict[tuple[int, int], _KnownSources] = entry.known_sources
+    every = entry.known_calls
+    if every is None or every.addresses is not binding[1]:
+        every = entry.known_calls = KnownCalls(binding[1])
     known = every.get((id(binding), id(matched.sizes)))
     if known is None or known.binding is not binding or known.sizes is not matched.sizes:
         state, inputs = differentiated(entry, matched.variant, current, matched)
