@@ -3,7 +3,9 @@ covers what requires one in it."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import aot_backward as ab
 from aot_backward_runtime import GradientError, load
+from aot_backward_runtime.entries import module_call
+from aot_backward_runtime.errors import InputError, WeightsError
 from aot_backward_runtime.native.bound_state import BoundState
 from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.package.archive import open_package
@@ -216,3 +220,33 @@ def test_what_has_no_gradient_needs_none(tmp_path: Path) -> None:
         else:
             with pytest.raises(GradientError, match=r"linear\.\S+ requires a gradient"):
                 loaded(x.detach(), y)
+
+
+def test_gradients_that_another_thread_turns_off_meanwhile_are_not_forgotten(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call between whose looks the parameters are frozen may do without their gradients; a later one does not."""
+    loaded, x, y = load(package).module("net"), torch.randn(3, 6), torch.randn(3, 4)
+    find = module_call.differentiated
+
+    def frozen_meanwhile(*given: Any) -> Any:
+        loaded.requires_grad_(False)
+        found = find(*given)
+        loaded.requires_grad_(True)
+        return found
+
+    monkeypatch.setattr(module_call, "differentiated", frozen_meanwhile)
+    with contextlib.suppress(InputError):
+        loaded(x, y)
+    monkeypatch.undo()
+    for _ in range(2):
+        assert all(out.requires_grad for out in loaded(x, y))
+
+
+def test_parameters_that_were_one_and_no_longer_are(package: Path) -> None:
+    """On the same memory: the gradient of one would be both's."""
+    loaded = load(package).module("net")
+    loaded(torch.randn(3, 6), torch.randn(3, 4))
+    loaded.tail.weight = nn.Parameter(loaded.head.weight.data)
+    with pytest.raises(WeightsError, match=r"were one tensor when the package was exported"):
+        loaded(torch.randn(3, 6), torch.randn(3, 4))
+    loaded.requires_grad_(False)
+    assert not loaded(torch.randn(3, 6), torch.randn(3, 4))[0].requires_grad

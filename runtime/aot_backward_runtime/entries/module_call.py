@@ -101,7 +101,10 @@ def _differentiated(
         of = matched.variant.differentiated(targets) if targets else None
         if len(every) >= _REMEMBERED:
             every.clear()
-        known = every[id(binding), id(matched.sizes)] = _KnownSources(binding, matched.sizes, of, state, inputs)
+        known = _KnownSources(binding, matched.sizes, of, state, inputs)
+        asked = entry.state.asked(binding)
+        if asked is not None and state == [i for i in asked if entry.state.targets[i] in matched.variant.wrt]:  # no thread has set it meanwhile
+            every[id(binding), id(matched.sizes)] = known
     sources = [current[i] for i in known.state]
     if known.inputs:
         sources += [matched.given[i] for i in known.inputs]

@@ -32,14 +32,12 @@ class BoundState:
         """Each distinct tensor's place, and such a name."""
         self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
         self._fixed = dict(fixed)
-        self.binding: Binding = (self._fixed, ())
-        self._looks: list[_Look] = []  # at those addresses, the last first
-        self._storages = HeldStorages()
+        self._looks: list[_Look] = []  # of the same addresses, the last first; replaced as a whole: threads may call side by side
 
     def copy(self) -> BoundState:
         """The same contract, bound to nothing yet."""
         out = copy.copy(self)
-        out.binding, out._looks, out._storages = (self._fixed, ()), [], HeldStorages()
+        out._looks = []
         return out
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
@@ -50,34 +48,44 @@ class BoundState:
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec, self._device)
             raise
-        stayed = addresses == self.binding[1] and not self._storages.resized()
+        looks = self._looks
+        stayed = bool(looks) and addresses == looks[0].binding[1] and not looks[0].storages.resized()
         if stayed:
-            for number, look in enumerate(self._looks):
+            for look in looks:
                 if self._look_the_same(current, look):
-                    if number:
-                        self._looks.insert(0, self._looks.pop(number))
-                        self.binding = look.binding
+                    if look is not looks[0]:
+                        self._looks = [look, *(other for other in looks if other is not look)]
                     return look.binding
         tensors = self.check(current)
-        # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
-        binding = (tensors, self.binding[1] if stayed else addresses)
         own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
-        look = _Look(Fast(own), binding)
-        self._looks = [look, *self._looks[: _LOOKS - 1]] if stayed else [look]
-        self.binding, self._storages = binding, HeldStorages(own)
-        return binding
+        # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
+        before = self._requiring(current)
+        look = _Look(Fast(own), (tensors, looks[0].binding[1] if stayed else addresses), HeldStorages(own))
+        look.asked = before if before == self._requiring(current) else None  # another thread sets it meanwhile
+        self._looks = [look, *looks[: _LOOKS - 1]] if stayed else [look]
+        return look.binding
+
+    def asked(self, binding: Binding) -> list[int] | None:
+        """The places of the distinct tensors that require gradients where :meth:`refresh` gave that binding; None where that is not sure."""
+        return next((look.asked for look in self._looks if look.binding is binding), None)
 
     def check(self, current: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """``current``, and what is fixed, by weight key; :class:`WeightsError` where libraries could not be bound to it."""
-        tensors = dict(self._fixed)
+        tensors, first = dict(self._fixed), dict[str, torch.Tensor]()
         for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
             check_weight(name, tensor, spec, self._device)
             if key not in tensors:
                 tensors[key] = tensor.detach()  # this memory, also if the parameter is given other memory (.data = …) later
-            elif tensors[key].data_ptr() != tensor.data_ptr():
+                first[key] = tensor
+            elif tensors[key].data_ptr() != tensor.data_ptr() or (
+                tensor is not first.get(key, tensor) and (tensor.requires_grad or first[key].requires_grad)  # each gets a gradient of its own
+            ):
                 tied = next(n for n, k, _ in self._weights if k == key)
                 raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
         return tensors
+
+    def _requiring(self, current: Sequence[torch.Tensor]) -> list[int]:
+        return [i for i, _ in self.wrt if current[i].requires_grad]
 
     def _look_the_same(self, current: Sequence[torch.Tensor], look: _Look) -> bool:
         """In C, but for ties, whose later names must hold the very tensor of the first (the check in C takes no tensor twice). ``current`` has the
@@ -103,11 +111,12 @@ class _Look:
     """How the tensors of a binding look. ``ids``: of the objects that were last found to be plain tensors. Each has a binding of its own, of the same
     addresses, so that what depends on the looks can be kept by the binding."""
 
-    __slots__ = ("binding", "fast", "ids")
+    __slots__ = ("asked", "binding", "fast", "ids", "storages")
 
-    def __init__(self, fast: Fast, binding: Binding):
-        self.fast, self.binding = fast, binding
+    def __init__(self, fast: Fast, binding: Binding, storages: HeldStorages):
+        self.fast, self.binding, self.storages = fast, binding, storages
         self.ids: list[int] = []
+        self.asked: list[int] | None = None
 
 
 def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, device: torch.device | None = None) -> None:
