@@ -320,6 +320,60 @@ def test_what_nothing_serves_is_no_longer_looked_at(package: Path, monkeypatch: 
     assert session.report.modules == 10, str(session.report)
 
 
+class OwnNames(nn.Module):
+    """It has attributes of its own where PyTorch's modules have methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.modules = [self.parts]  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x)
+
+
+def test_modules_that_no_entry_serves_may_be_of_any_kind(package: Path) -> None:
+    odd, quiet, net = OwnNames(), nn.Sequential(nn.Tanh()), made(Hidden)
+    with ab.replay(package, modules=True) as session:
+        for _ in range(20):
+            net(quiet(odd(torch.randn(5, 6)).detach())).sum().backward()
+    assert session.report.modules == 20
+    assert session.report.eager_modules == {f"{OwnNames.__module__}.OwnNames: no module of that class was recorded": 20}
+
+
+def test_a_part_that_comes_later_is_served(package: Path) -> None:
+    """Of a module that was left alone until then: assigned, or reached otherwise."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.besides = nn.Linear(6, 6), nn.Identity(), list[nn.Module]()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in (self.head, *self.besides):
+                x = module(self.body(x).detach())
+            return x
+
+    for grow in (lambda net: setattr(net, "head", made(Hidden)), lambda net: net.besides.append(made(Hidden))):
+        net = Growing()
+        with ab.replay(package, modules=True) as session:
+            for call in range(300):
+                if call == 12:
+                    grow(net)
+                net(torch.randn(5, 6)).sum().requires_grad_().backward()
+        assert session.report.modules > 200, str(session.report)
+
+
+def test_passes_through_a_loaded_module_are_not_through_the_scripts_own(package: Path, tmp_path: Path) -> None:
+    ab.export_module(nn.Linear(6, 6), (torch.randn(5, 6),), path=tmp_path / "loaded.pt2")
+    net, loaded = made(Hidden), ab.load(tmp_path / "loaded.pt2").module()
+    with ab.replay(package, modules=True) as session:
+        net(torch.randn(5, 6)).sum().backward()
+        for _ in range(5):
+            loaded(torch.randn(5, 6)).cos().sum().backward()
+    assert session.report.through_modules == 1 and sum(session.report.misses.values()) == 5, str(session.report)
+
+
 def test_what_did_not_fit_for_long_is_looked_at_now_and_then(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of a recorded class: it may fit again."""
     net, finds, find = made(Hidden), list[nn.Module](), ModuleTable.find

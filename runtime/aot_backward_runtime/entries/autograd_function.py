@@ -137,10 +137,10 @@ class _Native(torch.autograd.Function):
         return (None, *(None if g is None else next(refusing) for g in gradients))
 
 
-def is_through_native(contexts: Iterable[Any]) -> bool:
-    """Whether one of the contexts of a backward pass's custom functions is that of a compiled call."""
-    functions = (c for c in contexts if isinstance(c, torch.autograd.function.BackwardCFunction))
-    return any(isinstance(getattr(context, "call", None), DifferentiableCall) for context in functions)
+def is_through_script(contexts: Iterable[Any]) -> bool:
+    """Whether one of the contexts of a backward pass's custom functions is that of a compiled call of a script's own module."""
+    calls = (getattr(c, "call", None) for c in contexts if isinstance(c, torch.autograd.function.BackwardCFunction))
+    return any(isinstance(call, DifferentiableCall) and call.differentiated.variant.of_script for call in calls)
 
 
 def _gradients(

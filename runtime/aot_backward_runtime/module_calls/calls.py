@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..entries.autograd_function import is_through_native
+from ..entries.autograd_function import is_through_script
 from ..errors import AotBackwardError, ExecutionError, InputError, MissError
 from .audit import Grad, audited_call, is_audited
 from .interception import Plain, depth, opened, unheard
-from .live_module import LiveModule, why_not_here
+from .live_module import NO_GRADIENTS, LiveModule, why_not_here
 from .module_table import ModuleTable
 
 Note = Callable[[str], None]
@@ -37,10 +39,12 @@ class ModuleCalls:
         alone = self._alone.get(id(module))
         if alone is not None and alone.module() is module and alone.is_left(self.table, module):
             if alone.reason and (alone.known or not depth()):
-                self._eager(alone.reason)
+                self._eager(alone.reason if torch.is_grad_enabled() else NO_GRADIENTS)
             return plain(module, *args, **kwargs)  # nor are the calls within it looked at
-        known = self.table.has_served(module) or self.table.has(module)
-        if not known and (depth() or not _has_parameters(module)):  # a layer of a module that is not served; a loss, an activation
+        served = self.table.has_served(module)
+        known = served or self.table.has(module)
+        # a layer of a module that is not served; a loss, an activation
+        if not served and ((depth() and not known) or not _has_parameters(module)):
             return self._opened(module, plain, args, kwargs)
         if reason := why_not_here():  # nor would a call within this one be served
             self._eager(reason)
@@ -79,7 +83,7 @@ class ModuleCalls:
 
     def made_one_of(self, contexts: Iterable[Any]) -> bool:
         """Whether a compiled call made one of the contexts of a backward pass's custom functions."""
-        return self.compiled > 0 and is_through_native(contexts)
+        return self.compiled > 0 and is_through_script(contexts)
 
     def _by_eager(self, reason: str, known: bool, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls of modules within it are served. The reason counts, unless the module was not recorded, but what it calls."""
@@ -113,6 +117,8 @@ class ModuleCalls:
 _SURE = 8
 """Calls in eager, one after the other and with nothing compiled within, after which a module of which nothing can be is left alone; one that an entry
 did not fit, for as long as the table waits until it looks again."""
+_AGAIN = 64
+"""Of the calls of a module that is left alone, one in so many is looked at: it may have got another part by then, or call another module."""
 
 
 class _LeftAlone:
@@ -139,17 +145,24 @@ class _LeftAlone:
             return False
         if self._may_fit:
             return table.waits(module)
-        if not self.known:
-            unheard[id(module)] = not self.reason
+        self._calls += 1
+        if self._calls % _AGAIN == 0:
+            self._sure = math.nan
+            return False
+        if not self.known and depth():
+            unheard[id(module)] = _AGAIN
         return True
 
     def note(self, table: ModuleTable, module: nn.Module, reason: str, *, compiled: bool) -> None:
         """Of a call that was looked at: why it was made in eager, and whether one within it was compiled."""
         if math.isnan(self._sure):
-            self.known = table.has(module)
-            self.reason = table.why_not_served(module) if self.known or _has_parameters(module) else ""
-            self._may_fit = table.may_serve(module)
-            self._sure = math.inf if any(table.may_serve(m) for m in module.modules() if m is not module) else _SURE
+            self._sure = math.inf
+            with contextlib.suppress(Exception):  # of a module that has its own modules(), or parameters()
+                self.known = table.has(module)
+                self.reason = table.why_not_served(module) if _has_parameters(module) else ""
+                self._may_fit = table.may_serve(module)
+                if not any(table.may_serve(m) for m in module.modules() if m is not module):
+                    self._sure = _SURE
         self.reason = reason or self.reason
         self._calls = 0 if compiled else self._calls + 1
 

@@ -45,9 +45,8 @@ switches: dict[int, int] = {}
 """Likewise, how often its mode was set to the other one: ``train()`` sets it in every module, and some training loops call it in every step."""
 noted = [0]
 """How many of both there were."""
-unheard: dict[int, bool] = {}
-"""Modules, by ``id``, whose calls do not come to the interceptor that is entered: True, or False where that holds within another call alone. Who
-notes one takes it out when it dies."""
+unheard: dict[int, int] = {}
+"""Of modules, by ``id``, how many of the next calls within another one do not come to the interceptor. Who notes one takes it out when it dies."""
 watched: set[int] = set()
 registrations = [0]
 """How many hooks were registered so far, of any kind."""
@@ -95,9 +94,16 @@ def depth() -> int:
     return _here.depth
 
 
+def _is_unheard(module: nn.Module) -> bool:
+    left = unheard.get(id(module), 0)
+    if left:
+        unheard[id(module)] = left - 1
+    return left > 0
+
+
 def _asking(plain: Plain) -> Plain:
     def asked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _here.inside or ((alone := unheard.get(id(self))) is not None and (alone or _here.depth)):
+        if _here.inside or (_here.depth and _is_unheard(self)):
             return plain(self, *args, **kwargs)
         if torch.compiler.is_compiling() or isinstance(self, _TRANSPARENT):
             return plain(self, *args, **kwargs)

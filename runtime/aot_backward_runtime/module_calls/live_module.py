@@ -29,6 +29,9 @@ _UNPROVEN = 64
 """Calls that are audited before a backward has come, at most."""
 
 
+NO_GRADIENTS = "it is called without gradients, and recorded were calls with them"
+
+
 class OtherModule(InputError):
     """The module is another one than was recorded."""
 
@@ -48,7 +51,7 @@ def why_uncallable(module: nn.Module) -> str:
 def why_not_here() -> str:
     """Why no call can be compiled, or recorded, where it is made now; or ""."""
     if not torch.is_grad_enabled():
-        return "it is called without gradients, and recorded were calls with them"
+        return NO_GRADIENTS
     if torch_api.in_a_mode() or (torch_api.in_a_function_mode() and any(not _is_of_cpu(m) for m in torch_api.function_modes())):
         return "it is called under a TorchFunctionMode or TorchDispatchMode, which sees each operation, and may change it"
     if torch_api.is_jit_traced():
@@ -98,6 +101,8 @@ class LiveModule:
 
     def __init__(self, entry: Entry, module: nn.Module):
         self.entry = copy.deepcopy(entry)
+        for variant in self.entry.variants:
+            variant.of_script = True
         self.entry.types = dict(_types(entry.spec))
         source = entry.spec.source
         assert source is not None

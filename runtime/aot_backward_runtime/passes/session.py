@@ -196,6 +196,8 @@ class Replaying(EngineHook):
 
     def recorder(self) -> Recorder:
         if self.table.full and not self.strict and not self._is_worth_recording():
+            if not self.looks_at_all:
+                self.sites.note(self.roots, None)
             raise Refused(self.table.why_full())
         return Recorder(lambda names: eager_order(self.roots, self.targets, names), self._bind)
 
