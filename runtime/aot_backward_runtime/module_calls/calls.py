@@ -157,7 +157,7 @@ class _LeftAlone:
         """Of a call that was looked at: why it was made in eager, and whether one within it was compiled."""
         if math.isnan(self._sure):
             self._sure = math.inf
-            with contextlib.suppress(Exception):  # of a module that has its own modules(), or parameters()
+            with contextlib.suppress(AttributeError, TypeError):  # of a module that has something of its own by the name of modules or parameters
                 self.known = table.has(module)
                 self.reason = table.why_not_served(module) if _has_parameters(module) else ""
                 self._may_fit = table.may_serve(module)

@@ -58,8 +58,8 @@ class BoundState:
                     return look.binding
         tensors = self.check(current)
         own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
-        # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
         before = self._requiring(current)
+        # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
         look = _Look(Fast(own), (tensors, looks[0].binding[1] if stayed else addresses), HeldStorages(own))
         look.asked = before if before == self._requiring(current) else None  # another thread sets it meanwhile
         self._looks = [look, *looks[: _LOOKS - 1]] if stayed else [look]
