@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import aot_backward as ab
+from aot_backward.checks import speed
+from aot_backward_runtime.module_calls.live_module import NO_GRADIENTS
 from aot_backward_runtime.module_calls.module_table import ModuleTable
 
 from .test_module_calls import Hidden, made, recorded_modules
@@ -125,3 +129,66 @@ def test_calls_under_checkpointing_and_without_gradients(package: Path) -> None:
     torch.testing.assert_close([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
     torch.testing.assert_close(out, twin(x).detach())
     assert any("saved-tensor hooks" in reason for reason in session.report.eager_modules), str(session.report)
+
+
+def test_calls_without_gradients_are_counted_once(package: Path) -> None:
+    """The outermost of them, whether they were recorded or not; a loss is none of them."""
+    net, other = made(Hidden), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    with ab.replay(package, modules=True) as session:
+        for step in range(6):
+            with torch.no_grad():
+                target = nn.Tanh()(other(torch.randn(5, 6)))
+                nn.MSELoss()(net(target), target)
+            if step % 2:
+                nn.MSELoss()(net(target), target).backward()
+    assert session.report.modules == 3 and session.report.eager_modules == {NO_GRADIENTS: 12}, str(session.report)
+
+
+def test_a_module_that_holds_others_unseen_is_as_if_it_were_not_there(package: Path) -> None:
+    """It has neither parameters nor submodules, and another one is made for each call."""
+
+    class Solver(nn.Module):
+        def __init__(self, *held: nn.Module) -> None:
+            super().__init__()
+            self.held = held
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in self.held:
+                x = module(x).detach() if module is layer else module(x)
+            return x
+
+    net, twin, layer = made(Hidden), made(Hidden), nn.Linear(6, 6)
+    x = torch.randn(5, 6)
+    for _ in range(6):
+        Solver(layer, twin)(x).sum().backward()
+    with ab.replay(package, modules=True) as session:
+        for _ in range(6):
+            Solver(layer, net)(x).sum().backward()
+    torch.testing.assert_close([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert session.report.modules == 6 and not session.report.eager_modules, str(session.report)
+
+
+@pytest.mark.parametrize(("eager", "compiled", "served"), [(135.5, 102.4, 0), (265.9, 212.0, 8)])
+def test_a_module_is_served_where_it_gains_more_than_a_script_takes_from_it(
+    eager: float, compiled: float, served: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls are timed in a loop, where caches are warm."""
+
+    def measured(packages: Mapping[str, Any], *_: object) -> dict[str, float]:
+        return {speed.EAGER: eager, **dict.fromkeys(packages, compiled)}
+
+    path, net = tmp_path / "bw.pt2", made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+
+    def passes() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [g for _ in range(8) for g in torch.autograd.grad(net(torch.randn(5, 6)).sum(), list(net.parameters()))]
+
+    monkeypatch.setattr(speed, "measure", measured)
+    with ab.record(path, modules=True, tune="quick") as recording:
+        passes()
+    assert not recording.skipped
+    for always in (False, True):
+        with ab.replay(path, modules=True, always=always) as session:
+            torch.testing.assert_close(passes(), passes())
+        assert session.report.modules == (16 if always else 2 * served), str(session.report)
+        assert always or served or f"{eager:,.0f}" in session.report.modules_left[0], session.report.modules_left

@@ -1,5 +1,5 @@
 """Who is called when a script calls a module: the outermost call goes to the interceptor that was entered last, and those within it where the
-interceptor makes it by :func:`opened`.
+interceptor makes it by :func:`opened`. A module that has nothing to serve, neither parameters nor submodules, is not asked about.
 
 While one is entered, ``nn.Module.__call__`` asks it, and assignments to modules and registrations of hooks are counted, so that what was
 bound to a module is looked at again: by each of those that are bound to it, so that nothing is crossed off.
@@ -94,6 +94,12 @@ def depth() -> int:
     return _here.depth
 
 
+def _is_bare(module: nn.Module) -> bool:
+    """Whether it has neither parameters nor submodules, as a loss or an activation: such a call is as one that the interceptor opens."""
+    own = module.__dict__
+    return "_parameters" in own and not own["_parameters"] and not own["_modules"]
+
+
 def _is_unheard(module: nn.Module) -> bool:
     left = unheard.get(id(module), 0)
     if left:
@@ -105,6 +111,12 @@ def _asking(plain: Plain) -> Plain:
     def asked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _here.inside or (_here.depth and _is_unheard(self)):
             return plain(self, *args, **kwargs)
+        if _is_bare(self):
+            _here.depth += 1
+            try:
+                return plain(self, *args, **kwargs)
+            finally:
+                _here.depth -= 1
         if torch.compiler.is_compiling() or isinstance(self, _TRANSPARENT):
             return plain(self, *args, **kwargs)
         innermost = _stack[-1:]  # another thread may leave its context meanwhile

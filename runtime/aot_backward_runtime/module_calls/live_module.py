@@ -85,10 +85,17 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
+def seconds_of(entry: Entry) -> tuple[float, float]:
+    """What a call and its backward took in eager, and compiled, when the entry was recorded; zeros where they were not timed."""
+    speeds = [s for v in entry.variants if (s := v.spec.speed) is not None]
+    count = max(len(speeds), 1)
+    return sum(s.means["eager"] for s in speeds) * 1e-6 / count, sum(s.means[s.chosen] for s in speeds) * 1e-6 / count
+
+
 def gain_of(entry: Entry) -> float:
-    """Seconds that a call and its backward took less than eager's when it was recorded."""
-    means = [s.means for v in entry.variants if (s := v.spec.speed) is not None]
-    return sum(m["eager"] - min(t for n, t in m.items() if n != "eager") for m in means) / max(len(means), 1) * 1e-6
+    """Seconds that a call and its backward took less than eager's when the entry was recorded."""
+    eager, compiled = seconds_of(entry)
+    return eager - compiled
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
