@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import aot_backward as ab
@@ -192,3 +193,75 @@ def test_a_module_is_served_where_it_gains_more_than_a_script_takes_from_it(
             torch.testing.assert_close(passes(), passes())
         assert session.report.modules == (16 if always else 2 * served), str(session.report)
         assert always or served or f"{eager:,.0f}" in session.report.modules_left[0], session.report.modules_left
+
+
+class Elsewhere(nn.Module):
+    """It keeps what PyTorch's modules keep in their dict elsewhere."""
+
+    @property
+    def _modules(self) -> dict[str, nn.Module]:  # type: ignore[override]
+        return self.__dict__.setdefault("kept", {})
+
+    @_modules.setter
+    def _modules(self, value: dict[str, nn.Module]) -> None:
+        self.__dict__["kept"] = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+
+class Asks(nn.Module):
+    """It has no parameters, and turns gradients on for what it holds unseen."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.held, self.act = (net,), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return self.held[0](x)
+
+
+def test_modules_without_parameters_of_other_kinds(package: Path) -> None:
+    net, x = made(Hidden), torch.randn(5, 6)
+    asks, plain = Asks(net), nn.Sequential(nn.Tanh())
+    with ab.replay(package, modules=True) as session, torch.no_grad():
+        for _ in range(5):
+            assert asks(Elsewhere()(plain(x))).requires_grad
+    assert session.report.modules == 5 and not session.report.eager_modules, str(session.report)
+
+
+def test_a_normalization_in_both_modes_and_in_eager_within_one_backward(tmp_path: Path) -> None:
+    """Eager writes its averages, and saves them, without autograd seeing the one; in the other mode compiled code reads them in its backward."""
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def net() -> nn.Module:
+        return made(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh()))
+
+    def losses(of: nn.Module, count: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [of.train(step % 2 == 0)(torch.randn(5, 6)).square().sum() for step in range(count)]
+
+    path, eager, ours = tmp_path / "both.pt2", net(), net()
+    with ab.record(path, modules=True, tune="none") as recording:
+        for _ in range(4):
+            for loss in losses(ours, 2):
+                loss.backward()
+    assert len(recording.compiled_modules) == 1, recording.skipped
+    ours = net()
+    with ab.replay(path, modules=True) as session:
+        for of in (eager.forward, ours):
+            for _ in range(4):
+                with Sees():
+                    first = of(torch.ones(5, 6) + torch.arange(6.0))
+                (first + of(torch.ones(5, 6).cumsum(0))).sum().backward()
+        assert session.report.eager_modules
+        torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in eager.parameters()], rtol=1e-4, atol=1e-5)
+        before = ours.eval()(torch.randn(5, 6)).sum()
+        ours.train()(torch.randn(5, 6))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # its backward reads the averages that the other call wrote
+            before.backward()
+    assert session.report.modules == 6 and not session.report.differed, str(session.report)

@@ -456,3 +456,14 @@ def test_a_module_is_left_to_eager_where_its_backward_pass_gains_more(tmp_path: 
     assert not better_as_passes([untimed], modules, weights)
     others = {name: dataclasses.replace(w, shape=(*w.shape, 9)) for name, w in weights.items()}
     assert not better_as_passes([structure], modules, others)  # of another module
+
+    def timed(eager: float, chosen: str, ours: float) -> Speed:
+        return Speed(chosen, (Timing("eager", (eager,)), Timing(chosen, (ours,))), ("",), 1, "a processor", "quick", "cpu", torch.__version__, 0)
+
+    for variant in modules[0].variants:
+        variant.spec = dataclasses.replace(variant.spec, speed=timed(135.0, "default", 103.0))
+    little = dataclasses.replace(structure, variants=tuple(dataclasses.replace(v, speed=timed(120.0, "compiled", 110.0)) for v in structure.variants))
+    assert better_as_passes([little], modules, weights)  # the module gains more in a loop, too little to be served
+    for variant in modules[0].variants:
+        variant.spec = dataclasses.replace(variant.spec, speed=timed(200.0, "default", 103.0))
+    assert not better_as_passes([little], modules, weights)

@@ -30,7 +30,7 @@ class ModuleCalls:
         self._eager, self._grad = eager, grad
         self.compiled = self.audits = 0
         self.without_gradients = 0
-        """Outermost calls that eager made because gradients were off, and that were not given to ``eager``."""
+        """Outermost calls that eager made because gradients were off, of modules with parameters; ``eager`` has not heard of them."""
         self.saved = 0.0  # seconds, by what was timed when they were recorded
         self.differed: list[str] = []
         self.since_backward = False
@@ -38,9 +38,9 @@ class ModuleCalls:
         self._alone: dict[int, _LeftAlone] = {}  # by the module's id
 
     def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() and not depth():
+        if not torch.is_grad_enabled() and not depth() and (self.table.has_served(module) or _has_parameters(module)):
             self.without_gradients += 1
-            return plain(module, *args, **kwargs)  # nor would a call within this one be served
+            return plain(module, *args, **kwargs)
         alone = self._alone.get(id(module))
         if alone is not None and alone.module() is module and alone.is_left(self.table, module):
             if alone.reason and (alone.known or not depth()):

@@ -97,7 +97,7 @@ def depth() -> int:
 def _is_bare(module: nn.Module) -> bool:
     """Whether it has neither parameters nor submodules, as a loss or an activation: such a call is as one that the interceptor opens."""
     own = module.__dict__
-    return "_parameters" in own and not own["_parameters"] and not own["_modules"]
+    return "_parameters" in own and "_modules" in own and not own["_parameters"] and not own["_modules"]
 
 
 def _is_unheard(module: nn.Module) -> bool:
@@ -111,14 +111,14 @@ def _asking(plain: Plain) -> Plain:
     def asked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _here.inside or (_here.depth and _is_unheard(self)):
             return plain(self, *args, **kwargs)
+        if torch.compiler.is_compiling() or isinstance(self, _TRANSPARENT):
+            return plain(self, *args, **kwargs)
         if _is_bare(self):
             _here.depth += 1
             try:
                 return plain(self, *args, **kwargs)
             finally:
                 _here.depth -= 1
-        if torch.compiler.is_compiling() or isinstance(self, _TRANSPARENT):
-            return plain(self, *args, **kwargs)
         innermost = _stack[-1:]  # another thread may leave its context meanwhile
         if not innermost:
             return plain(self, *args, **kwargs)

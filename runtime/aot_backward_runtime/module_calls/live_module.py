@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..format.manifest import EntrySpec, ModuleSource, Tree
 from . import interception
 from .module_facts import CODE, DEFAULT_DTYPE, GLOBAL, attributes, code_facts, difference, global_facts, names_in
 from .plain_values import NotPlain, Watch
+from .recorded_speed import gain_of
 
 _LEAST = 2
 """Of a size that was left open: sizes of 0 and 1 are another kind of call, for which a module may do something else, or raise."""
@@ -85,19 +87,6 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
-def seconds_of(entry: Entry) -> tuple[float, float]:
-    """What a call and its backward took in eager, and compiled, when the entry was recorded; zeros where they were not timed."""
-    speeds = [s for v in entry.variants if (s := v.spec.speed) is not None]
-    count = max(len(speeds), 1)
-    return sum(s.means["eager"] for s in speeds) * 1e-6 / count, sum(s.means[s.chosen] for s in speeds) * 1e-6 / count
-
-
-def gain_of(entry: Entry) -> float:
-    """Seconds that a call and its backward took less than eager's when the entry was recorded."""
-    eager, compiled = seconds_of(entry)
-    return eager - compiled
-
-
 def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Addresses of the memory that strided tensors are in."""
     return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided} - {0}
@@ -124,6 +113,8 @@ class LiveModule:
         self.proven = False
         """Whether a backward of a compiled call has been audited."""
         self._unversioned: set[int] = set()
+        self._reading: weakref.WeakSet[DifferentiableCall] = weakref.WeakSet()
+        """Calls whose backward reads a buffer, and may be to come."""
         self.bind(module)
 
     def bind(self, module: nn.Module) -> None:
@@ -145,6 +136,8 @@ class LiveModule:
         if odd := sorted(state.keys() ^ set(self.entry.state.names)):
             raise OtherModule(f"{odd[0]} is {'new' if odd[0] in state else 'gone'}")
         self._slots = [_slot(module, name) for name in self.entry.state.names]
+        read = {i for v in self.entry.variants if "backward" in v.plans for i in v.plans["backward"].reads}
+        self._reads_buffers = any(not isinstance(t, nn.Parameter) for i, t in enumerate(self.current()) if i in read)
         self._bind_mode(module)
 
     def _bind_mode(self, module: nn.Module) -> None:
@@ -189,17 +182,28 @@ class LiveModule:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[[DifferentiableCall], None] | None = None) -> Any:
         """By compiled code; :class:`InputError` and others of ours where it does not fit, and nothing was done."""
-        current = self.current()
-        if not self._unversioned:
+        current, unseen = self.current(), self._unversioned
+        if self._reads_buffers:
+            unseen = unseen - {i for call in self._reading for i in call.differentiated.backward.reads}
+            made = self._noting_readers(made)
+        if not unseen:
             return call_entry(self.entry, current, self.mode, args, kwargs, made, _LEAST)
-        with torch_api.keeping_versions([current[i] for i in self._unversioned]):
+        with torch_api.keeping_versions([current[i] for i in unseen]):
             return call_entry(self.entry, current, self.mode, args, kwargs, made, _LEAST)
+
+    def _noting_readers(self, made: Callable[[DifferentiableCall], None] | None) -> Callable[[DifferentiableCall], None]:
+        def note(call: DifferentiableCall) -> None:
+            self._reading.add(call)
+            if made is not None:
+                made(call)
+
+        return note
 
     def written_unversioned(self, buffers: set[int]) -> None:
         """``buffers``: ``id`` of those that eager writes without autograd seeing it, as it does the averages of a batch normalization, which it also
-        saves: another call of the layer, in eager, would raise where compiled code counted that it wrote them."""
-        read = {i for v in self.entry.variants if "backward" in v.plans for i in v.plans["backward"].reads}
-        self._unversioned |= {i for i, t in enumerate(self.current()) if id(t) in buffers} - read
+        saves: another call of the layer, in eager, would raise where compiled code counted that it wrote them. It is counted all the same while the
+        backward of a compiled call, as one in the other mode, is to read them."""
+        self._unversioned |= {i for i, t in enumerate(self.current()) if id(t) in buffers}
 
 
 def _slot(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -9,13 +9,10 @@ from torch import nn
 
 from ..entries.dispatch import Entry
 from ..errors import InputError
-from .live_module import LiveModule, OtherModule, class_name, seconds_of
+from .live_module import LiveModule, OtherModule, class_name
+from .recorded_speed import why_slower
 
 _LONGEST = 64  # calls for which a module that did not fit is not looked at again
-_AROUND, _SLOWER = 30e-6, 1.1
-"""Seconds, and times, by which a call and its backward must have been faster than eager's when they were recorded, in a loop. Within a script what is
-around them is colder, for eager and for us: of ten scripts, calls that were to gain 33 to 41 µs of 100 to 330 lost 27 to 70, and one that was to gain
-112 of 1,000 gained nothing; 54 of 266 gained 30, 138 of 304 gained 92."""
 
 
 class ModuleTable:
@@ -29,7 +26,7 @@ class ModuleTable:
         for entry in entries:
             source = entry.spec.source
             assert source is not None
-            if words := left.get(entry.name, "") or ("" if always else _why_slower(entry)):
+            if words := left.get(entry.name, "") or ("" if always else why_slower(entry)):
                 self._slower[source.module] = words
             else:
                 self._entries.setdefault(source.module, []).append(entry)
@@ -124,11 +121,3 @@ class _Met:
         self.live: LiveModule | None = None
         self.reason = ""
         self.waits = self.next_wait = 0
-
-
-def _why_slower(entry: Entry) -> str:
-    eager, compiled = seconds_of(entry)
-    if eager >= _SLOWER * compiled + _AROUND or not eager:
-        return ""
-    took = f"compiled it took {1e6 * compiled:,.0f} µs, in eager {1e6 * eager:,.0f}, when it was recorded"
-    return took if compiled >= eager else f"{took}, which is lost again within a script"

@@ -45,7 +45,7 @@ class Report:
     were faster than eager was when they were recorded, and optimizer steps and clippings then; ``saved_against_tapes``: by which the other hits,
     whose structure was not timed in eager then, were faster than their tapes interpreted. ``steps``: optimizer steps by compiled code;
     ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients. ``modules``: calls of modules by compiled
-    code, of which ``audits`` were made by eager, too; ``eager_modules``: others that have parts or parameters, by reason; ``modules_left``: what was
+    code, of which ``audits`` were made by eager, too; ``eager_modules``: others of modules with parameters, by reason; ``modules_left``: what was
     recorded of modules and serves no call, because eager, or the compiled backward pass, gains more; ``differed``: what the audits found;
     ``through_modules``: those of the compiled passes whose forward was such a call.
     """
