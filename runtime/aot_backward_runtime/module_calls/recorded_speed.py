@@ -10,8 +10,8 @@ from ..format.manifest import Speed
 
 _AROUND, _SLOWER = 30.0, 1.1
 """Microseconds, and times, by which a call and its backward must have been faster than eager's when they were recorded, in a loop. Within a script
-what is around them is colder, for eager and for us: of ten scripts, calls that were to gain 33 to 41 µs of 100 to 330 lost 27 to 70, and one that was
-to gain 112 of 1,000 gained nothing; 54 of 266 gained 30, 138 of 304 gained 92."""
+what is around them is colder, for eager and for us: of eight scripts, calls that were to gain 33 to 41 µs of 135 to 335 lost as much, one that was to
+gain 112 of 1,000 lost 37; 54 of 266 gained 30, 138 of 304 gained 87 (docs/benchmarks/2026-11-26-modules-in-scripts.md)."""
 
 
 def gain_of(entry: Entry) -> float:
