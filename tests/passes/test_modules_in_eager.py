@@ -187,7 +187,7 @@ def test_a_module_is_served_where_it_gains_more_than_a_script_takes_from_it(
     monkeypatch.setattr(speed, "measure", measured)
     with ab.record(path, modules=True, tune="quick") as recording:
         passes()
-    assert not recording.skipped
+    assert not recording.skipped and ("replay leaves them to eager" in recording.compiled_modules[0]) == (not served)
     for always in (False, True):
         with ab.replay(path, modules=True, always=always) as session:
             torch.testing.assert_close(passes(), passes())

@@ -25,6 +25,7 @@ from aot_backward_runtime.module_calls import interception
 from aot_backward_runtime.module_calls.audit import on_copies_of_buffers
 from aot_backward_runtime.module_calls.live_module import class_name
 from aot_backward_runtime.module_calls.plain_values import NotPlain
+from aot_backward_runtime.module_calls.recorded_speed import why_slower
 
 from ...capture.preserve import requiring_alone
 from ...entries import Module, Variant
@@ -72,6 +73,7 @@ def add_modules(
                 speeds = [s for v in part.manifest.entries[name].variants if (s := v.speed) is not None]
                 ratios = [r for s in speeds for r in s.ratios]
                 took = f": {min(ratios):.2f} to {max(ratios):.2f} of eager's time" if ratios else ""
+                took += ", too little to gain: replay leaves them to eager (--always)" if why_slower(known[name]) else ""
                 found.added.append(f"{class_name(seen.module)}{took}")
             observed = _called_again(failed.values())
 
