@@ -23,7 +23,7 @@ def better_as_passes(structures: Iterable[StructureSpec], modules: Sequence[Entr
     """The entries of ``modules`` whose calls are better left to eager, because a recorded pass through them gains more, with the reason in words.
     A pass is taken to go through a module, once, where it has as many leaves as the module trains, and tensors of their shapes that require grad."""
     trained = {entry.name: _trained(entry, weights) for entry in modules}
-    gains = {entry.name: 0.0 if why_slower(entry) else gain_of(entry) for entry in modules}
+    gains = {entry.name: 0.0 if why_slower(entry) else max(gain_of(entry), 0.0) for entry in modules}
     left: dict[str, str] = {}
     for structure in structures:
         leaves = structure.nodes.count(_LEAF)
