@@ -184,15 +184,24 @@ def test_a_module_is_served_where_it_gains_more_than_a_script_takes_from_it(
         torch.manual_seed(0)
         return [g for _ in range(8) for g in torch.autograd.grad(net(torch.randn(5, 6)).sum(), list(net.parameters()))]
 
+    expected = passes()
     monkeypatch.setattr(speed, "measure", measured)
     with ab.record(path, modules=True, tune="quick") as recording:
         passes()
     assert not recording.skipped and ("replay leaves them to eager" in recording.compiled_modules[0]) == (not served)
     for always in (False, True):
         with ab.replay(path, modules=True, always=always) as session:
-            torch.testing.assert_close(passes(), passes())
-        assert session.report.modules == (16 if always else 2 * served), str(session.report)
+            torch.testing.assert_close(passes(), expected, rtol=1e-4, atol=1e-5)
+        assert session.report.modules == (8 if always else served), str(session.report)
         assert always or served or f"{eager:,.0f}" in session.report.modules_left[0], session.report.modules_left
+
+
+class Named(nn.Sequential):
+    """It has something of its own by the name of a method."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Tanh())
+        self.parameters = [1.0]  # type: ignore[assignment]
 
 
 class Elsewhere(nn.Module):
@@ -224,10 +233,10 @@ class Asks(nn.Module):
 
 def test_modules_without_parameters_of_other_kinds(package: Path) -> None:
     net, x = made(Hidden), torch.randn(5, 6)
-    asks, plain = Asks(net), nn.Sequential(nn.Tanh())
+    asks, plain, named = Asks(net), nn.Sequential(nn.Tanh()), Named()
     with ab.replay(package, modules=True) as session, torch.no_grad():
         for _ in range(5):
-            assert asks(Elsewhere()(plain(x))).requires_grad
+            assert asks(Elsewhere()(named(plain(x)))).requires_grad
     assert session.report.modules == 5 and not session.report.eager_modules, str(session.report)
 
 

@@ -29,8 +29,6 @@ class ModuleCalls:
         self.table, self.strict = table, strict
         self._eager, self._grad = eager, grad
         self.compiled = self.audits = 0
-        self.without_gradients = 0
-        """Outermost calls that eager made because gradients were off, of modules with parameters; ``eager`` has not heard of them."""
         self.saved = 0.0  # seconds, by what was timed when they were recorded
         self.differed: list[str] = []
         self.since_backward = False
@@ -39,7 +37,7 @@ class ModuleCalls:
 
     def call(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() and not depth() and (self.table.has_served(module) or _has_parameters(module)):
-            self.without_gradients += 1
+            self._eager(NO_GRADIENTS)
             return plain(module, *args, **kwargs)
         alone = self._alone.get(id(module))
         if alone is not None and alone.module() is module and alone.is_left(self.table, module):
@@ -173,4 +171,4 @@ class _LeftAlone:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return next(nn.Module.parameters(module), None) is not None  # it may have something of its own by that name

@@ -47,8 +47,8 @@ class Report:
     ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients. ``modules``: calls of modules by compiled
     code, of which ``audits`` were made by eager, too; ``eager_modules``: others of modules with parameters, by reason; ``modules_left``: what was
     recorded of modules and serves no call, because eager, or the compiled backward pass, gains more; ``differed``: what the audits found;
-    ``through_modules``: those of the compiled passes whose forward was such a call. ``modules``, ``audits`` and ``differed``, and calls of modules
-    without gradients, are counted when the context ends.
+    ``through_modules``: those of the compiled passes whose forward was such a call. ``modules``, ``audits`` and ``differed`` are
+    counted when the context ends.
     """
 
     passes: int = 0

@@ -24,7 +24,6 @@ from ..loader import Package, load
 from ..module_calls import interception as module_interception
 from ..module_calls.calls import ModuleCalls
 from ..module_calls.interception import Plain
-from ..module_calls.live_module import NO_GRADIENTS
 from ..module_calls.module_table import ModuleTable
 from ..module_calls.passes_or_modules import better_as_passes
 from ..operators import describe_missing_operators, unregistered
@@ -121,8 +120,6 @@ class Replaying(EngineHook):
             module_interception.leave(self)
         self.report.modules, self.report.audits = self.modules.compiled, self.modules.audits
         self.report.differed = list(self.modules.differed)
-        self.report.eager_modules.note(NO_GRADIENTS, self.modules.without_gradients)
-        self.modules.without_gradients = 0
         self.report.saved_against_eager += self.modules.saved
         self.modules.saved = 0.0
 
