@@ -118,8 +118,7 @@ class GraphBinder:
         count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
         specs = tuple(joint.sizes.spec(n, node.meta["val"], False) for n, node in zip(self.names, self.results, strict=True))
         if self.results:
-            rounds = fx_graph.rounds_to_16_bits(graph)
-            graphs.append(Graph(self.name, graph, tuple(inputs), specs, constants, count, rounds, donated=tuple(i for i, _ in donated)))
+            graphs.append(Graph(self.name, graph, tuple(inputs), specs, constants, count, donated=tuple(i for i, _ in donated)))
         call = Call(self.name, tuple(operands)) if self.results else None
         consumes = tuple(i for _, i in donated)
         return Plan(call, outputs, saved, watched, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), gradients, consumes)

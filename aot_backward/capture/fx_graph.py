@@ -110,17 +110,6 @@ def written_placeholders(graph: GraphModule) -> set[str]:
     return {n.args[0].name for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"}
 
 
-def rounds_to_16_bits(graph: GraphModule) -> bool:
-    """Whether a value is cast to 16 bits and back, which is how a program rounds; the compiler would leave both casts out."""
-
-    def bits(node: Node) -> int:
-        casts = node.target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-        dtype = node.meta["val"].dtype if casts else None
-        return torch.finfo(dtype).bits if dtype is not None and dtype.is_floating_point else 0
-
-    return any(bits(n) == 16 and any(bits(u) > 16 for u in n.users) for n in graph.graph.nodes)
-
-
 def depends_on_nodes(args: Iterable[Any]) -> bool:
     """Whether a node is among ``args``, which may be nested lists."""
     return any(depends_on_nodes(a) if isinstance(a, list | tuple) else isinstance(a, Node) for a in args)

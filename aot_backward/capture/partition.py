@@ -364,7 +364,12 @@ def _partition_settings() -> Iterator[None]:
     ``backed_size_oblivious``: whether a size is 1, which views of two dynamic sizes ask, would refuse a batch of 1."""
     with (
         matrix_products_for_any_size(),
-        torch_api.inductor_config.patch(fallback_random=True, layout_optimization=False, shape_padding=False),
+        torch_api.inductor_config.patch(
+            fallback_random=True,
+            layout_optimization=False,
+            shape_padding=False,
+            emulate_precision_casts=True,  # else a cast to 16 bits and back is taken out
+        ),
         torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
     ):
         yield

@@ -18,7 +18,7 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from aot_backward_exporters import torch_api
+from aot_backward_exporters import sixteen_bits, torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Tree
 
@@ -177,6 +177,7 @@ def joint_of(
         views = _views(meta) | _repeats(graph, meta)
         if views:
             return None, views
+        sixteen_bits.mark_rounded(graph)
         joint = _described_joint(flat, inputs, about, settle(graph), described, [*parameters, *buffers])
     return joint, frozenset()
 

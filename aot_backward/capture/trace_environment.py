@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import torch_api
+from aot_backward_exporters import sixteen_bits, torch_api
 from aot_backward_exporters.process_state import without_convolution_libraries
 from aot_backward_runtime.errors import ExportError
 
@@ -91,7 +91,7 @@ def decompositions() -> dict[Any, Any]:
     if not _DECOMPOSITIONS:
         _ = torch_api.partition_fn  # brings in the lowerings, which some decompositions look up
         with torch_api.inductor_config.patch(fallback_random=True):
-            _DECOMPOSITIONS.update(torch_api.select_decomp_table())
+            _DECOMPOSITIONS.update(sixteen_bits.rounding_as_kernels(torch_api.select_decomp_table()))
         products = (aten.mm.default, aten.bmm.default, aten.addmm.default)
         pooling = (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
         for operator in (aten.native_dropout.default, *products, *pooling):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aot_backward_exporters import torch_api
+from aot_backward_exporters import sixteen_bits, torch_api
 from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Segment, TensorSpec
@@ -104,6 +104,7 @@ def trace_partition(
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         raise ExportError("a backward of the pass changes one of its operands in place")
     _split_variadic_arithmetic(module)
+    sixteen_bits.mark_rounded(module)
     results = list(next(iter(module.graph.find_nodes(op="output"))).args[0])
     for v, node in zip(outputs, results, strict=True):
         values[v] = node.meta["val"]

@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # the command line reads VERSION from here, and must not wait
 VERSION = "0.1.0"
 
 
+ROUNDED = "aot_backward_rounded"
+"""The key in a node's ``meta`` that is true where a 16-bit result must be rounded as eager rounds it, also within a fused loop."""
+
 LINE = "aot_backward_line"
 """The key in a node's ``meta`` under which its :class:`Line` is found."""
 
@@ -45,7 +48,6 @@ class Graph:
     outputs: tuple[TensorSpec, ...]
     constants: dict[str, tuple[str, torch.Tensor]]
     nodes: int
-    round_as_eager: bool = False  # to 16 bits after each operator, also within a fused loop
     donated: tuple[int, ...] = ()  # inputs whose memory the code may write its own values into
     profiled: bool = False  # each kernel reports itself to torch.profiler, which takes time
 

@@ -105,8 +105,10 @@ _NAMES = {
     "CppBuilder": "torch._inductor.cpp_builder",
     "cpu_vec_isa": "torch._inductor.cpu_vec_isa",  # the module itself
     "decomposition": "torch._inductor.decomposition",  # the module itself
+    "lowering": "torch._inductor.lowering",  # the module itself
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
     "CppKernel": "torch._inductor.codegen.cpp",
+    "CppVecOverrides": "torch._inductor.codegen.cpp",
     "get_cpp_compiler": "torch._inductor.cpp_builder",
     "InvalidCxxCompiler": "torch._inductor.exc",
     "InductorError": "torch._inductor.exc",
@@ -120,6 +122,7 @@ _NAMES = {
 _MODULES = {
     "decompositions",
     "decomposition",
+    "lowering",
     "transformer",
     "sympy_functions",
     "symbolic_shapes_config",

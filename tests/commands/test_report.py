@@ -430,7 +430,7 @@ def test_a_graph_that_is_none_is_one_clear_line(package: Path, tmp_path: Path, e
 
 def test_a_graph_is_read_only_after_its_digest_was_checked(package: Path, tmp_path: Path) -> None:
     data = bytearray(package.read_bytes())
-    data[data.index(b'"round_as_eager"') + 3] ^= 1
+    data[data.index(b'"donated"') + 3] ^= 1
     (tmp_path / "flipped.pt2").write_bytes(data)
     done = called("inspect", tmp_path / "flipped.pt2", "--html", tmp_path / "out.html")
     assert done.exit_code == 1 and "SHA-256" in done.stderr and "graphs/" in done.stderr and not (tmp_path / "out.html").exists()

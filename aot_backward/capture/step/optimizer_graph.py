@@ -23,7 +23,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from aot_backward_exporters import torch_api
+from aot_backward_exporters import sixteen_bits, torch_api
 from aot_backward_exporters.process_state import patched_items
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Interval, NumberSpec
@@ -89,6 +89,7 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
         )
         for i in range(len(values))
     )
+    sixteen_bits.mark_all_rounded(graph)
     reduced_precision = any(v.dtype in LOW for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
     reduced_precision = reduced_precision and not any(p.dtype in LOW for p in parameters)
     return Update(graph, allowed, settings.clip_norm is not None, settings.skip_nonfinite, reduced_precision, _in_place(graph, len(gradients)))

@@ -173,7 +173,6 @@ def split_step(joint: Joint, name: str, weights: Weights, state: StepState) -> t
         graph, nodes = fx_graph.copy_of(joint.graph)
         _append_accumulation(graph, joint, state, {p: nodes[gradients[p]] for p in trained})
         partitions.accumulate = _finish(partitions, joint, graph, f"{name}.accumulate", weights, [])
-    partitions.graphs = [dataclasses.replace(g, round_as_eager=update.reduced_precision or g.round_as_eager) for g in partitions.graphs]
     return partitions, update
 
 
@@ -197,7 +196,7 @@ def update_alone(joint: Joint, name: str, weights: Weights, state: StepState, up
     for node in fx_graph.results_of(binder.graph):
         binder.result(node)
     plan = binder.plan(partitions.graphs)
-    return dataclasses.replace(partitions.graphs[0], round_as_eager=update.reduced_precision or partitions.graphs[0].round_as_eager), plan
+    return partitions.graphs[0], plan
 
 
 def _finish(partitions: Partitions, joint: Joint, graph: GraphModule, name: str, weights: Weights, extra: list[Node]) -> Plan:

@@ -11,6 +11,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import utils
 
+from aot_backward_exporters import sixteen_bits
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import ClippingSpec, Verdict
 from aot_backward_runtime.native.library import Library
@@ -47,6 +48,7 @@ class TracedClipping:
         except Exception as error:  # of a norm_type that torch does not know
             raise ExportError(f"it could not be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         module.graph.set_codegen(torch.fx.CodeGen())  # flat arguments
+        sixteen_bits.mark_all_rounded(module)
         *values, result = fx_graph.results_of(module)
         written = list(module.graph.find_nodes(op="placeholder"))[:-1]
         names = operand_names(len(gradients))

@@ -51,7 +51,7 @@ class TracedStep:
             verdict=Verdict("not run"),
         )
         self._reduced_precision = update.reduced_precision
-        self.graph = dataclasses.replace(_in_place(update.graph, self.spec, mode), round_as_eager=update.reduced_precision)
+        self.graph = _in_place(update.graph, self.spec, mode)
 
     def finished(self, library: Library, tune: str, target: str) -> UpdateSpec:
         """The spec with its verdict and times; :class:`ExportError` where ``library`` does not do what eager does."""

@@ -16,7 +16,7 @@ from aot_backward_runtime.errors import ExportError
 from .. import torch_api
 from ..graph import Graph
 from ..rewrites.sequence import rewrite
-from . import graph_fixes, patches
+from . import graph_fixes, patches, rounding
 from .cache_key import Canonical
 from .settings import settings_for
 from .targets import Processor
@@ -72,6 +72,8 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     graph_fixes.complex_numbers_as_tensors(module, fake_mode)
     graph_fixes.refuse_negative_indices(module, fake_mode)
     with torch.no_grad(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # a question about a size would narrow it
+        if rounds := rounding.is_needed(module):
+            rounding.round_as_eager(module, fake_mode)  # first: a rewrite replaces nodes, and what they are marked with
         rewrite(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
@@ -80,11 +82,12 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         V.set_aot_compilation(True),
         config.patch({**settings_for(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
         config.patch(torch_api.get_cpp_wrapper_config()),
-        config.patch({"emulate_precision_casts": graph.round_as_eager, "cpp.enable_kernel_profile": graph.profiled}),
+        config.patch({"emulate_precision_casts": rounds, "cpp.enable_kernel_profile": graph.profiled}),
         V.set_fake_mode(fake_mode),
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
         patches.sizes_left_open(),
+        patches.exact_expm1(),
         torch_api.symbolic_shapes_config.patch(backed_size_oblivious=open_sizes),
         patches.generating_for(built_for),
         patches.donating(graph, fake_mode) as donating,

@@ -51,6 +51,11 @@ def sizes_left_open() -> Iterator[None]:
         yield
 
 
+def exact_expm1() -> contextlib.AbstractContextManager[None]:
+    """A context in which ``expm1`` is a call of the vector library's, as in eager. Inductor writes exp(x) - 1, which is 0 for x = 1e-8."""
+    return patched(torch_api.CppVecOverrides, expm1=staticmethod(lambda x: f"{x}.expm1()"))
+
+
 def _strides_for_any_size() -> contextlib.AbstractContextManager[None]:
     """A context in which a view's strides are those of sizes that are not 1, where there are some: of a size that is 1 no stride matters."""
     module, name = torch_api.strides_of_view()

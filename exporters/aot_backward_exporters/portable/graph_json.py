@@ -23,8 +23,8 @@ from aot_backward_runtime.errors import ExportError, PackageError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import LibrarySpec
 
-from .. import torch_api
-from ..graph import LINE, Graph, Line
+from .. import sixteen_bits, torch_api
+from ..graph import LINE, ROUNDED, Graph, Line
 from ..process_state import without_convolution_libraries
 
 VERSION = 1
@@ -51,7 +51,6 @@ def graph_to_bytes(graph: Graph, spell: Spell, sizes: Mapping[str, int]) -> byte
     form = {
         "version": VERSION,
         **graph_to_json(graph.module, {name: key for name, (key, _) in graph.constants.items()}, spell),
-        "round_as_eager": graph.round_as_eager,
         "donated": list(graph.donated),
         "sizes": dict(sizes),
     }
@@ -117,7 +116,6 @@ def graph_of(
         outputs=spec.outputs,
         constants={target: (key, weights[key]) for target, key in names.items()},
         nodes=spec.nodes,
-        round_as_eager=bool(form.get("round_as_eager")),
         donated=tuple(donated),
     )
 
@@ -153,6 +151,7 @@ def graph_to_json(module: GraphModule, weights: Mapping[str, str] | None = None,
         "names": names,
         "looks": looks,
         "places": places,
+        "rounded": [n for n, node in enumerate(module.graph.nodes) if node.meta.get(ROUNDED)],
         "lines": [list(astuple(line)) for line in lines],
     }
 
@@ -184,6 +183,7 @@ def _graph(
     rest = iter(inputs)
     names, places = form.get("names"), form.get("places")
     lines = [Line(*line) for line in form.get("lines", ())]
+    rounded = frozenset(form["rounded"]) if "rounded" in form else None  # older files lack it: round everything
     for n, (kind, *parts) in enumerate(form["nodes"]):
         name = _identifier(names[n]) if names else f"v{n}"
         if kind == "placeholder":
@@ -216,6 +216,8 @@ def _graph(
             node.meta["val"] = target(*values[0], **values[1])
             if fresh := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):  # sizes that come from data
                 node.meta["unbacked_bindings"] = fresh
+        if sixteen_bits.is_in_16_bits(node) and (rounded is None or n in rounded):
+            node.meta[ROUNDED] = True
         if places and 0 <= places[n] < len(lines):
             node.meta[LINE] = lines[places[n]]
         made.append(node)

@@ -1,0 +1,163 @@
+"""Rounding to bfloat16 and float16 after each operator, as eager rounds.
+
+Inductor computes a fused loop in float32 and rounds when it stores. Eager rounds after every operator. Inductor's option
+``emulate_precision_casts`` does not help on a CPU: the pass that makes loops over 16-bit values compute in float32 removes the conversions again.
+
+The capture marks the values that must be rounded (``graph.ROUNDED``). A call of :data:`ROUNDED` follows each of them whose result Inductor would
+keep in float32. Values within one operator stay in float32, as in eager's kernels.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .. import torch_api
+from ..graph import ROUNDED as MARK
+from ..rewrites import graph_edit
+from ..sixteen_bits import DTYPES, is_in_16_bits
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_LIBRARY = torch.library.Library("aot_backward", "FRAGMENT")
+_LIBRARY.define("rounded(Tensor x) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "rounded", "CompositeExplicitAutograd")
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+ROUNDED = torch.ops.aot_backward.rounded.default
+"""A 16-bit tensor, rounded to its dtype. The call exists in the graph that Inductor lowers, and nowhere else."""
+
+_CALLED = frozenset({
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
+})  # fmt: skip
+"""Operators that have a lowering, and are calls of eager's kernels all the same: their results are in memory, and rounded."""
+
+_EXACT = frozenset({
+    aten.view.default, aten.reshape.default, aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.squeeze.dim,
+    aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default, aten.as_strided.default, aten.alias.default, aten.t.default,
+    aten.transpose.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.diagonal.default, aten.clone.default,
+    aten.detach.default, aten.cat.default, aten.where.self, aten.gather.default, aten.index.Tensor, aten.index_select.default,
+    aten.embedding.default, aten.neg.default, aten.abs.default, aten.relu.default, aten.maximum.default, aten.minimum.default,
+    aten.amax.default, aten.amin.default, aten.copy_.default, aten.flip.default, ROUNDED,
+})  # fmt: skip
+"""Operators whose results are values that they are given. Rounding those again changes nothing and takes time."""
+
+_VIEWS = frozenset({
+    aten.view.default, aten.permute.default, aten.expand.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.t.default,
+    aten.transpose.int, aten.alias.default,
+})  # fmt: skip
+
+_COMPARISONS = frozenset(getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_CONVERTED = _COMPARISONS | {aten.add, aten.sub, aten.rsub, aten.fmod, aten.remainder, aten.floor_divide, aten.pow, aten.full}
+
+
+def is_needed(module: GraphModule) -> bool:
+    """Whether a node of ``module``, or of a graph within it, is marked."""
+    return any(node.meta.get(MARK) for node in module.graph.nodes) or any(
+        is_needed(child) for _, child in module.named_children() if isinstance(child, GraphModule)
+    )
+
+
+def round_as_eager(module: GraphModule, fake_mode: Any) -> None:
+    """Put a call of :data:`ROUNDED` after each marked node of ``module`` and of the graphs within it, unless its result is rounded anyway.
+
+    ``fake_mode``: of the values of its nodes."""
+    _register_lowering()
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is prims.convert_element_type.default and is_in_16_bits(node) and node.args[0].target is aten.full.default:
+            with module.graph.inserting_before(node), fake_mode:
+                node.replace_all_uses_with(_narrowed(module.graph, node.args[0], node.meta["val"].dtype))
+            module.graph.erase_node(node)
+            continue
+        _round_numbers(module.graph, node, fake_mode)
+        if node.meta.get(MARK) and _is_generated(node) and not all(_is_called(user) for user in _users(node)):
+            with module.graph.inserting_after(node), fake_mode:
+                rounded = graph_edit.call(module.graph, ROUNDED, node)
+            node.replace_all_uses_with(rounded, lambda user, own=rounded: user is not own)
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            round_as_eager(child, fake_mode)
+    module.recompile()
+
+
+def _is_generated(node: Node) -> bool:
+    """Whether Inductor writes code for it that computes."""
+    made_by = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(made_by, Node)
+    return made_by.target not in _EXACT and not _is_called(made_by)
+
+
+def _is_called(node: Node) -> bool:
+    """Whether it is a call of an operator's own kernel, or the end of the graph: its arguments and results are in memory."""
+    lowering = torch_api.lowering
+    return (
+        node.op == "output"
+        or node.target in _CALLED
+        or node.target in lowering.fallbacks
+        or node.target not in lowering.lowerings
+        or bool(node.meta.get("should_fallback"))
+    )
+
+
+def _users(node: Node) -> list[Node]:
+    """Those that read its values, of a view's users the users of the view."""
+    return [reader for user in node.users for reader in (_users(user) if user.target in _VIEWS else [user])]
+
+
+def _round_numbers(graph: Graph, node: Node, fake_mode: Any) -> None:
+    """Rounds the numbers that eager converts to 16 bits before it uses them (:data:`_CONVERTED`)."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in _CONVERTED:
+        return
+    tensors = [a for a in node.args if isinstance(a, Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+    dtype = node.meta["val"].dtype
+    if packet in _COMPARISONS:
+        dtype = next((a.meta["val"].dtype for a in tensors if a.meta["val"].dim()), tensors[0].meta["val"].dtype)
+    if dtype not in DTYPES:
+        return
+    for i, argument in enumerate(node.args):
+        if isinstance(argument, float):
+            node.update_arg(i, _nearest(argument, dtype))
+        elif isinstance(argument, Node) and argument.meta["val"].is_floating_point() and argument.meta["val"].dtype != dtype:
+            with graph.inserting_before(node), fake_mode:
+                node.update_arg(i, _narrowed(graph, argument, dtype))
+    if isinstance(alpha := node.kwargs.get("alpha"), float):
+        node.update_kwarg("alpha", _nearest(alpha, dtype))
+
+
+def _narrowed(graph: Graph, wide: Node, dtype: torch.dtype) -> Node:
+    """``wide`` in 16 bits. Of a number the nearest one is written: Inductor would drop a rounding of it, as of any constant."""
+    if wide.target is aten.full.default:
+        size, number = wide.args[0], float(wide.args[1])  # type: ignore[arg-type]
+        return graph_edit.call(graph, aten.full.default, size, _nearest(number, dtype), dtype=dtype, device=wide.meta["val"].device)
+    return graph_edit.call(graph, ROUNDED, graph_edit.call(graph, prims.convert_element_type.default, wide, dtype))
+
+
+def _nearest(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype))
+
+
+def _register_lowering() -> None:
+    lowering = torch_api.lowering
+    if ROUNDED in lowering.lowerings:
+        return
+
+    @lowering.register_lowering(ROUNDED, type_promotion_kind=None)
+    def lowered(x: Any) -> Any:
+        dtype, ops = x.get_dtype(), lowering.ops
+
+        def rounded(value: Any) -> Any:
+            wide = ops.to_dtype(value, torch.float32, use_compute_types=False)
+            narrow = ops.to_dtype(wide, dtype, use_compute_types=False)
+            return ops.to_dtype(narrow, torch.float32, use_compute_types=False)
+
+        return lowering.make_pointwise(rounded, override_return_dtype=dtype)(x)
