@@ -32,7 +32,7 @@ from .example_sizes import Example, cotangents_at, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
 from .named_results import Named, Overwritten, Take, Wrt, infers_apart, results_of_eager, results_of_entry
 from .stored_results import Stored, is_large, sketch, sketched_distance
-from .tolerance import Comparison, Reference, Tolerance, compare, distance, distance_of_finite, finite_alike, is_finite, is_inexact, norm
+from .tolerance import Comparison, Reference, Tolerance, WrongResult, compare, distance, distance_of_finite, finite_alike, is_finite, is_inexact, norm
 
 _FAR = 1e-2  # eager this far from float64 did not compute the same thing: float64 is no reference then
 
@@ -80,7 +80,7 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
         without = compare_results(inferred, {n: eager[n] for n in inferred}, reference, reduced_precision=case.reduced_precision)
         for comparison in (*comparisons, *(dataclasses.replace(c, name=f"{c.name} without gradients") for c in without)):
             if comparison.wrong:
-                raise ExportError(
+                raise WrongResult(
                     f"{where}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
                     f"nothing was written{_changed_numbers(case.program, numbers)}"
                 )
@@ -126,7 +126,7 @@ def compare_results(actual: Named, eager: Named, reference: Reference[Named], *,
             out.append(Comparison(name, distance(a, e), 0.0))
             continue
         if not finite_alike(e, a):
-            raise ExportError(f"{name} has NaN or Inf where eager has none, or the reverse")
+            raise WrongResult(f"{name} has NaN or Inf where eager has none, or the reverse")
         error_of_eager = _error_of_eager(name, e, reference) if reference.float64 else None
         tolerance = Tolerance.of_result(e.dtype, largest, error_of_eager, reference.moved[name], reduced_precision=reduced_precision)
         out.append(compare(name, a, t, tolerance, like=e))

@@ -34,7 +34,7 @@ from . import stored_results
 from .example_sizes import SEED, Example, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
 from .stored_results import LARGE, Stored, sketch
-from .tolerance import Comparison, Reference, Tolerance, compare, distance, distance_of_finite, is_finite, norm, pieces
+from .tolerance import Comparison, Reference, Tolerance, WrongResult, compare, distance, distance_of_finite, is_finite, norm, pieces
 
 STEPS = 3
 _PROBES = 4
@@ -117,7 +117,7 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
             comparisons = _compare_steps(actual, eager, reference, case.reduced_precision)
             for comparison in comparisons:
                 if comparison.wrong:
-                    raise ExportError(
+                    raise WrongResult(
                         f"{where}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
                         "nothing was written"
                     )

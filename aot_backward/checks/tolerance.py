@@ -29,6 +29,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from aot_backward_runtime.errors import ExportError
+
 RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 RELATIVE |= {torch.complex64: 2e-4, torch.complex128: 1e-9, torch.complex32: 3e-2}
 """‖a − e‖ / ‖e‖ allowed where eager itself is what a result is compared with."""
@@ -88,6 +90,12 @@ class Tolerance:
         eps = torch.finfo(dtype).eps
         relative = (RELATIVE[dtype] if eager_error is None else 16 * eps) + (RELATIVE[torch.bfloat16] if reduced_precision else 0.0)
         return cls(relative, 0.0, 4 * (eager_error or 0.0) + (4 if eager_error is None else 2) * eps * stored + 8 * moved)
+
+
+class WrongResult(ExportError):
+    """Compiled code gives other numbers than eager. ``variant``: the entry's name and the variant's number."""
+
+    variant: tuple[str, int]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +14,14 @@ from aot_backward_runtime.loader import Package
 
 from ..checks.example_sizes import SEED
 from ..checks.stored_results import Stored
+from ..checks.tolerance import WrongResult
 from ..entries import Entry, Module, Step
+from . import kernel_search
 from .contents import Check, Contents
 from .program_entry import add_program
 from .step_entry import add_step
+
+log = logging.getLogger("aot_backward")
 
 
 class Build:
@@ -61,11 +66,35 @@ class Build:
                 for package in packages:
                     progress(f"check {name}", i * len(packages) + len(verdicts), total)
                     not_run = Verdict(f"not run: {package}")
-                    verdicts.append(not_run if isinstance(package, str) else self._checks[name](package, i, variant, stored))
+                    try:
+                        verdicts.append(not_run if isinstance(package, str) else self._checks[name](package, i, variant, stored))
+                    except WrongResult as error:
+                        error.variant = name, i
+                        raise
                 variants.append(dataclasses.replace(variant, verdict=verdicts[0], verdicts=tuple(verdicts[1:]), seed=SEED))
             progress(f"check {name}", total, total)
             entries[name] = dataclasses.replace(spec, variants=tuple(variants))
         return dataclasses.replace(manifest, entries=entries)
+
+    def repair(self, error: WrongResult) -> None:
+        """Have eager's kernels compute what the variant of ``error`` gets wrong. Raise ``error`` if that does not help."""
+        name, number = error.variant
+        entry = self.entries[name]
+        variants = list(entry.variants)
+        variants[number] = dataclasses.replace(variants[number], speed=None)  # of the code that was wrong
+        self.entries[name] = entry = dataclasses.replace(entry, variants=tuple(variants))
+
+        def load() -> Package:
+            package = self.contents.package_of(name, entry)
+            assert package is not None  # it was loaded before
+            return package
+
+        def check() -> object:
+            return self._checks[name](load, number, entry.variants[number], {})
+
+        done = kernel_search.repair(self.contents, (f"{name}.{number}.", f"{name}.update"), check, error)
+        self.contents.notes[f"kernels of {name}{f' variant {number}' if len(entry.variants) > 1 else ''}"] = done
+        log.warning("%s: %s", name, done)
 
     def _features(self) -> tuple[str, ...]:
         """What a runtime must know to read the package rightly."""

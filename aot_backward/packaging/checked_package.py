@@ -18,6 +18,7 @@ from aot_backward_runtime.training import allocator
 
 from .. import operators
 from ..capture import preserve, program_module
+from ..checks.tolerance import WrongResult
 from ..entries import Entries, Grad, Step
 from .builder import Build
 from .contents import Contents
@@ -46,9 +47,14 @@ def checked_package(
         build = Build(contents)
         for name, entry in entries.items():
             build.add(name, entry)
-        manifest = build.manifest(weights)
-        examples: dict[str, torch.Tensor] = {}
-        manifest = build.check(manifest, contents.packages(manifest), examples)
+        while True:
+            examples: dict[str, torch.Tensor] = {}
+            manifest = build.manifest(weights)
+            try:
+                manifest = build.check(manifest, contents.packages(manifest), examples)
+                break
+            except WrongResult as error:
+                build.repair(error)
         write = partial(write_package, artifacts=contents.artifacts, weights=contents.weights, examples=examples)
         libraries = {stem: artifact.library for stem, artifact in contents.artifacts.items()}
         manifest = with_standalone(manifest, write, libraries, examples, Path(folder), required=runtime == "standalone", progress=progress)

@@ -56,6 +56,7 @@ class Contents:
         self.standalone, self.qualified = standalone, qualified
         self.specs = tuple(targets.target_spec(name) for name in self.targets)
         self.graphs: dict[str, Graph] = {}
+        self.joints: dict[str, Joint] = {}  # of each graph the joint graph that it is a part of
         self.artifacts: dict[str, Artifact] = {}
         self.portables: dict[str, bytes] = {}
         self.notes: dict[str, str] = {}
@@ -85,6 +86,7 @@ class Contents:
             graphs = [self._decomposed(graph, joint, only) for graph in graphs]
         for graph in graphs:
             self.add_graph(graph)
+            self.joints[graph.name] = joint
             if self.portable:
                 self._write_portable(graph, joint.sizes)
 

@@ -18,6 +18,9 @@ VERSION = "0.1.0"
 ROUNDED = "aot_backward_rounded"
 """The key in a node's ``meta`` that is true where a 16-bit result must be rounded as eager rounds it, also within a fused loop."""
 
+EAGER_KERNEL = "aot_backward_eager_kernel"
+"""The key in a node's ``meta`` that is true where eager's own kernel is called, because compiled code gave other numbers."""
+
 LINE = "aot_backward_line"
 """The key in a node's ``meta`` under which its :class:`Line` is found."""
 

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import torch_api
+from ..graph import EAGER_KERNEL
 
 KERNELS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool2d_with_indices_backward.default)
 """Operators that eager's kernels do faster on a CPU than what Inductor generates: a step of two convolutions with pooling, 256 rows, takes 1.75 ms
@@ -26,10 +27,15 @@ def copied(module: GraphModule) -> GraphModule:
     return out
 
 
+def calls_eager_kernels(module: GraphModule) -> bool:
+    """Whether an operator of ``module`` is left to eager's kernel because compiled code gave other numbers."""
+    return any(node.meta.get(EAGER_KERNEL) for node in module.graph.nodes)
+
+
 def call_kernels(module: GraphModule) -> None:
     """Marks the operators that Inductor is to call as they are."""
     for node in module.graph.nodes:
-        if (node.target in KERNELS or _miscompiled(node)) and node.args[0].meta["val"].device.type == "cpu":
+        if node.meta.get(EAGER_KERNEL) or ((node.target in KERNELS or _miscompiled(node)) and node.args[0].meta["val"].device.type == "cpu"):
             node.meta["should_fallback"] = True
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
@@ -44,6 +50,30 @@ def _miscompiled(node: Node) -> bool:
     """
     aten = torch.ops.aten
     return node.target in (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default) and bool(node.args[5])
+
+
+_WRITES_INTO_FIRST = frozenset({
+    torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default, torch.ops.aten.select_scatter.default,
+    torch.ops.aten.slice_scatter.default, torch.ops.aten.diagonal_scatter.default, torch.ops.aten.as_strided_scatter.default,
+})  # fmt: skip
+"""Operators that Inductor turns into writes into their first argument, if nothing else reads that."""
+
+
+def expanded_arguments_copied(module: GraphModule, fake_mode: Any) -> None:
+    """Copy what such an operator writes into, if it is expanded: one element would be written to for several (torch 2.11 to 2.15)."""
+    aten = torch.ops.aten
+    for node in [n for n in module.graph.nodes if n.target in _WRITES_INTO_FIRST]:
+        value = node.args[0].meta["val"]
+        if any(type(stride) is int and stride == 0 for stride in value.stride()):
+            with module.graph.inserting_before(node), fake_mode:
+                like = {"memory_format": torch.contiguous_format}
+                copied = module.graph.call_function(aten.clone.default, (node.args[0],), like)
+                copied.meta["val"] = aten.clone.default(value, **like)
+            node.update_arg(0, copied)
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            expanded_arguments_copied(child, fake_mode)
+    module.recompile()
 
 
 _INDEXED = {torch.ops.aten.gather.default: 2, torch.ops.aten.embedding.default: 1}

@@ -71,10 +71,12 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     graph_fixes.call_kernels(module)
     graph_fixes.complex_numbers_as_tensors(module, fake_mode)
     graph_fixes.refuse_negative_indices(module, fake_mode)
+    graph_fixes.expanded_arguments_copied(module, fake_mode)
     with torch.no_grad(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # a question about a size would narrow it
         if rounds := rounding.is_needed(module):
             rounding.round_as_eager(module, fake_mode)  # first: a rewrite replaces nodes, and what they are marked with
-        rewrite(module, fake_mode)
+        if not graph_fixes.calls_eager_kernels(module):  # one of these may be what was wrong
+            rewrite(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),

@@ -24,7 +24,7 @@ from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import LibrarySpec
 
 from .. import sixteen_bits, torch_api
-from ..graph import LINE, ROUNDED, Graph, Line
+from ..graph import EAGER_KERNEL, LINE, ROUNDED, Graph, Line
 from ..process_state import without_convolution_libraries
 
 VERSION = 1
@@ -151,6 +151,7 @@ def graph_to_json(module: GraphModule, weights: Mapping[str, str] | None = None,
         "names": names,
         "looks": looks,
         "places": places,
+        "kernels": [n for n, node in enumerate(module.graph.nodes) if node.meta.get(EAGER_KERNEL)],
         "rounded": [n for n, node in enumerate(module.graph.nodes) if node.meta.get(ROUNDED)],
         "lines": [list(astuple(line)) for line in lines],
     }
@@ -183,6 +184,7 @@ def _graph(
     rest = iter(inputs)
     names, places = form.get("names"), form.get("places")
     lines = [Line(*line) for line in form.get("lines", ())]
+    kernels = frozenset(form.get("kernels", ()))
     rounded = frozenset(form["rounded"]) if "rounded" in form else None  # older files lack it: round everything
     for n, (kind, *parts) in enumerate(form["nodes"]):
         name = _identifier(names[n]) if names else f"v{n}"
@@ -216,6 +218,8 @@ def _graph(
             node.meta["val"] = target(*values[0], **values[1])
             if fresh := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):  # sizes that come from data
                 node.meta["unbacked_bindings"] = fresh
+        if n in kernels:
+            node.meta[EAGER_KERNEL] = True
         if sixteen_bits.is_in_16_bits(node) and (rounded is None or n in rounded):
             node.meta[ROUNDED] = True
         if places and 0 <= places[n] < len(lines):

@@ -1,0 +1,107 @@
+"""A variant whose compiled code gives other numbers than eager: the fewest operators that eager's own kernels must compute are found by search."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.fx import Node
+
+from aot_backward_exporters.graph import EAGER_KERNEL, LINE, Graph
+from aot_backward_runtime.errors import ExportError
+
+from .contents import Contents
+
+log = logging.getLogger("aot_backward")
+
+_TRIES = 30
+"""The most compilations of one search. Each takes seconds. A graph of 40 different operators with one at fault takes 12 to 14."""
+
+
+def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], object], error: ExportError) -> str:
+    """Compile the graphs whose names begin with one of ``prefixes`` again, so that ``check`` passes, and return what was done, in words.
+
+    Raise ``error``, which is what ``check`` raised, if it does not pass even when eager's kernels compute everything that they can.
+    """
+    graphs = [graph for name, graph in contents.graphs.items() if name.startswith(tuple(prefixes))]
+    before = contents.mark()
+    tries = 0
+
+    def passes(operators: Iterable[str]) -> bool:
+        nonlocal tries
+        tries += 1
+        contents.progress(f"find the operator that is not eager's, {tries} of at most {_TRIES}", tries - 1, _TRIES)
+        contents.back_to(before)
+        try:
+            _compile(contents, graphs, frozenset(operators))
+            check()
+        except ExportError:
+            return False
+        return True
+
+    suspects = sorted({str(node.target) for graph in graphs for node in graph.module.graph.nodes if _has_kernel(node)})
+    found = None
+    if passes(suspects):
+        found = _fewest(suspects, passes, lambda: tries >= _TRIES - 1)
+        if not passes(found):  # the last try was another one
+            found = None
+    contents.progress(f"find the operator that is not eager's, {tries} of at most {_TRIES}", _TRIES, _TRIES)
+    if found is None:
+        contents.back_to(before)
+        _mark(graphs, frozenset())
+        raise error
+    lines = {f"{line.file}:{line.number}: {line.text}" for graph in graphs for n in _marked(graph) if (line := n.meta.get(LINE)) and line.file}
+    where = f" ({'; '.join(sorted(lines)[:3])})" if lines else ""
+    return f"PyTorch's own kernels compute {', '.join(found)}{where}, because compiled code gave other numbers: {error}"
+
+
+def _fewest(suspects: Sequence[str], passes: Callable[[Sequence[str]], bool], ended: Callable[[], bool]) -> list[str]:
+    """Return a part of ``suspects`` with which it passes, and from which nothing can be left out, as far as the tries go.
+
+    Source: delta debugging (Zeller and Hildebrandt, 2002)."""
+    found, parts = list(suspects), 2
+    while len(found) > 1 and not ended():
+        size = -(-len(found) // parts)
+        chunks = [found[i : i + size] for i in range(0, len(found), size)]
+        others = [[s for s in found if s not in chunk] for chunk in chunks] if len(chunks) > 2 else []
+        smaller = next((part for part in (*chunks, *others) if not ended() and passes(part)), None)
+        if smaller is not None:
+            parts = 2 if smaller in chunks else max(parts - 1, 2)
+            found = smaller
+        elif parts >= len(found):
+            break
+        else:
+            parts = min(2 * parts, len(found))
+    return found
+
+
+def _compile(contents: Contents, graphs: Sequence[Graph], operators: frozenset[str]) -> None:
+    _mark(graphs, operators)
+    for joint in {id(joint): joint for graph in graphs for joint in [contents.joints[graph.name]]}.values():
+        assumed = joint.sizes.guards()
+        contents.compile([graph for graph in graphs if contents.joints[graph.name] is joint], joint)
+        if joint.sizes.guards() != assumed:
+            raise ExportError("the code holds for fewer sizes")
+
+
+def _mark(graphs: Sequence[Graph], operators: frozenset[str]) -> None:
+    for graph in graphs:
+        for node in graph.module.graph.nodes:
+            node.meta.pop(EAGER_KERNEL, None)
+            if _has_kernel(node) and str(node.target) in operators:
+                node.meta[EAGER_KERNEL] = True
+
+
+def _marked(graph: Graph) -> list[Node]:
+    return [node for node in graph.module.graph.nodes if node.meta.get(EAGER_KERNEL)]
+
+
+def _has_kernel(node: Node) -> bool:
+    """Whether it computes something new from tensors by an operator that compiled code can call."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    schema = target._schema
+    writes_or_views = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    return not writes_or_views and any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
