@@ -99,7 +99,10 @@ def test_errors_have_the_names_of_the_runtime(tmp_path: Path) -> None:
         abn.load(PAIR, backend="nothing")
     with pytest.raises(abn.PackageError, match="expected a step entry 'fit', got module 'pair', grad 'loss'"):
         abn.load(PAIR).step("fit")
-    with pytest.raises(abn.PackageError, match=r"1\.0-pair\.pt2: expected a step entry, got module 'pair', grad 'loss'\. Call load\(path\)\.module\('pair'\) or load\(path\)\.grad"):
+    with pytest.raises(
+        abn.PackageError,
+        match=r"1\.0-pair\.pt2: expected a step entry, got module 'pair', grad 'loss'\. Call load\(path\)\.module\('pair'\) or load\(path\)\.grad",
+    ):
         abn.load(PAIR).step()
     assert abn.load(PAIR).entries == {"pair": "module", "loss": "grad"}
 
