@@ -81,7 +81,9 @@ def test_only_sizes_that_were_timed_are_compared() -> None:
     assert saved == UNKNOWN and why.startswith("  not compared x10: recorded too briefly at these sizes to know")
 
 
-@pytest.mark.parametrize(("eager", "words"), [(1e9, r"at least \d+\.\d{3} s saved against eager"), (0.0, r"at least \d+\.\d{3} s lost against eager")])
+@pytest.mark.parametrize(
+    ("eager", "words"), [(1e9, r"at least \d+\.\d{3} s saved against eager"), (0.0, r"at least \d+\.\d{3} s lost against eager")]
+)
 def test_misses_count_against_what_was_saved(eager: float, words: str) -> None:
     path = timed(eager)
     with ab.replay(path) as replaying:
