@@ -26,11 +26,6 @@ class FastestWay:
     interpreted: bool = False
     nearby: bool = False
 
-    def gained(self, seconds: float) -> float:
-        """Seconds by which a pass that took ``seconds`` was faster than eager's; what is below the margins of the choice does not count."""
-        eager, took = self.times["eager"], seconds * 1e6
-        return max(eager - SLOWER * took - AROUND, min(eager - took, 0.0)) * 1e-6
-
     @classmethod
     def of(cls, times: Mapping[str, float], chosen: str) -> FastestWay:
         in_eager = chosen == "eager"

@@ -43,7 +43,7 @@ from .call_sites import CallSites
 from .compiled_pass import Match
 from .data_parallel import reducers
 from .engine_hook import EngineHook
-from .fastest_way import FastestWay
+from .fastest_way import AROUND, SLOWER, FastestWay
 from .pass_contract import Operands, why_unsupported
 from .replay_report import DATA_PARALLEL, OTHER_SIZES, TOO_BRIEF, Report
 from .structure import Structure
@@ -123,7 +123,8 @@ class Replaying(EngineHook):
         self.report.modules, self.report.audits = self.modules.compiled, self.modules.audits
         self.report.differed = list(self.modules.differed)
         self.report.saved_against_eager += self.modules.saved
-        self.modules.saved = 0.0
+        self.report.audited += self.modules.auditing
+        self.modules.saved = self.modules.auditing = 0.0
 
     def intercepts_modules(self) -> bool:
         """Whether calls of modules are to come to :meth:`module_call`."""
@@ -346,7 +347,8 @@ class Replaying(EngineHook):
         """The pass under way has run: counts what it gained or lost, or that this is not known."""
         seconds = time.perf_counter() - self.began
         if fastest.times and not fastest.nearby and not reducers.known:
-            self.report.saved_against_eager += fastest.gained(seconds)
+            self.report.saved_against_eager += fastest.times["eager"] * 1e-6 - seconds
+            self.report.margin += (SLOWER - 1) * seconds + AROUND * 1e-6
         else:
             self.report.untimed.note(DATA_PARALLEL if reducers.known else OTHER_SIZES if fastest.times else TOO_BRIEF)
             self.report.untimed_seconds += seconds
