@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .support.failures import EXIT_CODES, debug_option
+from .support.failures import EXIT_CODES, ScriptInterrupted, debug_option
 from .support.imports import import_option
 from .support.ranks import rank_of_several
 from .support.script import Script, run_script, script_options
@@ -69,11 +69,19 @@ def replay(
         key=key,
         max_structures=max_structures or MAX_STRUCTURES,
     )
-    code = run_script(script, session)
+    code, interrupt = 0, None
+    try:
+        code = run_script(script, session)
+    except (ScriptInterrupted, KeyboardInterrupt) as error:
+        interrupt = error
     rank, report = rank_of_several(), session.report
     if as_json:
         click.echo(json.dumps(report.to_json() | ({} if rank is None else {"rank": rank})), err=True)
     elif not rank or report.misses or report.eager:
         for line in str(report).splitlines():  # reasons hold names from the package
             say(f"rank {rank}: {line}" if rank else line, err=True)
+    if isinstance(interrupt, KeyboardInterrupt):  # while missed passes were saved
+        raise click.Abort from None
+    if interrupt is not None:
+        raise interrupt
     context.exit(code)

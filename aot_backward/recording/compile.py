@@ -132,19 +132,21 @@ class _Job:
         for fingerprint, group in itertools.groupby(programs, key=lambda program: program.fingerprint):
             right: list[tuple[TracedProgram, PassSpec]] = []
             words: list[str] = []
+            untimed: list[str] = []
             for program in group:
                 self._say("check", done, len(programs))
                 spec = self._checked(program, artifacts, mode)
                 if spec is not None:
                     right.append((program, spec))
                     words += pass_speed.slower(program, spec.speed) if spec.speed is not None else ()
+                    untimed += [pass_speed.why_untimed(program, spec, self._target)] if spec.speed is None and self._tune != "none" else []
                 done += 1
             if right:
                 package, contents = self._next or (self.package, self.added.contents)
                 variants = {**contents.variants, **{(fingerprint, p.name): p.seconds for p, _ in right}}
                 self._next = (
                     package.with_passes(right, artifacts, self._places),
-                    replace(contents, variants=variants, slower=(*contents.slower, *words)),
+                    replace(contents, variants=variants, slower=(*contents.slower, *words), untimed=Counter(contents.untimed) + Counter(untimed)),
                 )
         self._say("check", len(programs), len(programs))
         self.write()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from aot_backward_runtime.format.manifest import Ambient
-from aot_backward_runtime.passes.pass_contract import Operands
+from aot_backward_runtime.passes.pass_contract import Operands, why_unsupported
 from aot_backward_runtime.tapes.tape import Tape
 
 from ..capture.ambient import current_ambient
@@ -27,13 +27,8 @@ class TensorMetadata:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMetadata:
-        unsupported = ""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            unsupported = f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a subclass of torch.Tensor"
-        elif tensor.layout is not torch.strided:
-            unsupported = f"a sparse tensor ({tensor.layout})"
         stride = tensor.stride() if tensor.layout is torch.strided else (0,) * tensor.dim()
-        return cls(tensor.dtype, tensor.device.type, tuple(tensor.shape), stride, tensor.requires_grad, unsupported)
+        return cls(tensor.dtype, tensor.device.type, tuple(tensor.shape), stride, tensor.requires_grad, why_unsupported(tensor))
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ _CONSTANTS = (
 class ObservedReplay(Replaying):
     """``structures``: what was interpreted, by fingerprint. ``skipped``: what could not be traced or compiled, and why."""
 
+    observes = True
+
     def __init__(
         self,
         package: Package | None,

@@ -19,10 +19,11 @@ from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import Choice, PassSpec, Speed, StructureSpec, Timing
 from aot_backward_runtime.native.guards import dtype_of
 from aot_backward_runtime.native.library import Library
+from aot_backward_runtime.passes.fastest_way import AROUND, SLOWER
 from aot_backward_runtime.passes.pass_contract import Operands, PassContract
 from aot_backward_runtime.passes.structure import Structure
 from aot_backward_runtime.tapes.interpreter import Run
-from aot_backward_runtime.tapes.tape import CALLS_OUT, Op
+from aot_backward_runtime.tapes.tape import CALLS_OUT, Op, Tape
 
 from ..capture.ambient import current_ambient
 from ..checks import stopwatch
@@ -33,11 +34,6 @@ from .trace import TracedProgram
 
 EAGER, INTERPRETED, COMPILED = "eager", "interpreted", "compiled"
 _LEAST = 2, 4  # passes that were timed in the script, interpreted and in eager
-_AROUND, _SLOWER = 40.0, 1.1
-"""Microseconds, and times, by which a compiled pass must be faster than eager's to be preferred: what replays of eleven models (backward passes of 80
-to 350 µs) cost a script, forward and all, over what was predicted here was 17 to 103 µs, 34 in the median. Half of it is the forward after the pass:
-the code that a replay runs has taken the place of the script's own in the processor's caches. The rest is that eager is slower while it is recorded:
-convolutions of 540 µs that were to gain 55 lost 10, an embedding with an MLP of 2,000 µs that was to gain 142 lost 100."""
 log = logging.getLogger("aot_backward")
 
 
@@ -45,8 +41,8 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
     """Microseconds of a whole pass at the sizes of the recorded ones; None where too few were timed, or their code cannot run without the script."""
     tape = program.structure.tape
     calls = [op for op in tape.ops if op.kind in CALLS_OUT]
-    if any(tape.ops[n].kind in CALLS_OUT for s in spec.segments if s.library for n in s.ops):
-        return None  # a custom function's backward, of which the script alone has what it reads
+    if _reads_contexts(tape, spec):
+        return None
     times: dict[str, list[float]] = {EAGER: [], INTERPRETED: [], COMPILED: []}
     labels: list[str] = []
     choices: list[Choice] = []
@@ -86,9 +82,23 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
     )
 
 
+def why_untimed(program: TracedProgram, spec: PassSpec, target: str) -> str:
+    """Why :func:`measure` gives nothing, as the report of ``record`` says it of a number of passes."""
+    if not target.startswith("cpu"):
+        return "not timed beside eager, which is done on a CPU alone"
+    if _reads_contexts(program.structure.tape, spec):
+        return "not timed beside eager, as custom functions of the script are part of the code"
+    return "recorded too briefly to know whether compiled code is faster than eager: record 20 passes or more of a size, into a new file"
+
+
+def _reads_contexts(tape: Tape, spec: PassSpec) -> bool:
+    """Whether compiled code has a custom function's backward in it; the script alone has what that reads."""
+    return any(tape.ops[n].kind in CALLS_OUT for s in spec.segments if s.library for n in s.ops)
+
+
 def _fastest(times: Mapping[str, Sequence[float]]) -> str:
     """In the geometric mean over the sizes. A tie of interpreted and compiled goes to what is compiled."""
-    total = {name: math.prod(t if name == EAGER else _SLOWER * t + _AROUND for t in each) for name, each in times.items()}
+    total = {name: math.prod(t if name == EAGER else SLOWER * t + AROUND for t in each) for name, each in times.items()}
     best = min(total, key=lambda name: total[name])
     return COMPILED if best == INTERPRETED and total[best] > TIE ** len(times[best]) * total[COMPILED] else best
 

@@ -158,10 +158,9 @@ class Recording(ObservedReplay):
     def was_left_to_eager(self, seconds: float) -> None:
         self._in_eager += seconds
 
-    def _run_compiled(
-        self, structure: Structure, operands: Operands, match: Match, fastest: FastestWay, binding: bool, start: float
-    ) -> list[torch.Tensor | None]:
-        results = super()._run_compiled(structure, operands, match, fastest, binding, start)
+    def _run_compiled(self, structure: Structure, operands: Operands, match: Match, fastest: FastestWay, binding: bool) -> list[torch.Tensor | None]:
+        start = time.perf_counter()
+        results = super()._run_compiled(structure, operands, match, fastest, binding)
         assert structure.spec is not None
         self._served += structure.spec.seconds or time.perf_counter() - start
         return results

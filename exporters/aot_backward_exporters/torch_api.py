@@ -112,6 +112,7 @@ _NAMES = {
     "get_cpp_compiler": "torch._inductor.cpp_builder",
     "InvalidCxxCompiler": "torch._inductor.exc",
     "InductorError": "torch._inductor.exc",
+    "inductor_ir_log": "torch._inductor.ir",
     # ONNX (aot_backward_exporters)
     "decomposition_table": "torch._decomp",
     "InsertTypePromotion": "torch.onnx._internal.fx.passes",
@@ -140,6 +141,7 @@ _RENAMED = {
     "contiguous_strides": "make_contiguous_strides_for",
     "in_tracing_context": "tracing",
     "fake_registry": "singleton",
+    "inductor_ir_log": "log",
 }
 
 NAMESPACES = frozenset({

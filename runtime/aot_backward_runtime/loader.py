@@ -104,13 +104,10 @@ class Package:
 
     def _name(self, kind: str, name: str | None) -> str:
         names = [n for n, k in self.entries.items() if k == kind]
-        if name is None:
-            if len(names) != 1:
-                raise AotBackwardError(f"{self._archive.path} has {len(names)} entries of kind {kind!r} {names}: name one, .{kind}('…')")
-            (name,) = names
-        if name not in names:
-            other = f", but one of kind {self.entries[name]!r}" if name in self.entries else ""
-            raise AotBackwardError(f"{self._archive.path} has no {kind} entry {name!r}{other}; its {kind} entries: {names}")
+        if name is None and len(names) == 1:
+            return names[0]
+        if name is None or name not in names:
+            raise AotBackwardError(_other_entries(str(self._archive.path), self.entries, kind, name, names))
         return name
 
     def _get(self, kind: str, name: str | None) -> LoadedModule | LoadedGrad | LoadedStep:
@@ -215,3 +212,20 @@ def _device(device: str | torch.device | None) -> torch.device | None:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"device is {device!r}; expected 'cpu', 'cuda' or 'cuda:1'") from error
+
+
+def _other_entries(path: str, entries: Mapping[str, str], kind: str, name: str | None, names: Sequence[str]) -> str:
+    """What ``entries`` (kinds by name) has in place of the ``kind`` entry that was asked for, and how to get it. ``names``: those of that kind."""
+    wanted = f"one {kind} entry" if names and name is None else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
+    has = [f"{k} {n!r}" for n, k in entries.items()]
+    others = f" and {len(has) - _SHOWN} others" if len(has) > _SHOWN else ""
+    ways = [_WAYS[k].format(name=n) for n, k in entries.items() if n in (name, *names) or not names][:_SHOWN]
+    return f"{path}: expected {wanted}, got {', '.join(has[:_SHOWN]) or 'none'}{others}. {f'Call {_or(ways)}.' if ways else 'Export one.'}"
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+_SHOWN = 8  # entries, in a message
+_WAYS = {kind: f"load(path).{kind}({{name!r}})" for kind in ("module", "grad", "step")} | {"replay": "replay(path, entry={name!r})"}

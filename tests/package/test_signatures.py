@@ -716,7 +716,7 @@ def test_replay_takes_a_policy(tiny: Path, keys: Path, tmp_path: Path) -> None:
     for door in (aot_backward_runtime.replay, ab.replay):
         with pytest.raises(SignatureError, match="is by another key"):
             door(tiny, key=keys / "other.pub")
-        with pytest.raises(AotBackwardError, match="has 0 entries of kind 'replay'"):
+        with pytest.raises(AotBackwardError, match="expected a replay entry, got "):
             door(tiny, signature="if-present", key=keys / "own.pub")
     with pytest.raises(SignatureError, match="is by another key"):
         ab.replay(tiny, save_misses=tmp_path / "misses", key=keys / "other.pub")

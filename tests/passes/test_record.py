@@ -716,7 +716,7 @@ def test_a_package_of_modules_gets_a_replay_entry(tmp_path: Path) -> None:
     assert torch.equal(loaded.module()(x), ab.load(copy).module()(x))
     with ab.replay(path, strict=True):
         mlp((3, 4))
-    with pytest.raises(ab.AotBackwardError, match="has 0 entries of kind 'replay'"):
+    with pytest.raises(ab.AotBackwardError, match="expected a replay entry, got "):
         ab.replay(copy)
 
 

@@ -32,6 +32,7 @@ def to_json(session: Recording) -> dict[str, Any]:
         "stopped_by": added.stopped or None,
         "skipped": dict(session.skipped),
         "slower_compiled": list(added.contents.slower),
+        "untimed": dict(added.contents.untimed),
     }
 
 
@@ -48,6 +49,8 @@ def lines(session: Recording, output: Path) -> Iterator[str]:
     passes += [f"{sum(report.eager.values())} left to eager"] if report.eager else []
     yield ", ".join(passes)
     yield _written(session, output)
+    for why, variants in added.contents.untimed.items():
+        yield f"{variants} of {count(len(added.contents.variants), 'kind')} of passes {'was' if variants == 1 else 'were'} {why}"
     if session.compiled_modules:
         yield f"calls of modules compiled: {'; '.join(session.compiled_modules)}"
     if added.seldom:

@@ -11,11 +11,13 @@ from typing import Literal
 @dataclass(frozen=True)
 class Contents:
     """What was added to a package. ``variants``: the seconds that their passes took in the script, by (fingerprint, name). ``slower``: which of them
-    are slower than eager, or than interpreting them, in words. ``steps``: the optimizers of which a kind of steps was
+    are slower than eager, or than interpreting them, in words. ``untimed``: how many of them were not timed, by the reason. ``steps``:
+    the optimizers of which a kind of steps was
     added, and the functions that clip gradients."""
 
     variants: Mapping[tuple[str, str], float] = field(default_factory=dict)
     slower: tuple[str, ...] = ()
+    untimed: Mapping[str, int] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
 
     @property

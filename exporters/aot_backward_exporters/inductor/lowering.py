@@ -81,6 +81,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     with (
         torch.no_grad(),
         patches.torch_warnings_ignored(),
+        patches.missing_kernels_unlogged(),
         V.set_aot_compilation(True),
         config.patch({**settings_for(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
         config.patch(torch_api.get_cpp_wrapper_config()),

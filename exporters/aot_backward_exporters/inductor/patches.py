@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -25,6 +27,26 @@ def torch_warnings_ignored() -> Iterator[None]:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice on speed: "bf16 and fp16 are mixed in the scheduler node"
         yield
+
+
+@contextlib.contextmanager
+def missing_kernels_unlogged() -> Iterator[None]:
+    """A context in which Inductor does not log, for each operator, that it has no kernel of its own for it and calls PyTorch's, which is as intended.
+
+    The caller's log is left alone otherwise: in other threads, and where it asks for more than warnings (``TORCH_LOGS=+inductor``)."""
+    logger, thread = torch_api.inductor_ir_log, threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.thread != thread or "is missing a c-shim implementation" not in str(record.msg)
+
+    if logger.isEnabledFor(logging.INFO):
+        yield
+        return
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 @contextlib.contextmanager

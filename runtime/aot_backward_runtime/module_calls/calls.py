@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,6 +31,7 @@ class ModuleCalls:
         self._eager, self._grad = eager, grad
         self.compiled = self.audits = 0
         self.saved = 0.0  # seconds, by what was timed when they were recorded
+        self.auditing = 0.0  # seconds, eager's part included
         self.differed: list[str] = []
         self.since_backward = False
         """Whether a compiled call's backward may come with the next pass."""
@@ -63,8 +65,10 @@ class ModuleCalls:
         try:
             if is_audited(live.calls) or live.is_unproven():
                 self.audits += 1
+                start = time.perf_counter()
                 with live.lock:  # another thread that calls the module must not see the copies of its buffers
                     result = audited_call(live, module, plain, args, kwargs, self._grad, lambda words: self._end(live, words))
+                self.auditing += time.perf_counter() - start
             else:
                 with live.lock:
                     result = live.call(args, kwargs)

@@ -74,6 +74,9 @@ class EngineHook:
     def left_to_eager(self, reason: str) -> None:
         raise NotImplementedError
 
+    def gave_up(self, seconds: float) -> None:
+        """A pass is left to eager after the engine has walked it for so long."""
+
     def was_left_to_eager(self, seconds: float) -> None:
         """After :meth:`left_to_eager`, where that pass was not within another."""
 
@@ -228,6 +231,7 @@ class EngineHook:
                 self.roots = self.targets = ()
                 self.callbacks.clear()
             start = time.perf_counter()
+            self.gave_up(start - self.began)
             result = self._without(roots, args, kwargs)  # raises what eager would where the pass itself is wrong
             seconds = time.perf_counter() - start
             for rest in (" You can disable", " Please ", " Exception raised from"):

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..format.manifest import Speed
 
+AROUND, SLOWER = 40.0, 1.1
+"""Microseconds, and times, by which a compiled pass must be faster than eager's to be preferred: what replays of eleven models (backward passes of 80
+to 350 µs) cost a script, forward and all, over what was predicted here was 17 to 103 µs, 34 in the median. Half of it is the forward after the pass:
+the code that a replay runs has taken the place of the script's own in the processor's caches. The rest is that eager is slower while it is recorded:
+convolutions of 540 µs that were to gain 55 lost 10, an embedding with an MLP of 2,000 µs that was to gain 142 lost 100."""
 _KEPT = 1024  # sizes
 
 
 @dataclass(frozen=True)
 class FastestWay:
     """``times``: microseconds in eager, interpreted and compiled; nothing where none was measured. ``in_eager``: whether eager was the fastest.
-    ``interpreted``: whether what the engine hands over is better interpreted than run compiled."""
+    ``interpreted``: whether what the engine hands over is better interpreted than run compiled. ``nearby``: the times are of other sizes."""
 
     times: Mapping[str, float] = field(default_factory=dict)
     in_eager: bool = False
     interpreted: bool = False
+    nearby: bool = False
 
     @classmethod
     def of(cls, times: Mapping[str, float], chosen: str) -> FastestWay:
@@ -44,7 +50,8 @@ class FastestWays:
         key = tuple(values.values())
         way = self._near.get(key)
         if way is None:
-            way = min(self._measured, key=lambda measured: _distance(measured[0], values))[1]
+            sizes, way = min(self._measured, key=lambda measured: _distance(measured[0], values))
+            way = replace(way, nearby=_distance(sizes, values) > 0)
             if len(self._near) < _KEPT:
                 self._near[key] = way
         return way

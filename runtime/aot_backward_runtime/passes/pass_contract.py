@@ -73,6 +73,13 @@ class PassContract(Contract):
         return f"size {number} of the pass" + (f" (of {self.tape.user_of(Slot('size', number))})" if self.tape else "")
 
 
+def why_unsupported(tensor: torch.Tensor) -> str:
+    """Why no compiled pass can take ``tensor``: "a sparse tensor (torch.sparse_coo)"; "" if one can."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a subclass of torch.Tensor"
+    return "" if tensor.layout is torch.strided else f"a sparse tensor ({tensor.layout})"
+
+
 def check_value(value: Any, spec: TensorSpec, values: Mapping[str, int], device: torch.device) -> torch.Tensor:
     """``value``, computed by an earlier step of a pass, as native code may have it; :class:`InputError` where it is not what was recorded."""
     if value is None:

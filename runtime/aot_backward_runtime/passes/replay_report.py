@@ -41,9 +41,11 @@ class Report:
     ``passes``: all that were called; ``compiled``: those that ran compiled. ``bindings``: passes that met a structure for the first time; ``hits``:
     further ones that the package served; ``misses``: those that were interpreted, by reason; ``eager``: those that the engine would not have, by
     reason; ``slower``: those for which the package has code that was slower than eager, or than interpreting them, when it was compiled, and which
-    therefore ran so; those of a rest, in which nothing is looked at, are counted when it ends. ``saved_against_eager``: seconds by which the hits
-    were faster than eager was when they were recorded, and optimizer steps and clippings then; ``saved_against_tapes``: by which the other hits,
-    whose structure was not timed in eager then, were faster than their tapes interpreted. ``steps``: optimizer steps by compiled code;
+    therefore ran so; those of a rest, in which nothing is looked at, are counted when it ends. ``saved_against_eager``: seconds by which passes were
+    faster than eager was when they were recorded, and optimizer steps and clippings then, less what it took to record the misses; ``margin``: by how
+    much that may be too much, as it was measured for the choice of the way (``fastest_way.py``); ``untimed``: passes
+    that ran compiled and whose time in eager is not known, by reason, and ``untimed_seconds``, what they took; ``interpreted``: seconds that the
+    misses then took; ``audited``: those of audits, in which eager makes the call, too. ``steps``: optimizer steps by compiled code;
     ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients. ``modules``: calls of modules by compiled
     code, of which ``audits`` were made by eager, too; ``eager_modules``: others of modules with parameters, by reason; ``modules_left``: what was
     recorded of modules and serves no call, because eager, or the compiled backward pass, gains more; ``differed``: what the audits found;
@@ -64,7 +66,11 @@ class Report:
     clippings: int = 0
     eager_clippings: Reasons = field(default_factory=Reasons)
     saved_against_eager: float = 0.0
-    saved_against_tapes: float = 0.0
+    margin: float = 0.0
+    untimed: Reasons = field(default_factory=Reasons)
+    untimed_seconds: float = 0.0
+    interpreted: float = 0.0
+    audited: float = 0.0
     modules: int = 0
     audits: int = 0
     through_modules: int = 0
@@ -73,9 +79,20 @@ class Report:
     differed: list[str] = field(default_factory=list)
 
     @property
-    def saved(self) -> float:
-        """Seconds, against either."""
-        return self.saved_against_eager + self.saved_against_tapes
+    def saved(self) -> float | None:
+        """Seconds that were saved against eager, negative if lost: at least so many, whatever eager would have taken for the passes that were not
+        timed in eager; None if it may be either, and 0 for less than the margin."""
+        sure = self.saved_against_eager - self.margin - self._unknown
+        if sure >= 0:
+            return sure
+        if self.saved_against_eager < 0 and not self.untimed:
+            return self.saved_against_eager
+        return None if self._unknown else 0.0
+
+    @property
+    def _unknown(self) -> float:
+        """Seconds of which it is not known what eager would have taken."""
+        return self.untimed_seconds + self.interpreted + self.audited
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -97,8 +114,11 @@ class Report:
             "modules_left_to_eager": self.modules_left,
             "audits_that_differed": self.differed,
             "passes_through_modules": self.through_modules,
-            "seconds_saved": round(self.saved, 6),
-            "seconds_saved_against": {"eager": round(self.saved_against_eager, 6), "interpreted": round(self.saved_against_tapes, 6)},
+            "untimed": self.untimed.shown(),
+            "seconds_saved": round(self.saved, 6) if self.saved is not None else None,
+            "seconds_untimed": round(self.untimed_seconds, 6),
+            "seconds_interpreted": round(self.interpreted, 6),
+            "seconds_audited": round(self.audited, 6),
         }
 
     def __str__(self) -> str:
@@ -140,14 +160,20 @@ class Report:
             yield f"{count} not faster compiled: these ran in eager, or interpreted, as was faster when they were recorded (always=True, --always)"
 
     def _time_saved(self) -> Iterator[str]:
-        parts = []
-        if self.saved_against_eager:
-            parts.append(f"{_gained(self.saved_against_eager)} against eager, as it was timed when they were recorded")
-        if self.saved_against_tapes:
-            parts.append(f"{_gained(self.saved_against_tapes)} against their tapes interpreted, as no eager was timed")
-        if parts:
-            yield "; ".join(parts)
+        """Nothing where nothing ran compiled."""
+        if not (self.compiled or self.steps or self.clippings or self.modules):
+            return
+        if self.saved is None:
+            words = "whether this was faster than eager is not known"
+        else:
+            least = "at least " if self._unknown else ""
+            gained = f"{self.saved:.3f} s saved" if self.saved >= 0 else f"{-self.saved:.3f} s lost"
+            words = f"{least}{gained} against eager, as it was timed when they were recorded"
+        yield words + (f"; the misses took {self.interpreted:.3f} s, interpreted" if self.misses else "")
+        yield from (f"  not compared x{count}: {reason}" for reason, count in self.untimed.shown(_IN_TEXT).items())
 
 
-def _gained(seconds: float) -> str:
-    return f"{seconds:.3f} s saved" if seconds >= 0 else f"{-seconds:.3f} s lost"
+_RECORD = "record 20 passes or more of a size, into a new file"
+TOO_BRIEF = f"recorded too briefly to know whether compiled code is faster than eager, or not timed (--tune none, a GPU): {_RECORD}"
+OTHER_SIZES = f"recorded too briefly at these sizes to know whether compiled code is faster than eager: {_RECORD}"
+DATA_PARALLEL = "passes of DistributedDataParallel, whose reducer works beside eager's backward"

@@ -37,15 +37,15 @@ from ..tapes.custom_function import PlainContext, digest_of
 from ..tapes.interpreter import Run
 from ..tapes.node_order import eager_order
 from ..tapes.recorder import Recorded, Recorder, Refused
-from ..tapes.tape import Tape
+from ..tapes.tape import Slot, Tape
 from . import origin
 from .call_sites import CallSites
 from .compiled_pass import Match
 from .data_parallel import reducers
 from .engine_hook import EngineHook
-from .fastest_way import FastestWay
-from .pass_contract import Operands
-from .replay_report import Report
+from .fastest_way import AROUND, SLOWER, FastestWay
+from .pass_contract import Operands, why_unsupported
+from .replay_report import DATA_PARALLEL, OTHER_SIZES, TOO_BRIEF, Report
 from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
 
@@ -59,6 +59,8 @@ _LARGEST_SKIP = 128  # passes of unknown structure between two that are recorded
 
 class Replaying(EngineHook):
     """The context of :func:`replay`. ``report``: a :class:`Report`; ``tapes``: what was met, in order."""
+
+    observes = False  # whether what the package does not hold is to be compiled later
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Replaying(EngineHook):
         self.looks_at_all = strict or always
         self.may_rest = not self.looks_at_all
         self.sites = CallSites()
-        self.table = StructureTable(package, entry, max_structures, self._stop_explaining)
+        self.table = StructureTable(package, entry, max_structures, self._stop_explaining, by_nodes=not self.observes)
         self.strict = strict
         self.report = Report()
         recorded = package.recorded_modules() if modules and package is not None else ()
@@ -121,7 +123,8 @@ class Replaying(EngineHook):
         self.report.modules, self.report.audits = self.modules.compiled, self.modules.audits
         self.report.differed = list(self.modules.differed)
         self.report.saved_against_eager += self.modules.saved
-        self.modules.saved = 0.0
+        self.report.audited += self.modules.auditing
+        self.modules.saved = self.modules.auditing = 0.0
 
     def intercepts_modules(self) -> bool:
         """Whether calls of modules are to come to :meth:`module_call`."""
@@ -241,6 +244,9 @@ class Replaying(EngineHook):
         self.report.passes += count - through
         self.report.slower.note("left to eager without a look, as all before them were", count - through)
 
+    def gave_up(self, seconds: float) -> None:
+        self.report.saved_against_eager -= seconds
+
     def left_to_eager(self, reason: str) -> None:
         self._break_row()
         self.report.passes += 1
@@ -280,7 +286,9 @@ class Replaying(EngineHook):
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
         """Runs one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
         start = time.perf_counter()
+        overhead = start - self.began  # the engine's walk and, of a new structure, the recorder's
         if structure.spec is None and self.modules.made_one_of(operands.hooks):
+            self.report.saved_against_eager -= overhead
             self._note_site(_THROUGH_MODULES)
             self._note_through_modules(1)
             return self.run_tape(structure, operands)
@@ -303,13 +311,17 @@ class Replaying(EngineHook):
             self._note_site(_FASTER if fastest.in_eager else None)
             if fastest.interpreted and not self.always:
                 return self._interpret_faster(structure, operands, fastest, binding)
-            return self._run_compiled(structure, operands, match, fastest, binding, start)
+            return self._run_compiled(structure, operands, match, fastest, binding)
         self._note_site(None)
-        miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_ADVICE}"
+        miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_advice(structure.tape, operands)}"
         if self.strict:
             raise MissError(f"{miss} (replay was told to be strict)")
         self._missed(miss)
-        return self.interpret(structure, operands)  # outside of the handler: what a hook raises has no context of ours
+        start = time.perf_counter()
+        results = self.interpret(structure, operands)  # outside of the handler: what a hook raises has no context of ours
+        self.report.saved_against_eager -= overhead
+        self.report.interpreted += time.perf_counter() - start
+        return results
 
     def _note_site(self, why_eager: str | None) -> None:
         if not self.looks_at_all:
@@ -320,22 +332,26 @@ class Replaying(EngineHook):
     def _break_row(self) -> None:
         self.in_a_row, self._rests_on_modules = 0, False
 
-    def _run_compiled(
-        self, structure: Structure, operands: Operands, match: Match, fastest: FastestWay, binding: bool, start: float
-    ) -> list[torch.Tensor | None]:
-        assert structure.spec is not None
+    def _run_compiled(self, structure: Structure, operands: Operands, match: Match, fastest: FastestWay, binding: bool) -> list[torch.Tensor | None]:
         results = match.variant.run(operands, match, self.calling_out, self._missed)
         self.report.compiled += 1
+        self._compare_with_eager(fastest)
         if not binding:
             self.report.hits += 1
-            if fastest.times:
-                self.report.saved_against_eager += fastest.times["eager"] * 1e-6 - (time.perf_counter() - self.began)
-            else:
-                self.report.saved_against_tapes += structure.spec.seconds - (time.perf_counter() - start)
             self._hits_in_a_row += 1
             if self._hits_in_a_row == _QUIET_AFTER_HITS:
                 self._set_verbose_logging(False)
         return results
+
+    def _compare_with_eager(self, fastest: FastestWay) -> None:
+        """The pass under way has run: counts what it gained or lost, or that this is not known."""
+        seconds = time.perf_counter() - self.began
+        if fastest.times and not fastest.nearby and not reducers.known:
+            self.report.saved_against_eager += fastest.times["eager"] * 1e-6 - seconds
+            self.report.margin += (SLOWER - 1) * seconds + AROUND * 1e-6
+        else:
+            self.report.untimed.note(DATA_PARALLEL if reducers.known else OTHER_SIZES if fastest.times else TOO_BRIEF)
+            self.report.untimed_seconds += seconds
 
     def place(self, tape: Tape, operands: Operands, node: int | None) -> str:
         """Where in the script this pass was called, and the layer that ``node`` belongs to or follows."""
@@ -347,7 +363,9 @@ class Replaying(EngineHook):
         if not binding:
             took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in fastest.times.items())
             self.report.slower.note(f"interpreted, which was faster when {structure.tape.fingerprint()[:12]} was recorded: {took}")
-        return self.run_tape(structure, operands)
+        results = self.run_tape(structure, operands)
+        self._compare_with_eager(fastest)
+        return results
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
         """Runs a pass that the package has nothing for."""
@@ -488,6 +506,7 @@ class _IgnoringLogger:
 
 _IGNORING_LOGGER = _IgnoringLogger()
 _ADVICE = "record such a pass too, onto the same file"
+
 _FASTER = "left to eager, which ran passes called from there faster when they were recorded"
 _THROUGH_MODULES = "its forward was a compiled call of a module"
 
@@ -496,3 +515,12 @@ def _node_in(reason: str) -> int | None:
     """The node that a reason names."""
     found = re.search(r"\bnode (\d+)", reason)
     return int(found[1]) if found else None
+
+
+def _advice(tape: Tape, operands: Operands) -> str:
+    """What to do about a miss."""
+    for index, tensor in enumerate(operands.inputs):
+        if why := why_unsupported(tensor):
+            user = tape.user_of(Slot("input", index))
+            return f"tensor {index} (of {user}) is {why}, and record compiles no such pass; let the forward compute on plain, dense tensors there"
+    return _ADVICE

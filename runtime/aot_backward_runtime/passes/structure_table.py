@@ -16,13 +16,16 @@ from .structure import Structure
 _NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
 MAX_STRUCTURES = 128
 """Structures that no package holds, in one context. Each has its tape kept: 1 to 4 kB a node."""
+_SMALL = 32
+"""Nodes. In a replay a structure counts for as many of :data:`MAX_STRUCTURES` as it has times so many: to record and interpret a pass takes about
+0.25 ms a node, where eager takes 0.01, so a script of which each pass is a new structure loses a second by default (128 passes of 700 nodes: 20)."""
 
 
 class StructureTable:
     """By fingerprint. ``tapes``: those of the structures that were met, in order."""
 
-    def __init__(self, package: Package | None, entry: str | None, max_structures: int, on_full: Callable[[], None]):
-        """``on_full``: called once, when ``max_structures`` were met that the package does not hold."""
+    def __init__(self, package: Package | None, entry: str | None, max_structures: int, on_full: Callable[[], None], *, by_nodes: bool = True):
+        """``on_full``: called once, when ``max_structures`` were met that the package does not hold. ``by_nodes``: large ones count for several."""
         if type(max_structures) is not int or max_structures < 1:
             raise InputError(f"max_structures is {max_structures!r}; expected a positive int")
         self.max_structures = max_structures
@@ -37,7 +40,9 @@ class StructureTable:
         self._on_full = on_full
         self._met: dict[str, Structure] = {}
         self._context_numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
+        self._by_nodes = by_nodes
         self._unknown = 0  # structures that were met and the package does not hold
+        self._weight = 0.0  # ... and for how many they count
 
     @property
     def recorded(self) -> Iterable[StructureSpec]:
@@ -47,11 +52,11 @@ class StructureTable:
     @property
     def full(self) -> bool:
         """Whether ``max_structures`` were met that the package does not hold: further ones are left to eager."""
-        return self._unknown >= self.max_structures
+        return self._weight >= self.max_structures
 
     def why_full(self) -> str:
         return (
-            f"the structure keeps changing: {self.max_structures} structures that no package holds were met, and further ones are not looked at "
+            f"the structure keeps changing: {self._unknown} structures that no package holds were met, and further ones are not looked at "
             "(max_structures)"
         )
 
@@ -79,6 +84,7 @@ class StructureTable:
             self.tapes.append(tape)
             if known.spec is None:
                 self._unknown += 1
+                self._weight += max(1, len(tape.nodes) / _SMALL) if self._by_nodes else 1
                 if self.full:
                     self._on_full()
         return known

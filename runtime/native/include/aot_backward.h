@@ -12,7 +12,10 @@
  *     const double *value = results[0].data, *gradient = results[1].data;
  *
  * Tensors are DLPack's DLTensor, on the CPU. Every function that can fail returns an aotb_status; then aotb_error() has the words, and nothing has
- * changed unless it says so. A function object serves one caller at a time; several may run in parallel. */
+ * changed unless it says so. A function object serves one caller at a time; several may run in parallel.
+ *
+ * NULL where an argument is needed is an error too: AOTB_INPUT, or 0 or NULL from a function that returns no status. aotb_close and aotb_free do
+ * nothing then. */
 #ifndef AOT_BACKWARD_H
 #define AOT_BACKWARD_H
 #include <stddef.h>

@@ -462,6 +462,7 @@ aotb_status function_call(struct aotb_function *f, variant *v, runnable *r, DLTe
 /* --- the functions of the header -------------------------------------------------------------------------------------------------------------- */
 
 aotb_status aotb_run(aotb_function *f, const DLTensor *inputs, uint32_t input_count, DLTensor *outputs, uint32_t output_count) {
+  REQUIRE(f, "function", A_FUNCTION);
   aotb_status status = function_enter(f);
   if (status) return status;
   variant *v = function_match(f, inputs, input_count, false);
@@ -473,6 +474,7 @@ aotb_status aotb_run(aotb_function *f, const DLTensor *inputs, uint32_t input_co
 }
 
 aotb_status aotb_forward(aotb_function *f, const DLTensor *inputs, uint32_t input_count, DLTensor *outputs, uint32_t output_count) {
+  REQUIRE(f, "function", A_FUNCTION);
   aotb_status status = function_enter(f);
   if (status) return status;
   if (f->entry->kind != ENTRY_MODULE)
@@ -516,6 +518,7 @@ static bool fit_incoming(struct aotb_function *f, variant *v, const DLTensor *in
 }
 
 aotb_status aotb_backward(aotb_function *f, const DLTensor *incoming, uint32_t incoming_count, DLTensor *gradients, uint32_t gradient_count) {
+  REQUIRE(f, "function", A_FUNCTION);
   aotb_status status = function_enter(f);
   if (status) return status;
   variant *v = f->forwarded;
@@ -524,6 +527,7 @@ aotb_status aotb_backward(aotb_function *f, const DLTensor *incoming, uint32_t i
   if (incoming_count && !incoming)
     return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s: %" PRIu32 " incoming gradients, and no array of them", f->entry->name, incoming_count));
   if (!fit_incoming(f, v, incoming, incoming_count)) return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s: %s", f->entry->name, f->words));
-  if (v->backward.plan->consumes_count) v->saved = false;
-  return function_leave(f, function_call(f, v, &v->backward, gradients, gradient_count));
+  status = function_call(f, v, &v->backward, gradients, gradient_count);
+  if (v->backward.plan->consumes_count && status != AOTB_INPUT) v->saved = false; /* AOTB_INPUT: nothing has run */
+  return function_leave(f, status);
 }

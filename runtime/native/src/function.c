@@ -1,6 +1,7 @@
 #include "function.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -80,13 +81,19 @@ static void begin(struct aotb_function *f) {
 }
 
 aotb_status aotb_get(aotb_package *p, const char *name, aotb_function **out) {
+  REQUIRE(out, "out", "where to write the function");
   *out = NULL;
+  REQUIRE(p, "package", A_PACKAGE);
+  REQUIRE(name, "entry", "the name of an entry");
   const entry_spec *entry = NULL;
   for (uint32_t i = 0; i < p->m.entry_count; i++)
     if (!strcmp(p->m.entries[i].name, name)) entry = &p->m.entries[i];
-  if (!entry)
-    return aotb_fail(AOTB_NAME, "package %s has no entry '%s' that can be called from C; it has %s%s", p->path, SHOWN(name),
-                     p->m.entry_count ? p->m.entries[0].name : "none", p->m.entry_count > 1 ? " and others" : "");
+  if (!entry) {
+    char has[512] = "none";
+    for (uint32_t i = 0, n = 0; i < p->m.entry_count && n < sizeof has; i++)
+      n += (uint32_t)snprintf(has + n, sizeof has - n, "%s%s (%s)", i ? ", " : "", SHOWN(p->m.entries[i].name), kind_name(p->m.entries[i].kind));
+    return aotb_fail(AOTB_NAME, "package %s has no entry '%s' that can be called from C; it has %s", p->path, SHOWN(name), has);
+  }
   if (p->backend->standalone && !p->unchecked && strcmp(entry->standalone, "verified"))
     return aotb_fail(AOTB_INCOMPATIBLE, "package %s: entry %s %s%s: open the package with the backend libtorch", p->path, entry->name,
                      *entry->standalone ? "does not run on the backend standalone: it "
@@ -135,9 +142,13 @@ void aotb_free(aotb_function *f) {
   free(f);
 }
 
-const char *aotb_kind(const aotb_function *f) { return kind_name(f->entry->kind); }
+const char *aotb_kind(const aotb_function *f) {
+  REQUIRE_OR_NOTHING(f, "function", A_FUNCTION);
+  return kind_name(f->entry->kind);
+}
 
 aotb_status aotb_train(aotb_function *f, int mode) {
+  REQUIRE(f, "function", A_FUNCTION);
   aotb_status status = function_enter(f);
   if (status) return status;
   f->in_training = mode != 0;
@@ -145,6 +156,7 @@ aotb_status aotb_train(aotb_function *f, int mode) {
 }
 
 aotb_status aotb_use_variant(aotb_function *f, int64_t number) {
+  REQUIRE(f, "function", A_FUNCTION);
   if (number < -1 || number >= f->entry->variant_count)
     return aotb_fail(AOTB_NAME, "entry %s has no variant %" PRId64 "; it has %" PRIu32, f->entry->name, number, f->entry->variant_count);
   aotb_status status = function_enter(f);
@@ -153,13 +165,20 @@ aotb_status aotb_use_variant(aotb_function *f, int64_t number) {
   return function_leave(f, AOTB_OK);
 }
 
-uint32_t aotb_served(const aotb_function *f) { return f->served; }
+uint32_t aotb_served(const aotb_function *f) {
+  REQUIRE_OR_NOTHING(f, "function", A_FUNCTION);
+  return f->served;
+}
 
-uint32_t aotb_variants(const aotb_function *f) { return f->entry->variant_count; }
+uint32_t aotb_variants(const aotb_function *f) {
+  REQUIRE_OR_NOTHING(f, "function", A_FUNCTION);
+  return f->entry->variant_count;
+}
 
 static const plan_spec *gradients_of(const variant_spec *v) { return v->gradient ? v->gradient : v->backward; }
 
 uint32_t aotb_count(const aotb_function *f, uint32_t number, aotb_part part) {
+  REQUIRE_OR_NOTHING(f, "function", A_FUNCTION);
   if (number >= f->entry->variant_count) return 0;
   const variant_spec *v = &f->entry->variants[number];
   switch (part) {
@@ -196,6 +215,8 @@ static aotb_description of_number(const struct aotb_function *f, uint32_t number
 }
 
 aotb_status aotb_describe(const aotb_function *f, uint32_t number, aotb_part part, uint32_t item, aotb_description *out) {
+  REQUIRE(f, "function", A_FUNCTION);
+  REQUIRE(out, "out", "where to write the description");
   if (number >= f->entry->variant_count)
     return aotb_fail(AOTB_NAME, "entry %s has no variant %" PRIu32 "; it has %" PRIu32, f->entry->name, number, f->entry->variant_count);
   if (item >= aotb_count(f, number, part))
@@ -214,6 +235,9 @@ aotb_status aotb_describe(const aotb_function *f, uint32_t number, aotb_part par
 }
 
 aotb_status aotb_state(aotb_function *f, const char *name, DLTensor *view) {
+  REQUIRE(f, "function", A_FUNCTION);
+  REQUIRE(name, "name", "the name of a parameter, buffer or state");
+  REQUIRE(view, "view", "where to write the tensor");
   for (uint32_t i = 0; i < f->entry->state_count; i++) {
     if (strcmp(f->entry->state[i].name, name)) continue;
     const weight *w = f->weights[f->entry->state[i].weight];

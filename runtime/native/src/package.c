@@ -157,7 +157,9 @@ static void read_all(struct aotb_package *p, const char *public_key) {
 }
 
 aotb_status aotb_open(const char *path, const aotb_options *options, aotb_package **out) {
+  REQUIRE(out, "out", "where to write the package");
   *out = NULL;
+  REQUIRE(path, "path", "the path of a package");
   struct aotb_package *p = calloc(1, sizeof *p);
   char *copy = strdup(path);
   if (!p || !copy) {
@@ -205,17 +207,25 @@ void aotb_close(aotb_package *p) {
   if (p) package_drop(p);
 }
 
-uint32_t aotb_entries(const aotb_package *p) { return p->m.entry_count; }
+uint32_t aotb_entries(const aotb_package *p) {
+  REQUIRE_OR_NOTHING(p, "package", A_PACKAGE);
+  return p->m.entry_count;
+}
 
-const char *aotb_entry(const aotb_package *p, uint32_t number) { return number < p->m.entry_count ? p->m.entries[number].name : NULL; }
+const char *aotb_entry(const aotb_package *p, uint32_t number) {
+  REQUIRE_OR_NOTHING(p, "package", A_PACKAGE);
+  return number < p->m.entry_count ? p->m.entries[number].name : NULL;
+}
 
 const char *kind_name(entry_kind kind) { return kind == ENTRY_GRAD ? "grad" : kind == ENTRY_STEP ? "step" : "module"; }
 
 const char *aotb_entry_kind(const aotb_package *p, uint32_t number) {
+  REQUIRE_OR_NOTHING(p, "package", A_PACKAGE);
   return number < p->m.entry_count ? kind_name(p->m.entries[number].kind) : NULL;
 }
 
 aotb_status aotb_seed(aotb_package *p, uint64_t seed) {
+  REQUIRE(p, "package", A_PACKAGE);
   arena own = {.path = p->path};
   jmp_buf back;
   own.back = &back;
@@ -226,6 +236,7 @@ aotb_status aotb_seed(aotb_package *p, uint64_t seed) {
 }
 
 aotb_status aotb_threads(aotb_package *p, int count) {
+  REQUIRE(p, "package", A_PACKAGE);
   if (count < 1) return aotb_fail(AOTB_INPUT, "%d threads; expected at least 1", count);
   backend_threads(p->backend, count);
   return AOTB_OK;

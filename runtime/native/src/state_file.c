@@ -347,6 +347,8 @@ static void save(struct aotb_function *f, arena *a, const char *path, const char
 }
 
 aotb_status aotb_save(aotb_function *f, const char *path, const char *extra) {
+  REQUIRE(f, "function", A_FUNCTION);
+  REQUIRE(path, "path", "the path of a file");
   if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, aotb_kind(f));
   aotb_status busy = function_enter(f);
   if (busy) return busy;
@@ -617,6 +619,8 @@ static void resume(struct aotb_function *f, arena *a, const char *path, int fd, 
 }
 
 aotb_status aotb_resume(aotb_function *f, const char *path, const char **extra) {
+  REQUIRE(f, "function", A_FUNCTION);
+  REQUIRE(path, "path", "the path of a file");
   if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, aotb_kind(f));
   aotb_status busy = function_enter(f);
   if (busy) return busy;

@@ -158,6 +158,7 @@ static aotb_status enter(struct aotb_function *f) {
 }
 
 aotb_status aotb_accumulate(aotb_function *f, const DLTensor *inputs, uint32_t input_count, DLTensor *outputs, uint32_t output_count) {
+  REQUIRE(f, "function", A_FUNCTION);
   aotb_status status = enter(f);
   if (status) return status;
   if ((status = consistent(f))) return function_leave(f, status);
@@ -166,6 +167,7 @@ aotb_status aotb_accumulate(aotb_function *f, const DLTensor *inputs, uint32_t i
 }
 
 aotb_status aotb_update(aotb_function *f) {
+  REQUIRE(f, "function", A_FUNCTION);
   aotb_status status = enter(f);
   if (status) return status;
   if ((status = consistent(f))) return function_leave(f, status);
@@ -176,6 +178,7 @@ aotb_status aotb_update(aotb_function *f) {
 }
 
 aotb_status aotb_zero_grad(aotb_function *f) {
+  REQUIRE(f, "function", A_FUNCTION);
   aotb_status status = enter(f);
   if (status) return status;
   training_accumulated(f, 0);
@@ -225,11 +228,15 @@ static aotb_status set_number(struct aotb_function *f, int64_t group, const char
 }
 
 aotb_status aotb_number(aotb_function *f, int64_t group, const char *key, int64_t position, double value) {
+  REQUIRE(f, "function", A_FUNCTION);
+  REQUIRE(key, "key", "the name of a number, such as lr");
   aotb_status status = enter(f);
   return status ? status : function_leave(f, set_number(f, group, key, position, value));
 }
 
 aotb_status aotb_progress_of(const aotb_function *f, aotb_progress *out) {
+  REQUIRE(f, "function", A_FUNCTION);
+  REQUIRE(out, "out", "where to write the progress");
   if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, aotb_kind(f));
   const training *t = &f->step;
   *out = (aotb_progress){t->updates, t->skipped, t->accumulated, t->grad_norm, t->scale};

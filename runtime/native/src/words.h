@@ -16,6 +16,19 @@
 /* Keeps the words for aotb_error() of this thread, and returns the status. */
 aotb_status aotb_fail(aotb_status status, const char *format, ...) PRINTF(2, 3);
 
+/* Ends a function of the header if a pointer that it needs is NULL. `name` is the argument's in the header; `expected` says what to pass. */
+#define REQUIRE(pointer, name, expected)                                                                                                             \
+  if (!(pointer)) return aotb_fail(AOTB_INPUT, "%s: " name ": expected " expected ", got NULL", __func__)
+/* In a function that returns no status: its result is then 0 or NULL. */
+#define REQUIRE_OR_NOTHING(pointer, name, expected)                                                                                                  \
+  do {                                                                                                                                               \
+    if (pointer) break;                                                                                                                              \
+    aotb_fail(AOTB_INPUT, "%s: " name ": expected " expected ", got NULL", __func__);                                                                \
+    return 0;                                                                                                                                        \
+  } while (0)
+#define A_PACKAGE "one that aotb_open gave"
+#define A_FUNCTION "one that aotb_get gave"
+
 typedef struct {
   struct block *last;
   jmp_buf *back;    /* where a failure goes; set while something is read */

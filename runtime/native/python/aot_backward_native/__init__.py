@@ -69,14 +69,14 @@ def load(
     "standalone". It refuses entries that were not compared with eager on it when they were exported, unless ``unchecked``. ``public_key``: a PEM
     file, by whose key the package must be signed. Raises :class:`PackageError`, :class:`IncompatibleError`, :class:`SignatureError`.
     """
-    return Package(_extension.open(path, backend, public_key, unchecked))
+    return Package(_extension.open(path, backend, public_key, unchecked), os.fspath(path))
 
 
 class Package:
     """An open package. Functions made of it have weights of their own."""
 
-    def __init__(self, opened: Any):
-        self._opened = opened
+    def __init__(self, opened: Any, path: str):
+        self._opened, self._path = opened, path
 
     @property
     def entries(self) -> dict[str, str]:
@@ -104,12 +104,15 @@ class Package:
         self._opened.threads(count)
 
     def _new(self, kind: str, name: str | None) -> tuple[str, Any]:
-        names = [n for n, k in self.entries.items() if k == kind]
+        entries = self.entries
+        names = [n for n, k in entries.items() if k == kind]
         if name is None and len(names) == 1:
             name = names[0]
         if name is None or name not in names:
-            raise PackageError(f"the package has no {kind} entry {name!r}; its {kind} entries: {names}: name one, .{kind}('…')" if name else
-                               f"the package has {len(names)} entries of kind {kind!r} {names}: name one, .{kind}('…')")  # fmt: skip
+            wanted = f"one {kind} entry" if names and name is None else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
+            has = ", ".join(f"{k} {n!r}" for n, k in entries.items()) or "none that can be called without PyTorch"
+            ways = " or ".join(f"load(path).{k}({n!r})" for n, k in entries.items() if n in (name, *names) or not names)
+            raise PackageError(f"{self._path}: expected {wanted}, got {has}. {f'Call {ways}.' if ways else 'Export one.'}")
         return name, self._opened.function(name)
 
 
