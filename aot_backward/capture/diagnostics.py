@@ -32,7 +32,8 @@ def errors_of_a_trace(program: nn.Module, written: Mapping[str, str]) -> Iterato
         raise ExportError(_violated_constraints(error, program)) from error
     except Exception as error:  # the user's own program ran in there, and may raise anything
         if refused := refused_control_flow(error):
-            raise ExportError(f"{refused}; it is called {source_location.of_error(error, program)}") from error
+            where = source_location.of_error(error, program)
+            raise ExportError(f"{refused}{where and f'; it is called {where}'}") from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         first = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # Dynamo's
         where = source_location.of_error(error, program)
