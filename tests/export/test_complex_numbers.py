@@ -70,14 +70,6 @@ def _sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _compare(package: ab.Package, z: torch.Tensor) -> None:
-    found = []
-    for module in (Programs(), package.module()):
-        leaf = z.clone().requires_grad_()
-        results = module(leaf)
-        torch.manual_seed(0)
-        gradients = [torch.autograd.grad(r, leaf, torch.randn_like(r), retain_graph=True)[0] for r in results.values()]
-        found.append((results, dict(zip(results, gradients, strict=True))))
-    torch.testing.assert_close(found[1], found[0])
     leaf = z.clone().requires_grad_()
     torch.testing.assert_close(package.grad()(z)[1], torch.autograd.grad(_loss(leaf), leaf)[0])
     step, eager = package.step(), Rotated(z.dtype)
@@ -90,17 +82,31 @@ def _compare(package: ab.Package, z: torch.Tensor) -> None:
         torch.testing.assert_close(step(z), loss.detach())
 
 
+def _compare_module(package: ab.Package, z: torch.Tensor) -> None:
+    found = []
+    for module in (Programs(), package.module()):
+        leaf = z.clone().requires_grad_()
+        results = module(leaf)
+        torch.manual_seed(0)
+        gradients = [torch.autograd.grad(r, leaf, torch.randn_like(r), retain_graph=True)[0] for r in results.values()]
+        found.append((results, dict(zip(results, gradients, strict=True))))
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_python_numbers_give_eagers_dtypes_and_gradients(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     z = torch.randn(4, 4, dtype=dtype)
-    entries = {
-        "module": ab.Module(Programs(), [ab.Variant((z.clone().requires_grad_(),))]),
+    entries: dict[str, ab.Grad | ab.Step | ab.Module] = {
         "grad": ab.Grad(_loss, [ab.Variant((z,))], wrt="z"),
         "step": ab.Step(rotated := Rotated(dtype), [ab.Variant((z,))], _sgd(rotated)),
     }
+    if dtype is torch.complex64:  # one of the programs is in complex128
+        entries["module"] = ab.Module(Programs(), [ab.Variant((z.clone().requires_grad_(),))])
     ab.export(tmp_path / "complex.pt2", entries)
-    _compare(load(tmp_path / "complex.pt2"), z)
+    package = load(tmp_path / "complex.pt2")
+    _compare(package, z)
     if dtype is torch.complex64:
+        _compare_module(package, z)
         ab.rebuild(tmp_path / "complex.pt2", tmp_path / "again.pt2")
-        _compare(load(tmp_path / "again.pt2"), z)
+        _compare_module(load(tmp_path / "again.pt2"), z)
