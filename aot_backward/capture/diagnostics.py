@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,12 +31,34 @@ def errors_of_a_trace(program: nn.Module, written: Mapping[str, str]) -> Iterato
     except torch_api.ConstraintViolationError as error:
         raise ExportError(_violated_constraints(error, program)) from error
     except Exception as error:  # the user's own program ran in there, and may raise anything
+        if refused := refused_control_flow(error):
+            where = source_location.of_error(error, program)
+            raise ExportError(f"{refused}{where and f'; it is called {where}'}") from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         first = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # Dynamo's
         where = source_location.of_error(error, program)
         raise ExportError(
             f"the program could not be traced: {type(error).__name__}: {first}{where and f'; {where}'}{_advice(error, program, written)}"
         ) from error
+
+
+def refused_control_flow(error: Exception) -> str:
+    """What PyTorch itself refuses of a control-flow operator, in eager, too, and the way out; "" if ``error`` is another one."""
+    text = str(error)
+    named = re.search(r"Higher Order Operator: (?:torch\.ops\.higher_order\.)?(\S+)|call_function (\w+)\(", text)
+    files = [re.search(r"_higher_order_ops/(\w+)\.py$", frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    known = [file[1] for file in files if file and file[1] not in ("utils", "partitioner")]
+    operator = (named[1] or named[2]) if named else known[-1] if known else "a control-flow operator"
+    if "do not support aliasing" in text:
+        return f"a body of {operator} returns one of its inputs, or the same tensor twice, which PyTorch refuses: return a copy (x.clone())"
+    if "outs_to_grad length" in text:
+        return (
+            f"a body of {operator} returns a tensor of integers or booleans, and PyTorch cannot differentiate it then: return it as floats "
+            "(x.to(torch.float32)), or compute it from the results"
+        )
+    if "must be tensors for stack_output" in text:
+        return f"{operator} carries a Python number, and PyTorch cannot differentiate it then: carry a 0-d tensor instead (torch.tensor(0))"
+    return ""
 
 
 def _violated_constraints(error: Exception, program: nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,10 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.process_state import patched
+from aot_backward_runtime.errors import ExportError
+
+from . import diagnostics
+from .user_code import source_location
 
 
 @contextlib.contextmanager
@@ -19,6 +23,7 @@ def traceable_layers() -> Iterator[None]:
     """A context in which all of them are replaced by forms that a trace takes whole."""
     with (
         plain_checkpoints(),
+        _bodies_with_results_of_their_own(),
         patched(torch_api.decompositions, _rnn_helper=_recurrent_layers(torch_api.decompositions._rnn_helper)),
         patched(torch_api.transformer, _detect_is_causal_mask=_causal_if_declared),
     ):
@@ -81,3 +86,54 @@ def _of_shape(finals: Any, hidden: Any) -> list[Any]:
 def _causal_if_declared(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
     """Transformer layers look into an attention mask to see whether it is causal, only to be faster: a trace has no values to look at."""
     return is_causal is True
+
+
+@contextlib.contextmanager
+def _bodies_with_results_of_their_own() -> Iterator[None]:
+    """A context in which the body of a control-flow operator copies a result that shares memory with one of its inputs or with an earlier result.
+
+    The operators refuse such a body. PyTorch makes one itself: the forward of a scan also returns what its backward needs, and tanh, sigmoid and exp
+    save their own result for the backward. A body that cannot be differentiated is refused with the line that calls the operator: the error comes
+    in the backward, where none of the user's code runs.
+    """
+    lines: list[str] = []
+    utils = torch_api.higher_order_utils
+    shares, trace = utils.has_potential_input_alias_or_mutation, utils.reenter_make_fx
+
+    def only_mutation(*args: Any, **kwargs: Any) -> tuple[bool, bool]:
+        return False, shares(*args, **kwargs)[1]
+
+    def traced(body: Callable[..., Any], *settings: Any, **options: Any) -> Callable[..., Any]:
+        def with_own_results(*inputs: Any) -> Any:
+            results, spec = pytree.tree_flatten(body(*inputs))
+            if any(isinstance(r, torch.Tensor) and not (r.is_floating_point() or r.is_complex()) for r in results):
+                lines.append(source_location.here())
+            return pytree.tree_unflatten(_apart(results, inputs), spec)
+
+        made: Callable[..., Any] = trace(with_own_results, *settings, **options)
+        return made
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(utils, has_potential_input_alias_or_mutation=only_mutation))
+        for operator in torch_api.control_flow_modules():
+            stack.enter_context(patched(operator, reenter_make_fx=traced))
+        try:
+            yield
+        except AssertionError as error:
+            refused, where = diagnostics.refused_control_flow(error), next((line for line in lines if line), "")
+            if not refused or not where:
+                raise
+            raise ExportError(f"{refused}; it is called {where}") from error
+
+
+def _apart(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """``results``, with a copy of each that shares memory with an input or with an earlier one."""
+    taken = {torch_api.storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
+    out = []
+    for result in results:
+        if isinstance(result, torch.Tensor):
+            if torch_api.storage_key(result) in taken:
+                result = result.clone()
+            taken.add(torch_api.storage_key(result))
+        out.append(result)
+    return out

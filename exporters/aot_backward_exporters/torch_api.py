@@ -39,6 +39,7 @@ _NAMES = {
     "symbolic_shapes_config": "torch.fx.experimental._config",  # the module itself
     "_get_effect": "torch._higher_order_ops.effects",
     "_register_effectful_op": "torch._higher_order_ops.effects",
+    "higher_order_utils": "torch._higher_order_ops.utils",  # the module itself
     "TorchDispatchMode": "torch.utils._python_dispatch",
     "has_side_effect": "torch.fx.node",
     "_compiling_state_context": "torch._export.utils",
@@ -124,6 +125,7 @@ _MODULES = {
     "decompositions",
     "decomposition",
     "lowering",
+    "higher_order_utils",
     "transformer",
     "sympy_functions",
     "symbolic_shapes_config",
@@ -153,6 +155,12 @@ NAMESPACES = frozenset({
 
 _OPTIONS_SINCE = {"aot_inductor.enable_frame_pointer": "2.12", "aot_inductor.enable_line_tables": "2.13", "cpp.march": "2.13"}
 """The torch minor that an option of ``torch._inductor.config`` came with. One that is not named here must be in all supported ones."""
+
+
+def control_flow_modules() -> list[Any]:
+    """The modules of the operators that trace bodies of their own, each with the name ``reenter_make_fx`` (2.11 to 2.15)."""
+    names = ("associative_scan", "cond", "map", "scan", "while_loop")
+    return [importlib.import_module(f"torch._higher_order_ops.{name}") for name in names]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -103,30 +102,32 @@ def refuse_negative_indices(module: GraphModule, fake_mode: Any) -> None:
     module.recompile()
 
 
-def complex_numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
-    """Makes tensors of the complex numbers among the arguments: generated C++ cannot pass them to an operator that it calls."""
-    aten = torch.ops.aten
-    overloads = {getattr(aten, name).Scalar: getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or not any(isinstance(a, complex) for a in node.args):
-            continue
-        like = {"dtype": node.meta["val"].dtype.to_real(), "device": node.meta["val"].device}
-        with module.graph.inserting_before(node), fake_mode:
-
-            def made(target: Any, *args: Any, **kwargs: Any) -> Node:
-                out = module.graph.call_function(target, args, kwargs)
-                values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-                out.meta["val"] = target(*values, **kwargs)
-                return out
-
-            def tensor(size: Sequence[Any], number: complex) -> Node:
-                parts = [made(aten.full.default, size, part, **like) for part in (number.real, number.imag)]  # noqa: B023
-                return made(aten.complex.default, *parts)
-
-            if node.target is aten.full.default:
-                node.replace_all_uses_with(tensor(*node.args))
-                module.graph.erase_node(node)
-            elif node.target in (*overloads, *overloads.values()):
-                node.args = tuple(tensor([], a) if isinstance(a, complex) else a for a in node.args)
-                node.target = overloads.get(node.target, node.target)
+def pass_sizes_to_scans(module: GraphModule) -> None:
+    """Makes arguments of each scan of the open sizes of its stacked results, which Inductor looks for among the arguments alone; the scan's body does
+    not read them."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
+        body, first, rows, others = node.args
+        graph = getattr(module, body.target).graph
+        taken = [n.meta["val"].node.expr for n in others if isinstance(n, Node) and isinstance(n.meta["val"], torch.SymInt)]
+        taken += [n.node.expr for n in rows[0].meta["val"].shape[:1] if isinstance(n, torch.SymInt)]
+        sizes = [n for result in node.meta["val"][len(first) :] for n in result.shape if isinstance(n, torch.SymInt)]
+        for symbol in sorted(set().union(*(n.node.expr.free_symbols for n in sizes)).difference(taken), key=str):
+            places = ((operand, d) for operand in (*first, *rows) for d, n in enumerate(operand.meta["val"].shape) if _is_symbol(n, symbol))
+            operand, d = next(places, (None, 0))
+            if operand is None:
+                continue
+            with module.graph.inserting_before(node):
+                size = module.graph.call_function(torch.ops.aten.sym_size.int, (operand, d))
+            size.meta["val"] = operand.meta["val"].shape[d]
+            with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
+                graph.placeholder(f"size_{symbol}").meta["val"] = size.meta["val"]
+            node.args = body, first, rows, (*node.args[3], size)
+        getattr(module, body.target).recompile()
     module.recompile()
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            pass_sizes_to_scans(child)
+
+
+def _is_symbol(size: Any, symbol: Any) -> bool:
+    return isinstance(size, torch.SymInt) and size.node.expr == symbol

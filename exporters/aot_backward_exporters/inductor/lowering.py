@@ -18,6 +18,7 @@ from ..graph import Graph
 from ..rewrites.sequence import rewrite
 from . import graph_fixes, patches, rounding
 from .cache_key import Canonical
+from .complex_numbers import complex_numbers_as_tensors
 from .settings import settings_for
 from .targets import Processor
 
@@ -69,9 +70,10 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     config, V = torch_api.inductor_config, torch_api.V
     module = graph_fixes.copied(graph.module)
     graph_fixes.call_kernels(module)
-    graph_fixes.complex_numbers_as_tensors(module, fake_mode)
+    complex_numbers_as_tensors(module, fake_mode)
     graph_fixes.refuse_negative_indices(module, fake_mode)
     graph_fixes.expanded_arguments_copied(module, fake_mode)
+    graph_fixes.pass_sizes_to_scans(module)
     with torch.no_grad(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # a question about a size would narrow it
         if rounds := rounding.is_needed(module):
             rounding.round_as_eager(module, fake_mode)  # first: a rewrite replaces nodes, and what they are marked with

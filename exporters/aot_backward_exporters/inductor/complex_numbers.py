@@ -1,0 +1,191 @@
+"""Complex numbers among the arguments of operators, as tensors: neither generated C++ nor the proxy executor can pass one to an operator.
+
+A number becomes a 0-d tensor of the dtype that eager computes in, so the result has eager's dtype. Real numbers become tensors where an operator
+on complex tensors takes a tensor: generated C++ passes a float64 tensor there, which would make a complex128 scalar of a complex64 one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from aot_backward_runtime.errors import ExportError
+
+from .. import torch_api
+from ..fx_splice import replace_results, spliced
+from ..graph import LINE
+from ..rewrites.graph_edit import arguments, call
+
+aten = torch.ops.aten
+
+
+def complex_numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
+    """Replaces them in ``module`` and in the bodies of its control flow. :class:`ExportError` names an operator that has no other form."""
+    _fold_numbers(module)
+    waiting = list(module.graph.nodes)
+    with fake_mode:
+        for node in waiting:  # which grows: what an operator is written out in may have numbers, too
+            if node.op == "call_function" and isinstance(node.target, torch_api.OpOverload):
+                waiting += _replaced(node)
+    module.recompile()
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            complex_numbers_as_tensors(child, fake_mode)
+
+
+def _fold_numbers(module: GraphModule) -> None:
+    """Makes a number of an operator that takes only numbers where it could take tensors, as ``_conj`` in the gradient of a product with a number."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch_api.OpOverload) or node.all_input_nodes:
+            continue
+        given = [value for value, kind in _given(node) if isinstance(kind, torch.TensorType)]
+        if given and all(_is_number(value) for value in given):
+            number = node.target(*node.args, **node.kwargs).item()
+            for user in list(node.users):
+                user.args, user.kwargs = map_aggregate((user.args, user.kwargs), lambda a: number if a is node else a)  # noqa: B023
+            module.graph.erase_node(node)
+
+
+def _replaced(node: Node) -> Sequence[Node]:
+    """Replaces the numbers of ``node``. Returns what it was written out in, if it was."""
+    target: Any = node.target
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    given: list[tuple[Any, Any]] = _given(node)
+    has_number = any(isinstance(v, complex) for v in pytree.tree_leaves([value for value, _ in given]))
+    if not has_number and not any(t.dtype.is_complex for t in tensors):
+        return ()
+    for argument in target._schema.arguments:
+        if argument.kwarg_only and isinstance(
+            argument.real_type, torch.NumberType
+        ):  # Inductor passes a default that the proxy executor does not expect
+            node.update_kwarg(argument.name, node.kwargs.get(argument.name, argument.default_value))
+    if target in (aten.full.default, aten.scalar_tensor.default):
+        size: Any = node.args[0] if target is aten.full.default else []
+        number = given[0 if target is aten.scalar_tensor.default else 1][0]
+        if tensors[0].dtype.is_complex and _is_number(number):
+            with node.graph.inserting_before(node):
+                _replace(node, _filled(node.graph, size, complex(number), tensors[0]))
+        return ()
+    places = {i for i, (value, kind) in enumerate(given) if _is_number(value) and isinstance(kind, torch.TensorType)}
+    places |= {i for i, (value, _) in enumerate(given) if isinstance(value, complex)}
+    if not places and not has_number:
+        return ()
+    other = _taking_tensors(target, places) if places and isinstance(node.meta["val"], torch.Tensor) else None
+    if target is aten.scatter.value or (target is aten.pow.Tensor_Scalar and node.args[1].imag == 0):  # type: ignore[union-attr]
+        other = None  # scatter.src takes a tensor of the index's shape; eager has kernels of its own for a square or a root
+    if other is None:
+        return _written_out(node)
+    least = torch.complex64 if has_number else torch.bool
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), least)
+    with node.graph.inserting_before(node):
+        like = torch.empty((), dtype=dtype, device=tensors[0].device)
+        values = [_filled(node.graph, [], value, like) if i in places else value for i, (value, _) in enumerate(given)]
+        _replace(node, _called(node.graph, other, values))
+    return ()
+
+
+def _given(node: Node) -> list[tuple[Any, Any]]:
+    """The arguments of a call in the order of its schema, with their types; an optional one has the type that it has if it is given."""
+    kinds = [a.real_type for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    kinds = [kind.getElementType() if isinstance(kind, torch.OptionalType) else kind for kind in kinds]
+    return list(zip(arguments(node).values(), kinds, strict=True))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex))
+
+
+def _filled(graph: Any, size: Any, number: Any, like: torch.Tensor) -> Node:
+    """A tensor of the dtype and device of ``like`` whose elements all are ``number``; of a real number a real one, which promotes to the same."""
+    real = {"dtype": like.dtype.to_real(), "device": like.device}
+    if not size and not isinstance(number, complex):
+        return call(graph, aten.full.default, [], number, **real)
+    parts = [call(graph, aten.full.default, [*size, 1], part, **real) for part in (number.real, number.imag)]
+    return call(graph, aten.view_as_complex.default, call(graph, aten.cat.default, parts, -1))
+
+
+def _called(graph: Any, target: Any, values: Sequence[Any]) -> Node:
+    known = list(zip(target._schema.arguments, values, strict=True))
+    return call(graph, target, *(v for a, v in known if not a.kwarg_only), **{a.name: v for a, v in known if a.kwarg_only})
+
+
+def _taking_tensors(target: Any, places: set[int]) -> Any:
+    """``target``, or another overload of it, with the same arguments but tensors in ``places``; None if there is none."""
+    kinds = [str(torch.TensorType.get()) if i in places else str(a.real_type) for i, a in enumerate(target._schema.arguments)]
+    packet = target.overloadpacket
+    for found in (target, *(getattr(packet, name) for name in packet.overloads())):
+        if [str(a.real_type) for a in found._schema.arguments] == kinds and not found._schema.is_mutable:
+            return found
+    return None
+
+
+def _replace(node: Node, new: Node) -> None:
+    before, after = node.meta["val"], new.meta["val"]
+    if (before.dtype, before.shape) != (after.dtype, after.shape):
+        raise ExportError.of(node.target, f"{node.target} with complex numbers as tensors gives {after}, expected {before}. Report this as a bug.")
+    new.meta = {**node.meta, "val": after}
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def _written_out(node: Node) -> Sequence[Node]:
+    """Puts other operators in the place of ``node``, and returns them."""
+    target: Any = node.target
+    name = target._schema.name.removeprefix("aten::")
+    form = _WRITTEN_OUT.get(target) or (functools.partial(_each, name) if name.startswith("_foreach_") else None)
+    if form is None:
+        line = node.meta.get(LINE)
+        raise ExportError.of(
+            target,
+            f"{target}: expected real numbers, got a complex one{f' ({line.file}:{line.number}: {line.text})' if line else ''}. Write it with "
+            "products and sums of tensors.",
+        )
+    given, operands = arguments(node), node.all_input_nodes
+    single = isinstance(node.meta["val"], torch.Tensor)
+
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        known = dict(zip(operands, tensors, strict=True))
+        results: Any = form(**map_aggregate(given, lambda a: known.get(a, a) if isinstance(a, Node) else a))
+        return (results,) if single else tuple(results)
+
+    results, made = spliced(node, function, operands, {n: n.meta["val"] for n in operands})
+    if single:
+        _replace(node, results[0])
+    else:
+        replace_results(node, results)
+    return list(made)
+
+
+def _each(name: str, **given: Any) -> list[Any]:
+    """``_foreach_NAME``, one element after another."""
+    count = len(given["self"])
+    operator = getattr(aten, name.removeprefix("_foreach_"))
+    rows = [value if isinstance(value, (list, tuple)) else [value] * count for value in given.values()]
+    return [operator(*row) for row in zip(*rows, strict=True)]
+
+
+def _sum(self: torch.Tensor, product: torch.Tensor, beta: Any, alpha: Any) -> torch.Tensor:
+    return product * alpha if beta == 0 else self * beta + product * alpha  # as eager, which does not read ``self`` then
+
+
+_WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: lambda self, other, alpha: self + other * alpha,
+    aten.sub.Tensor: lambda self, other, alpha: self - other * alpha,
+    aten.pow.Tensor_Scalar: lambda self, exponent: self.to(torch.promote_types(self.dtype, torch.complex64)) ** exponent.real,
+    aten.scatter.value: lambda self, dim, index, value: self.scatter(dim, index, self.new_full(index.shape, value)),
+    aten.addcmul.default: lambda self, tensor1, tensor2, value: self + tensor1 * tensor2 * value,
+    aten.addcdiv.default: lambda self, tensor1, tensor2, value: self + tensor1 / tensor2 * value,
+    aten.addmm.default: lambda self, mat1, mat2, beta, alpha: _sum(self, mat1 @ mat2, beta, alpha),
+    aten.addmv.default: lambda self, mat, vec, beta, alpha: _sum(self, mat @ vec, beta, alpha),
+    aten.addr.default: lambda self, vec1, vec2, beta, alpha: _sum(self, torch.outer(vec1, vec2), beta, alpha),
+    aten.baddbmm.default: lambda self, batch1, batch2, beta, alpha: _sum(self, batch1 @ batch2, beta, alpha),
+    aten.addbmm.default: lambda self, batch1, batch2, beta, alpha: _sum(self, (batch1 @ batch2).sum(0), beta, alpha),
+}
+"""Operators without an overload that takes tensors for their numbers."""
