@@ -31,6 +31,7 @@ from ..capture import preserve, program_module
 from ..capture.step import step_graph as steps
 from ..capture.step.optimizer_spec import Settings
 from . import stored_results
+from .eager_kernels import without_crashes
 from .example_sizes import SEED, Example, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
 from .stored_results import LARGE, Stored, sketch
@@ -218,7 +219,7 @@ def _steps_of_eager(
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
     everything = [t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())]
     loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in program_module.state_of(case.program.loss_fn).items()}
-    with _everything_kept(case, example, everything):
+    with _everything_kept(case, example, everything), without_crashes():
         before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss, sketched)
         losses, gradients = {}, []
         generator = torch.Generator().manual_seed(SEED)
