@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops import map as mapped
+from torch.ao import quantization
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -361,6 +363,22 @@ CONTROL: dict[str, Forward] = {
     "map": lambda self, x: mapped(lambda row, w: (row @ w).sin(), x, self.w),
 }
 
+
+def quantized() -> nn.Module:
+    """Fake quantization whose scale has been observed."""
+    fake = quantization.FakeQuantize()
+    fake(torch.linspace(-2, 3, 8))
+    fake.disable_observer()
+    return nn.Sequential(nn.Linear(4, 4), fake)
+
+
+def learned_quantization() -> nn.Module:
+    """A scale and a zero point with gradients."""
+    fake = _LearnableFakeQuantize(quantization.MovingAverageMinMaxObserver, scale=0.05, zero_point=3.0)
+    fake.toggle_qparam_learning(True).toggle_fake_quant(True).toggle_observer_update(False)
+    return nn.Sequential(nn.Linear(4, 4), fake)
+
+
 GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
     "functions": {
         "halved": lambda: Kind(lambda self, x: Halved.apply(x @ self.w, 1.5)),
@@ -400,6 +418,10 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "cells": Cells,
         "causal": Causal,
         "windows": lambda: Kind(windows),
+        "cumulative": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
+        "cumulative_3d": lambda: nn.Sequential(nn.Unflatten(1, (2, 2, 1, 1)), nn.BatchNorm3d(2, momentum=None), nn.Flatten(1)),
+        "quantized": quantized,
+        "learned_quantization": learned_quantization,
         "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
         "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
         "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),

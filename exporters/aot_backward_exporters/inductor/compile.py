@@ -28,7 +28,7 @@ import aot_backward_exporters
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 
-from .. import torch_api
+from .. import fake_quantization, torch_api
 from ..cuda import cross_compile
 from ..cuda.retarget import retarget
 from ..cuda.toolkit import toolkit
@@ -76,7 +76,7 @@ def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str
     entries = {key: entry for key in keys.values() if (entry := fetch(key)) is not None}
     missing = {keys[graph.name]: (graph, forms[graph.name]) for graph in graphs if keys[graph.name] not in entries}
     if missing:
-        with tempfile.TemporaryDirectory(prefix="aot-backward-") as work:
+        with tempfile.TemporaryDirectory(prefix="aot-backward-") as work, fake_quantization.shapes_known():
             compile_all = _compile_on_cuda if target.startswith("cuda") else _compile_on_cpu
             entries |= compile_all(missing, Path(work), fake_mode, processor(target), progress)
     for name, form in forms.items():
