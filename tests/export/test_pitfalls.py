@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
@@ -219,3 +220,15 @@ for name, gradients in found.items():
         [sys.executable, "-W", "error", "-c", script, str(tmp_path / "norm.pt2")], capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+
+
+def test_generated_code_that_does_not_compile_names_operator_and_line(tmp_path: Path) -> None:
+    script, path = tmp_path / "strict-g++", tmp_path / "no.pt2"
+    said = "kernel.cpp: In function 'void cpp_fused_sin_sum_0(const half*)': error: no match for operator+="
+    script.write_text(f'#!/bin/sh\ncase "$*" in *"-c kernel.cpp"*) echo "{said}"; exit 1;; esac\nexec g++ "$@"\n')
+    script.chmod(0o755)
+    where = r"in <lambda> \(test_pitfalls\.py:\d+: ab\.export_grad\(lambda x: x\.sin\(\)"
+    message = rf"aten\.sin\.default, .*aten\.sum\.\w+ \(torch\.float16.*called {where}.*Compute that part in float32.*--debug shows"
+    with inductor_config.patch({"cpp.cxx": (None, str(script))}), pytest.raises(ExportError, match=message) as caught:
+        ab.export_grad(lambda x: x.sin().sum(), (torch.randn(4).half(),), wrt="x", path=path, tune="none")
+    assert said not in str(caught.value) and said in str(caught.value.__cause__)
