@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from .user_code import attribute_writes, source_location
 
 
 @contextlib.contextmanager
-def errors_of_a_trace(program: nn.Module, written: Mapping[str, str]) -> Iterator[None]:
+def errors_of_a_trace(program: nn.Module, written: Mapping[str, str], run: Callable[[], object]) -> Iterator[None]:
     """A context in which an error becomes an :class:`ExportError` that names the user's line and, where it is known, what to do. ``written``: the
-    attributes that the forward has assigned so far, and where."""
+    attributes that the forward has assigned so far, and where. ``run``: calls the program in eager."""
     try:
         yield
     except ExportError:
@@ -34,11 +34,13 @@ def errors_of_a_trace(program: nn.Module, written: Mapping[str, str]) -> Iterato
         if refused := refused_control_flow(error):
             where = source_location.of_error(error, program)
             raise ExportError(f"{refused}{where and f'; it is called {where}'}") from error
+        if any(text in str(error) for text in _WRITES) and not written:
+            raise ExportError(_changed_tensors(error, program, run)) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         first = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # Dynamo's
         where = source_location.of_error(error, program)
         raise ExportError(
-            f"the program could not be traced: {type(error).__name__}: {first}{where and f'; {where}'}{_advice(error, program, written)}"
+            f"the program could not be traced: {type(error).__name__}: {first}{where and f'; {where}'}{_advice(error, program, written, where)}"
         ) from error
 
 
@@ -82,7 +84,21 @@ def _specialised(match: re.Match[str]) -> str:
     )
 
 
-def _advice(error: Exception, program: nn.Module, written: Mapping[str, str]) -> str:
+_WRITES = ("functional graph", "fake buffer", "non-functional tensor")
+"""What torch says if a traced program writes to a tensor that is neither an input, nor a parameter, nor a buffer."""
+
+
+def _changed_tensors(error: Exception, program: nn.Module, run: Callable[[], object]) -> str:
+    changed, place = attribute_writes.changed_by(run, program, error)
+    where = source_location.of_error(error, program) or place
+    what = " and ".join(changed) or "a tensor"
+    return (
+        f"the forward changes {what} in place{where and f', {where}'}: expected a buffer, got a plain tensor, which a package would not keep. "
+        'Register it as a buffer (self.register_buffer("mean", …)), and change that in place'
+    )
+
+
+def _advice(error: Exception, program: nn.Module, written: Mapping[str, str], where: str) -> str:
     """What to do about it, where that is known."""
     text, kind = str(error), type(error).__name__
     if kind == "DynamicOutputShapeException":
@@ -95,21 +111,27 @@ def _advice(error: Exception, program: nn.Module, written: Mapping[str, str]) ->
             ". A trace has no numbers to hand to NumPy: write it in PyTorch, or make it an operator of your own (torch.library.custom_op with "
             "register_fake and register_autograd)"
         )
+    modules = source_location.packages_of(error)
     if "data-dependent" in text or "_local_scalar_dense" in text or kind == "DataDependentOutputException":
         if source_location.passes_through(error, torch.distributions):
             return ". torch.distributions looks at the values that it is given, to raise where they are out of range: pass validate_args=False"
+        if _SIZE_BY_VALUE.search(where):
+            named = " (torch_geometric takes it as dim_size, in global pooling as size, elsewhere as batch_size)" * ("torch_geometric" in modules)
+            return f". It makes a number of the values of a tensor: if that is a size, pass the size as an argument{named}, one variant for each"
         return (
             ". It decides by the value of a tensor, and Python does not run where the package runs: use torch.where or torch.cond, or pass the value "
             "as a plain argument, one variant for each"
         )
-    if "functional graph" in text or "fake buffer" in text:
-        if written:
-            name, where = next(iter(written.items()))
-            return f". The forward changes the attribute {name!r}, {where}: register it as a buffer, and change that in place"
-        return f". The forward changes a tensor that is no buffer, one of {attribute_writes.plain_tensors(program)}: register it as a buffer"
+    if any(said in text for said in _WRITES):
+        name, place = next(iter(written.items()))
+        return f". The forward changes the attribute {name!r}, {place}: register it as a buffer, and change that in place"
     if "autograd formula" in text or "fake impl" in text:
         return ". See torch.library: register_autograd and register_fake say what a trace must know of an operator"
     return ""
+
+
+_SIZE_BY_VALUE = re.compile(r":\d+: (?!(if|elif|while|assert)\b).*(\bint\(|\.item\(\)|\.tolist\(\))")
+"""A line such as ``count = int(index.max()) + 1``, as :mod:`.source_location` gives it."""
 
 
 def refuse_assigned_buffers(program: nn.Module, written: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,12 @@ def traceable_layers() -> Iterator[None]:
         _bodies_with_results_of_their_own(),
         patched(torch_api.decompositions, _rnn_helper=_recurrent_layers(torch_api.decompositions._rnn_helper)),
         patched(torch_api.transformer, _detect_is_causal_mask=_causal_if_declared),
+        patched(torch_api._BatchNorm, forward=_cumulative(torch_api._BatchNorm.forward)),
+        contextlib.ExitStack() as stack,
     ):
+        for module, (name, forward) in _FAKE_QUANTIZATION.items():
+            if module in sys.modules:  # else no program has such a layer
+                stack.enter_context(patched(getattr(sys.modules[module], name), forward=forward))
         yield
 
 
@@ -137,3 +143,62 @@ def _apart(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
             taken.add(torch_api.storage_key(result))
         out.append(result)
     return out
+
+
+def _cumulative(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``BatchNorm(momentum=None)`` averages over all batches: its forward turns the number of batches, a buffer, into a number of Python."""
+
+    def forward(self: Any, input: torch.Tensor) -> Any:
+        if self.momentum is not None or not (self.training and self.track_running_stats) or self.num_batches_tracked is None:
+            return original(self, input)
+        self._check_input_dim(input)
+        self.num_batches_tracked.add_(1)
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        out = torch.nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
+        with torch.no_grad():
+            for running, of_batch in ((self.running_mean, mean), (self.running_var, variance)):
+                part = self.num_batches_tracked.to(running.dtype).reciprocal()
+                running.copy_(part * of_batch + (1 - part) * running)
+        return out
+
+    return forward
+
+
+def _fake_quantized(self: Any, X: torch.Tensor) -> torch.Tensor:
+    """``FakeQuantize``, whose forward turns its switches, which are buffers, into numbers of Python; its observer decides by values."""
+    torch_api._assert_async(
+        (self.observer_enabled == 0).all(),
+        "the observer of a FakeQuantize is enabled, and no graph holds what it does: call disable_observer() before the export, or use "
+        "FusedMovingAvgObsFakeQuantize",
+    )
+    observer, own = self.activation_post_process, (self.scale, self.zero_point)
+    if self.is_per_channel:
+        quantized = torch.fake_quantize_per_channel_affine(X, *own, self.ch_axis, observer.quant_min, observer.quant_max)
+    else:
+        quantized = torch.fake_quantize_per_tensor_affine(X, *own, observer.quant_min, observer.quant_max)
+    return torch.where(self.fake_quant_enabled == 1, quantized, X)
+
+
+def _learned_quantization(self: Any, X: torch.Tensor) -> torch.Tensor:
+    """``_LearnableFakeQuantize``, whose forward writes to its parameters, too: each call checks that there is nothing to write."""
+    symmetric = self.qscheme in (torch.per_channel_symmetric, torch.per_tensor_symmetric)
+    fit = (self.static_enabled == 0).all() & (self.scale >= self.eps).all() & ((self.zero_point == 0).all() if symmetric else True)
+    torch_api._assert_async(
+        fit,
+        "a _LearnableFakeQuantize estimates, clamps or resets its parameters, which no graph holds: call toggle_qparam_learning(True) and "
+        "toggle_observer_update(False) before the export, with a scale of at least eps and, if symmetric, a zero point of 0",
+    )
+    factor = 1.0 / (X.numel() * self.quant_max) ** 0.5 if self.use_grad_scaling else 1.0
+    own: Any = (self.scale, self.zero_point)
+    limits: Any = (self.quant_min, self.quant_max, factor)
+    if self.qscheme in (torch.per_channel_symmetric, torch.per_channel_affine):
+        quantized = torch_api._fake_quantize_learnable_per_channel_affine(X, *own, self.ch_axis, *limits)
+    else:
+        quantized = torch_api._fake_quantize_learnable_per_tensor_affine(X, *own, *limits)
+    return torch.where(self.fake_quant_enabled == 1, quantized, X)
+
+
+_FAKE_QUANTIZATION = {
+    "torch.ao.quantization.fake_quantize": ("FakeQuantize", _fake_quantized),
+    "torch.ao.quantization._learnable_fake_quantize": ("_LearnableFakeQuantize", _learned_quantization),
+}

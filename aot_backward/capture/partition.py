@@ -345,10 +345,9 @@ def _refuse_sizes_from_data(joint: Joint, forward: GraphModule) -> None:
             source = source.args[0]
         result = "a result whose size depends" if isinstance(value, torch.Tensor) else "a number that depends"
         where = "cannot be an output of a package" if i < joint.forward_values else "cannot go from a forward to its backward"
-        raise ExportError.of(
-            source.target,
-            f"{source.target} gives {result} on the values of a tensor, which {where}: use torch.where or a mask, or a loss in a Grad entry",
-        )
+        is_read = str(source.target) == "aten._local_scalar_dense.default" and isinstance(source.meta["val"], torch.SymInt)
+        instead = "pass such a size as an argument" if is_read else "use torch.where or a mask, or a loss in a Grad entry"
+        raise ExportError.of(source.target, f"{source.target} gives {result} on the values of a tensor, which {where}: {instead}")
 
 
 def joint_passes(graph: GraphModule, device: torch.device) -> GraphModule:

@@ -96,7 +96,7 @@ def _refuse_unsupported(program: nn.Module) -> None:
         if isinstance(module, wrappers):
             raise ExportError(f"{called} is a {type(module).__name__}: export what it wraps (.module), and wrap the loaded module")
         if isinstance(module, torch.jit.ScriptModule):
-            raise ExportError(f"{called} is TorchScript, whose backward cannot be traced: export the nn.Module that it was made of")
+            raise ExportError(f"{called} is TorchScript, whose backward cannot be traced: {_instead_of_torchscript(program, name)}")
     for name, tensor in [*program.named_parameters(), *program.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ExportError(f"{name} has no shape yet: call the module once on example inputs before the export")
@@ -106,6 +106,22 @@ def _refuse_unsupported(program: nn.Module) -> None:
             raise ExportError(
                 f"{name} has layout {tensor.layout}; a package takes strided tensors: register its dense form, or its indices and values"
             )
+
+
+def _instead_of_torchscript(program: nn.Module, name: str) -> str:
+    """``name``: of a part of ``program`` that is TorchScript."""
+    parents = []
+    while name:
+        name = name.rpartition(".")[0]
+        parents.append(program.get_submodule(name))
+    makers = {type(module).__module__.partition(".")[0] for module in parents}
+    if not makers & {"e3nn", "mace", "nequip"}:
+        return "use the nn.Module that it was made of, without torch.jit.script or torch.jit.trace, and load its state_dict into that"
+    of_mace = ", with mace net = type(net)(**mace.tools.scripts_utils.extract_config_mace_model(net))" * ("mace" in makers)
+    return (
+        "e3nn made it when the model was built. Call e3nn.set_optimization_defaults(jit_script_fx=False) and build the model after that; build a "
+        f"loaded one again by its configuration{of_mace}, and load its state_dict into the new one"
+    )
 
 
 @contextlib.contextmanager

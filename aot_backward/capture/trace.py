@@ -64,7 +64,7 @@ def trace_program(
     example = _Example(program, args, kwargs, dynamic_shapes, signature, first_only)
     with (
         attribute_writes.recorded_writes(program) as written,
-        diagnostics.errors_of_a_trace(program, written),
+        diagnostics.errors_of_a_trace(program, written, lambda: program(*args, **kwargs)),
         preserve.slots_kept(program),
         hooks.refused_or_traced(program),
         no_unseen_randomness(),

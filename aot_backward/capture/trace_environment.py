@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from aot_backward_exporters import sixteen_bits, torch_api
+from aot_backward_exporters import fake_quantization, sixteen_bits, torch_api
 from aot_backward_exporters.process_state import without_convolution_libraries
 from aot_backward_runtime.errors import ExportError
 
@@ -30,6 +30,7 @@ def tracing() -> Iterator[None]:
         torch_api._compiling_state_context(),
         _checks_as_plain_operators(),
         traceable_layers(),
+        fake_quantization.shapes_known(),
         interpolation.axis_by_axis(),
     ):
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond

@@ -32,7 +32,20 @@ from .example_sizes import Example, cotangents_at, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
 from .named_results import Named, Overwritten, Take, Wrt, infers_apart, results_of_eager, results_of_entry
 from .stored_results import Stored, is_large, sketch, sketched_distance
-from .tolerance import Comparison, Reference, Tolerance, WrongResult, compare, distance, distance_of_finite, finite_alike, is_finite, is_inexact, norm
+from .tolerance import (
+    Comparison,
+    Reference,
+    Tolerance,
+    WrongResult,
+    compare,
+    distance,
+    distance_of_finite,
+    finite_alike,
+    is_finite,
+    is_inexact,
+    is_nan_throughout,
+    norm,
+)
 
 _FAR = 1e-2  # eager this far from float64 did not compute the same thing: float64 is no reference then
 
@@ -56,14 +69,14 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
     """
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     numbers = _number_attributes(case.program)
-    for sized in sizes_to_check(spec, example):
+    for number_of_size, sized in enumerate(sizes_to_check(spec, example)):
         where = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}"
         cotangents = cotangents_at(spec, sized.values)
         given = _Given(case, sized.example, spec, cotangents)
         try:
             eager = given.results()
         except Exception as error:
-            if not labels:
+            if number_of_size == 0:
                 raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
             continue  # eager refuses this size (one row for BatchNorm, an index out of range): nothing to compare with
         _refuse_sparse(entry, eager)
@@ -86,11 +99,12 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
                 )
             worst = max(comparison, worst, key=attrgetter("ratio"))
         del actual
-        if not labels:
+        if number_of_size == 0:
             _check_accumulated(entry, given.results(accumulated=True), eager, reference, case.reduced_precision)
             allowed = _allowed_of_eager(comparisons, eager, reference)
             _store(stored, f"{entry}/{number}", sized.example, cotangents, eager, allowed, sketches)
-        labels.append(sized.label)
+        if not any(e is not None and is_nan_throughout(e) for e in eager.values()):
+            labels.append(sized.label)
     return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(filter(None, labels)))
 
 

@@ -16,6 +16,7 @@ from aot_backward_runtime.format.manifest import VariantSpec
 from aot_backward_runtime.loader import Package
 
 from ..capture import layer_patches, preserve
+from .eager_kernels import without_crashes
 from .example_sizes import SEED, Example
 
 Take = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -126,14 +127,14 @@ def results_of_eager(
         preserve.values_kept(program.buffers()),
         preserve.requiring_alone(parameters.values(), targets.values()),
         layer_patches.plain_checkpoints(),
+        without_crashes(),
         torch.enable_grad(),
     ):
         outputs = _add_outputs(out, program(*example.args, **example.kwargs))
         if accumulated:
-            own = {id(p) for p in parameters.values()}
             roots = outputs[:1] if wrt is not None else [outputs[i] for i in spec.differentiable]
             incoming = None if wrt is not None else _cast(cotangents, roots)
-            return _accumulated(roots, incoming, {n: t for n, t in targets.items() if id(t) in own})
+            return _accumulated(roots, incoming, parameters, targets)
         if wrt is not None:
             out.update(_gradients(outputs[root : root + 1], targets, None, taking))
         else:
@@ -239,16 +240,24 @@ def _cast(cotangents: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]) -> 
     return [c.to(o.dtype) for c, o in zip(cotangents, roots, strict=True)]
 
 
-def _accumulated(roots: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor] | None, parameters: Mapping[str, torch.Tensor]) -> Named:
-    """``.grad`` of ``parameters`` after a backward of ``roots``, by "gradient of NAME". Their own ``.grad`` are put aside."""
-    if not parameters or not roots:
+def _accumulated(
+    roots: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor] | None,
+    parameters: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+) -> Named:
+    """``.grad`` of those of ``targets`` that are ``parameters`` after the ``backward()`` that a caller makes of ``roots``, by "gradient of NAME": one
+    that names no inputs, since eager's kernels then run as they do in training. The parameters' own ``.grad`` are put aside."""
+    own = {id(p) for p in parameters.values()}
+    wanted = {n: t for n, t in targets.items() if id(t) in own}
+    if not wanted or not roots:
         return {}
     before = [(p, p.grad) for p in parameters.values()]
     try:
         for p, _ in before:
             p.grad = None
-        torch.autograd.backward(roots, cotangents, inputs=list(parameters.values()))
-        return {f"gradient of {n}": p.grad for n, p in parameters.items()}
+        torch.autograd.backward(roots, cotangents)
+        return {f"gradient of {n}": p.grad for n, p in wanted.items()}
     finally:
         for p, grad in before:
             p.grad = grad

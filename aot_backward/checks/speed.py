@@ -21,6 +21,7 @@ from aot_backward_runtime.loader import Package
 
 from ..capture import layer_patches, preserve
 from . import step_check, stopwatch
+from .eager_kernels import without_crashes
 from .example_sizes import Example, Sized, cotangents_at
 from .named_results import Wrt, differentiated, tensors_of
 from .stopwatch import Call
@@ -42,6 +43,10 @@ def measure(packages: Mapping[str, Package], timed: Timed, spec: VariantSpec, si
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         calls = {EAGER: stack.enter_context(timed.eager(spec, sized))}
+        with without_crashes() as avoided:
+            calls[EAGER]()
+        if avoided:
+            stack.enter_context(without_crashes())
         calls |= {name: stack.enter_context(timed.compiled(package, spec, sized)) for name, package in packages.items()}
         if device.type == "cuda":
             return stopwatch.microseconds(calls, seconds, lambda: torch.cuda.synchronize(device))

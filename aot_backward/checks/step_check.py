@@ -31,10 +31,23 @@ from ..capture import preserve, program_module
 from ..capture.step import step_graph as steps
 from ..capture.step.optimizer_spec import Settings
 from . import stored_results
+from .eager_kernels import without_crashes
 from .example_sizes import SEED, Example, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
 from .stored_results import LARGE, Stored, sketch
-from .tolerance import Comparison, Reference, Tolerance, WrongResult, compare, distance, distance_of_finite, is_finite, norm, pieces
+from .tolerance import (
+    Comparison,
+    Reference,
+    Tolerance,
+    WrongResult,
+    compare,
+    distance,
+    distance_of_finite,
+    is_finite,
+    is_nan_throughout,
+    norm,
+    pieces,
+)
 
 STEPS = 3
 _PROBES = 4
@@ -75,6 +88,11 @@ class StepResults:
         return after - self.before[name].double()
 
     @property
+    def has_only_nan(self) -> bool:
+        """Whether a loss is NaN, or a tensor throughout after the last step."""
+        return any(map(is_nan_throughout, (*self.losses.values(), *self.after.values())))
+
+    @property
     def diverged(self) -> set[str]:
         """What is large, and kept whole before the first step or after the last, since it has NaN or Inf there."""
         whole = {n for n, t in self.after.items() if n not in self.sketched and _is_large(n, t)}
@@ -94,8 +112,8 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
 
     Raises :class:`ExportError` naming the tensor that is wrong, and by how much. What ``verify`` needs goes to ``stored``."""
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
-    for sized in sizes_to_check(spec, example):
-        refused = False
+    for number_of_size, sized in enumerate(sizes_to_check(spec, example)):
+        compared = True
         for waiting in (False, True) if case.waiting else (False,):
             where = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}{' with accumulated gradients' if waiting else ''}"
             sketched = _is_large
@@ -106,15 +124,18 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
                         sketched = _never
                         eager = _steps_of_eager(case, sized.example, waiting, sketched)
             except Exception as error:
-                if not labels:
+                if number_of_size == 0:
                     raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
-                refused = True
+                compared = False
                 break  # eager refuses this size: nothing to compare with
             random = consumed_cuda_rng(_device(case))
             with _gradients_kept(case):
                 reference = _reference(case, sized.example, waiting, eager, random, sketched)
             actual = steps_of_entry(load(), entry, sized.example, waiting, sketched)
-            comparisons = _compare_steps(actual, eager, reference, case.reduced_precision)
+            try:
+                comparisons = _compare_steps(actual, eager, reference, case.reduced_precision)
+            except ExportError as error:
+                raise WrongResult(f"{where}: {error}; nothing was written") from error
             for comparison in comparisons:
                 if comparison.wrong:
                     raise WrongResult(
@@ -122,9 +143,10 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
                         "nothing was written"
                     )
                 worst = max(comparison, worst, key=attrgetter("ratio"))
-            if not labels and not waiting:
+            compared &= not eager.has_only_nan
+            if number_of_size == 0 and not waiting:
                 _store(stored, f"{entry}/{number}", sized.example, eager, {c.name: c.allowed for c in comparisons})
-        if not refused:
+        if compared:
             labels.append(sized.label)
     return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(filter(None, labels)))
 
@@ -218,7 +240,7 @@ def _steps_of_eager(
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
     everything = [t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())]
     loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in program_module.state_of(case.program.loss_fn).items()}
-    with _everything_kept(case, example, everything):
+    with _everything_kept(case, example, everything), without_crashes():
         before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss, sketched)
         losses, gradients = {}, []
         generator = torch.Generator().manual_seed(SEED)
@@ -378,8 +400,12 @@ def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference
     out, exact = [], reference.results
     for name, loss in eager.losses.items():
         own, right = float(actual.losses[name]), float(exact.losses[name])
-        if own != own and float(loss) != float(loss):
-            continue  # NaN in both
+        if not is_finite(loss):  # then eager itself is the reference
+            if own != right and not (math.isnan(own) and math.isnan(right)):
+                raise ExportError(f"{name} is {own:.6g} in the compiled step and {right:.6g} in eager")
+            if not math.isnan(right):
+                out.append(Comparison(name, 0.0, 0.0))
+            continue
         tolerance = Tolerance.of_loss(loss.dtype, abs(float(loss) - right) if reference.float64 else None, reduced_precision=reduced_precision)
         out.append(Comparison(name, abs(own - right), tolerance.allowed(abs(right))))
     for name, e in eager.after.items():

@@ -167,6 +167,11 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(torch.isfinite(t).all()) for (t,) in pieces(tensor))
 
 
+def is_nan_throughout(tensor: torch.Tensor) -> bool:
+    """Whether it has elements, all of them NaN: beside such a result no other is wrong, so nothing was compared."""
+    return is_inexact(tensor) and tensor.numel() > 0 and all(bool(torch.isnan(t).all()) for (t,) in pieces(tensor))
+
+
 def _norm(wide: torch.Tensor, where: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(torch.where(where, wide, 0)))
 

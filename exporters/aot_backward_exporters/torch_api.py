@@ -54,6 +54,10 @@ _NAMES = {
     "_global_backward_hooks": "torch.nn.modules.module",
     "decompositions": "torch._decomp.decompositions",  # the module itself
     "transformer": "torch.nn.modules.transformer",  # the module itself
+    "_BatchNorm": "torch.nn.modules.batchnorm",
+    "_assert_async": "torch",
+    "_fake_quantize_learnable_per_channel_affine": "torch",
+    "_fake_quantize_learnable_per_tensor_affine": "torch",
     "_get_mkldnn_enabled": "torch._C",
     "_set_mkldnn_enabled": "torch._C",
     "_recursive_joint_graph_passes": "torch._inductor.compile_fx",

@@ -7,7 +7,9 @@ inputs of its own, and is compared with eager by itself.
 from __future__ import annotations
 
 import functools
+import importlib
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import torch
 from torch import nn
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops import map as mapped
+from torch.ao import quantization
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -361,6 +365,22 @@ CONTROL: dict[str, Forward] = {
     "map": lambda self, x: mapped(lambda row, w: (row @ w).sin(), x, self.w),
 }
 
+
+def quantized() -> nn.Module:
+    """Fake quantization whose scale has been observed."""
+    fake = quantization.FakeQuantize()
+    fake(torch.linspace(-2, 3, 8))
+    fake.disable_observer()
+    return nn.Sequential(nn.Linear(4, 4), fake)
+
+
+def learned_quantization() -> nn.Module:
+    """A scale and a zero point with gradients."""
+    fake = _LearnableFakeQuantize(quantization.MovingAverageMinMaxObserver, scale=0.05, zero_point=3.0)
+    fake.toggle_qparam_learning(True).toggle_fake_quant(True).toggle_observer_update(False)
+    return nn.Sequential(nn.Linear(4, 4), fake)
+
+
 GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
     "functions": {
         "halved": lambda: Kind(lambda self, x: Halved.apply(x @ self.w, 1.5)),
@@ -400,6 +420,10 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "cells": Cells,
         "causal": Causal,
         "windows": lambda: Kind(windows),
+        "cumulative": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
+        "cumulative_3d": lambda: nn.Sequential(nn.Unflatten(1, (2, 2, 1, 1)), nn.BatchNorm3d(2, momentum=None), nn.Flatten(1)),
+        "quantized": quantized,
+        "learned_quantization": learned_quantization,
         "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
         "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
         "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
@@ -469,6 +493,7 @@ class Assigns(nn.Module):
         self.linear, self.function = nn.Linear(4, 4), forward
         self.register_buffer("seen", torch.zeros(()))
         self.scale, self.trained, self.calls = torch.ones(4), torch.ones(4, requires_grad=True), 0
+        self.stats = [torch.zeros(4), torch.ones(4)]
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.function(self, self.linear(x))
@@ -482,6 +507,38 @@ def assigns_a_buffer(self: Any, h: torch.Tensor) -> torch.Tensor:
 def changes_a_plain_tensor(self: Any, h: torch.Tensor) -> torch.Tensor:
     self.scale += 1
     return h * self.scale
+
+
+SHARED = {"mean": torch.zeros(4)}
+
+
+def changes_a_global(self: Any, h: torch.Tensor) -> torch.Tensor:
+    SHARED["mean"].lerp_(h.detach().mean(0), 0.1)
+    return h - SHARED["mean"]
+
+
+def with_a_closure() -> nn.Module:
+    total = torch.zeros(())
+
+    def counts_calls(self: Any, h: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += 1
+        return h * total
+
+    return Assigns(counts_calls)
+
+
+def made_by(module: str) -> nn.Module:
+    """A module with a scripted part, whose class says that it is of the Python module ``module``."""
+    made = type("Made", (nn.Sequential,), {"__module__": module})()
+    made.add_module("compiled", torch.jit.script(nn.Linear(4, 4)))
+    return made
+
+
+def sums_by_group(self: Any, h: torch.Tensor) -> torch.Tensor:
+    index = h.argmax(1)
+    groups = int(index.max()) + 1
+    return torch.zeros(groups, 4).index_add(0, index, h)
 
 
 def counts(self: Any, h: torch.Tensor) -> torch.Tensor:
@@ -565,7 +622,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Assigns(assigns_a_buffer),
         r"assigns the buffer 'seen' anew, in assigns_a_buffer \(test_kinds\.py:\d+: self\.seen = self\.seen \+ 1\).*self\.seen\.copy_",
     ),
-    "a plain tensor changed": (lambda: Assigns(changes_a_plain_tensor), r"The forward changes a tensor that is no buffer, one of \[.*'scale'"),
+    "a plain tensor changed": (lambda: Assigns(changes_a_plain_tensor), r"the forward changes the attribute 'scale' in place, in changes_a_plain_t"),
+    "statistics in a list": (
+        lambda: Assigns(lambda self, h: nn.functional.batch_norm(h, *self.stats, training=True)),
+        r"the forward changes the attribute 'stats\[0\]' and the attribute 'stats\[1\]' in place, in <lambda> \(test_kinds.*register_buffer",
+    ),
+    "a tensor of a closure": (
+        lambda: with_a_closure(),
+        r"changes the closure's variable 'total' in place, in counts_calls \(test_kinds\.py:\d+: total \+= 1\)",
+    ),
+    "a global tensor": (
+        lambda: Assigns(changes_a_global),
+        r"the forward changes the global 'SHARED\[.mean.\]' in place, in changes_a_global \(test_",
+    ),
     "a plain tensor that wants a gradient": (
         lambda: Assigns(lambda self, h: h * self.trained),
         r"uses the attribute 'trained', which requires a gradient",
@@ -574,6 +643,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a decision by value": (
         lambda: Assigns(decides),
         r"in decides \(test_kinds\.py:\d+: if h\.sum\(\) > 0:\)\. It decides by the value of a tensor.*torch\.where or torch\.cond",
+    ),
+    "a size of values": (
+        lambda: Assigns(sums_by_group),
+        r"in sums_by_group \(test_kinds\.py:\d+: groups = int\(index.*if that is a size, pass the size as an argument, one variant for each",
+    ),
+    "a layer of PyTorch that decides": (
+        lambda: nn.Sequential(nn.Linear(4, 4), torch.ao.quantization.MovingAverageMinMaxObserver()),
+        r"; in forward of '1' \(MovingAverageMinMaxObserver\)\. It decides by the value of a tensor",
     ),
     "a distribution that checks": (
         lambda: Assigns(lambda self, h: torch.distributions.Normal(h, h.exp(), validate_args=True).rsample()),  # Dynamo turns the default off
@@ -587,12 +664,28 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Assigns(lambda self, h: h[h[:, 0] > 0]),
         r"aten\.index\.Tensor gives a result whose size depends on the values.*it is called in <lambda> \(test_kinds\.py:\d+: lambda: Assigns",
     ),
+    "a size read from values": (
+        lambda: Assigns(lambda self, h: h.new_zeros(h.argmax(1).max().item() + 1, 4).index_add(0, h.argmax(1), h)),
+        r"aten\._local_scalar_dense\.default gives a result whose size depends .*: pass such a size as an argument; it is called in <lambda>",
+    ),
     "a number by value": (
         lambda: Assigns(lambda self, h: h * h.sum().item()),
         r"aten\._local_scalar_dense\.default gives a number that depends on the val",
     ),
     "a loop": (lambda: Kind(looped), r"while_loop_stack_output gives a result whose size depends on the values"),
     "sparse gradients": (lambda: Looked(), r"gradient of table\.weight has layout torch\.sparse_coo in eager.*leave out sparse=True"),
+    "TorchScript within": (
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))),
+        r"the submodule '0' is TorchScript, .*: use the nn\.Module that it was made of, without torch\.jit\.script",
+    ),
+    "TorchScript made by e3nn": (
+        lambda: made_by("e3nn.o3._linear"),
+        r"the submodule 'compiled' is TorchScript, .*: e3nn made it .*e3nn\.set_optimization_defaults\(jit_script_fx=False\) and build",
+    ),
+    "TorchScript in a model of mace": (
+        lambda: nn.Sequential(made_by("mace.modules.models")),
+        r"'0\.compiled' is TorchScript.*by its configuration, with mace net = type\(net\)\(\*\*mace\.tools\.scripts_utils\.extract_config_mace_model",
+    ),
     "TorchScript": (lambda: torch.jit.script(nn.Linear(4, 4)), r"the module is TorchScript"),
     "a lazy module": (lambda: nn.Sequential(nn.LazyLinear(4)), r"0\.weight has no shape yet: call the module once"),
     "a subclass of Tensor": (lambda: doubled_parameter(), r"w is a TwoTensor; a package takes plain tensors"),
@@ -624,6 +717,24 @@ def test_refused_by_name_and_place(case: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=message):
         ab.export_module(make(), (X.clone().requires_grad_("input" not in case),), path=tmp_path / "no.pt2")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_size_that_torch_geometric_reads_from_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name stands for it: the message says what its functions take."""
+    (tmp_path / "torch_geometric").mkdir()
+    (tmp_path / "torch_geometric" / "__init__.py").write_text(
+        "def pool(x, index):\n"
+        "    dim_size = int(index.max()) + 1 if index.numel() > 0 else 0\n"
+        "    return x.new_zeros(dim_size, 4).index_add(0, index, x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch_geometric", raising=False)
+    pool = importlib.import_module("torch_geometric").pool
+    message = (
+        r"in pool \(__init__\.py:2: dim_size = .*pass the size as an argument \(torch_geometric takes it as dim_size, in global pooling as size, "
+    )
+    with pytest.raises(ExportError, match=message):
+        ab.export_module(Assigns(lambda self, h: pool(h, torch.tensor([0, 0, 1]))), (X,), path=tmp_path / "no.pt2")
 
 
 def test_a_hook_on_every_module_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
@@ -179,3 +180,55 @@ def test_an_output_changed_in_place_before_the_backward(tmp_path: Path) -> None:
         assert "modified by an inplace operation" in str(error)
     else:
         torch.testing.assert_close(loaded.linear.weight.grad, net.linear.weight.grad)
+
+
+def test_a_group_norm_whose_eager_backward_ends_the_process_is_exported(tmp_path: Path) -> None:
+    """Eager crashes in channels_last if the input needs no gradient: as a Grad's and a Step's does here, and a Module's if only parameters are asked
+    for. In a subprocess, so that a signal is a failure."""
+    script = """
+import sys, torch
+import aot_backward as ab
+torch.manual_seed(0)
+net, x = torch.nn.GroupNorm(2, 4), torch.randn(2, 4, 3, 3)
+wide = x.to(memory_format=torch.channels_last)
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = net
+    def forward(self, x):
+        return self.norm(x).pow(3).sum()
+program = Loss()
+path = ab.export(sys.argv[1], {
+    "module": ab.Module(net, [ab.Variant((wide.detach().requires_grad_(),))]),
+    "grad": ab.Grad(program, [ab.Variant((wide,))]),
+    "step": ab.Step(program, [ab.Variant((wide,))], optimizer=torch.optim.SGD(program.parameters(), lr=0.5)),
+})
+expected = torch.autograd.grad(program(x), list(program.parameters()))
+package = ab.load(path)
+module = package.module("module")
+module(wide).pow(3).sum().backward()
+found = {"module": [p.grad for p in module.parameters()], "grad": list(package.grad("grad")(wide)[1].values())}
+step = package.step("step")
+before = {n: p.detach().clone() for n, p in step.parameters.items()}
+step(wide)
+found["step"] = [(before[n] - p) / 0.5 for n, p in step.parameters.items()]
+for name, gradients in found.items():
+    for got, right in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4, msg=lambda text: f"{name}: {text}")
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(tmp_path / "norm.pt2")], capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+
+
+def test_generated_code_that_does_not_compile_names_operator_and_line(tmp_path: Path) -> None:
+    script, path = tmp_path / "strict-g++", tmp_path / "no.pt2"
+    said = "kernel.cpp: In function 'void cpp_fused_sin_sum_0(const half*)': error: no match for operator+="
+    script.write_text(f'#!/bin/sh\ncase "$*" in *"-c kernel.cpp"*) echo "{said}"; exit 1;; esac\nexec g++ "$@"\n')
+    script.chmod(0o755)
+    where = r"in <lambda> \(test_pitfalls\.py:\d+: ab\.export_grad\(lambda x: x\.sin\(\)"
+    message = rf"aten\.sin\.default, .*aten\.sum\.\w+ \(torch\.float16.*called {where}.*Compute that part in float32.*--debug shows"
+    with inductor_config.patch({"cpp.cxx": (None, str(script))}), pytest.raises(ExportError, match=message) as caught:
+        ab.export_grad(lambda x: x.sin().sum(), (torch.randn(4).half(),), wrt="x", path=path, tune="none")
+    assert said not in str(caught.value) and said in str(caught.value.__cause__)

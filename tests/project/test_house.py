@@ -22,7 +22,9 @@ FOLDERS = {
 _RUNTIME, _EXPORTERS = "aot_backward_runtime", "aot_backward_exporters"
 _FILES = f"{_RUNTIME}.errors", f"{_RUNTIME}.format", f"{_RUNTIME}.package"
 _CALLS = *_FILES, f"{_RUNTIME}.torch_api", f"{_RUNTIME}.native", f"{_RUNTIME}.operators"
-_BASE = tuple(f"{_EXPORTERS}.{name}" for name in ("fx_splice", "graph", "process_state", "progress", "sixteen_bits", "torch_api"))
+_BASE = tuple(
+    f"{_EXPORTERS}.{name}" for name in ("fake_quantization", "fx_splice", "graph", "process_state", "progress", "sixteen_bits", "torch_api")
+)
 _LIBRARY = _RUNTIME, *_BASE
 ALLOWED = {
     # room -> what its modules may import besides the room's own; the longest prefix that fits a module holds. A room names none that comes after it
@@ -50,6 +52,7 @@ ALLOWED = {
     f"{_EXPORTERS}.sixteen_bits": (f"{_EXPORTERS}.graph", f"{_EXPORTERS}.torch_api"),
     f"{_EXPORTERS}.fx_splice": (f"{_EXPORTERS}.torch_api",),
     f"{_EXPORTERS}.process_state": (f"{_EXPORTERS}.torch_api",),
+    f"{_EXPORTERS}.fake_quantization": (f"{_EXPORTERS}.torch_api", f"{_EXPORTERS}.process_state"),
     f"{_EXPORTERS}.decompositions": _LIBRARY,
     f"{_EXPORTERS}.toolchain": _LIBRARY,
     f"{_EXPORTERS}.cuda": (*_LIBRARY, f"{_EXPORTERS}.toolchain"),

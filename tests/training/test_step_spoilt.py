@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward.capture.step import optimizer_graph
+from aot_backward.checks import step_check
 from aot_backward.checks.verify import verify_package
+from aot_backward_runtime.package.archive import open_package
 
 aten = torch.ops.aten
 
@@ -105,3 +108,52 @@ def test_what_is_off_by_a_thousandth_fails_the_export(
     if kind == "diverging":
         ab.export_step(net, arguments, loss_fn=loss_fn, optimizer=optimizer(net.parameters(), lr=0.1), path=path)
         assert verify_package(path).ok
+
+
+class PerGroup(nn.Module):
+    """The mean over groups of a sum divided by the number of its rows, which is 0 for a group without rows. ``beside`` is apart from that; with
+    ``mixed`` it becomes NaN, too."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.weight, self.beside, self.mixed = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3)), mixed
+
+    def forward(self, x: torch.Tensor, group: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros_like(target).index_add(0, group, torch.ones_like(x))
+        sums = torch.zeros_like(target).index_add(0, group, x * self.weight)
+        loss = ((sums - target) / rows).square().mean()
+        return (loss - loss.detach() if self.mixed else loss) + self.beside.square().sum() * (loss.detach() if self.mixed else 1.0)
+
+
+def test_infinities_at_a_size_that_the_export_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is Inf there in eager, too. What is finite is compared; a size where a result is NaN throughout is not called verified."""
+    example = torch.tensor([0.5, -1.0, 2.0, 1.0, 0.3, -0.7]), torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0.3, -0.4])
+    rows, groups = {0: Dim("rows", min=1, max=99)}, {0: Dim("groups", min=1, max=9)}
+    original = step_check.steps_of_entry
+
+    def export(mixed: bool) -> tuple[str, ...]:
+        net = PerGroup(mixed)
+        path = ab.export_step(
+            net,
+            example,
+            optimizer=torch.optim.AdamW(net.parameters()),
+            dynamic_shapes=(rows, rows, groups),
+            tune="none",
+            path=tmp_path / "step.pt2",
+        )
+        return open_package(path).manifest.entries["step"].variants[0].verdict.sizes
+
+    assert export(False) == ("rows=6, groups=2", "rows=7, groups=4", "rows=1, groups=1")
+    for name, message in (("loss 0", r"loss 0 is 2 in the compiled step and inf in eager"), ("parameter beside", r"the change of parameter beside")):
+
+        def spoilt(package: Any, entry: str, sized: Any, *rest: Any) -> step_check.StepResults:
+            results = original(package, entry, sized, *rest)
+            if sized.tensors[2].shape[0] == 4:
+                (results.losses if name in results.losses else results.after)[name].fill_(2.0)  # noqa: B023
+            return results
+
+        with monkeypatch.context() as patch:
+            patch.setattr(step_check, "steps_of_entry", spoilt)
+            with pytest.raises(ab.ExportError, match=message):
+                export(False)
+    assert export(True) == ("rows=6, groups=2", "rows=1, groups=1")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from aot_backward_exporters import torch_api
 from aot_backward_exporters.process_state import patched
 
+from .. import preserve
 from . import source_location
 
 
@@ -45,6 +49,76 @@ def name_of(program: nn.Module, tensor: torch.Tensor) -> str:
     return ""
 
 
-def plain_tensors(program: nn.Module) -> list[str]:
-    """The names of attributes that are tensors, and neither parameters nor buffers."""
-    return [f"{p}.{n}" if p else n for p, m in program.named_modules() for n, v in m.__dict__.items() if isinstance(v, torch.Tensor)]
+def plain_tensors(program: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors in attributes that are neither parameters nor buffers, also in lists and dicts: "the attribute 'body.stats[0]'"."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in program.named_modules():
+        for name, value in module.__dict__.items():
+            if not name.startswith("_"):
+                found |= {f"the attribute '{where}'": t for where, t in tensors_in(value, f"{prefix}.{name}" if prefix else name).items()}
+    return found
+
+
+def tensors_used(frames: Iterable[FrameType]) -> dict[str, torch.Tensor]:
+    """Tensors in the globals and the closures of the caller's functions that run in ``frames``: "the global 'mean'"."""
+    found: dict[str, torch.Tensor] = {}
+    for frame in frames:
+        if source_location.is_user_code(frame.f_code.co_filename):
+            used = {n: ("global", frame.f_globals.get(n)) for n in frame.f_code.co_names}
+            used |= {n: ("closure's variable", frame.f_locals.get(n)) for n in frame.f_code.co_freevars}
+            for name, (kind, value) in used.items():
+                found |= {f"the {kind} '{where}'": t for where, t in tensors_in(value, name).items()}
+    return found
+
+
+def tensors_in(value: Any, name: str, depth: int = 3) -> dict[str, torch.Tensor]:
+    """The tensors in ``value``, in lists, tuples and dicts down to ``depth``, and in attributes of an object of the caller's own."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    if isinstance(value, nn.Module | type | ModuleType) or depth == 0:
+        return {}
+    inner: dict[str, Any] = {}
+    if isinstance(value, list | tuple):
+        inner = {f"{name}[{i}]": v for i, v in enumerate(value)}
+    elif isinstance(value, dict):
+        inner = {f"{name}[{k}]" if isinstance(k, int) else f'{name}["{k}"]': v for k, v in value.items()}
+    elif isinstance(own := getattr(value, "__dict__", None), dict) and not callable(value):
+        inner = {f"{name}.{k}": v for k, v in own.items()}
+    return {where: t for n, v in inner.items() for where, t in tensors_in(v, n, depth - 1).items()}
+
+
+def changed_by(run: Callable[[], object], program: nn.Module, error: BaseException) -> tuple[list[str], str]:
+    """The plain tensors, by name, that ``run`` writes to in eager, and where it first does. A trace of it raised ``error``. All is left as it was."""
+    buffers = {id(b) for b in program.buffers()}
+    names: dict[int, str] = {}
+    every: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    places: list[str] = []
+
+    def add(tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, t in tensors.items():
+            if id(t) not in every:
+                names[id(t)], every[id(t)] = name, (t, t.detach().clone())
+
+    class Watching(torch_api.TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if isinstance(operator, torch_api.OpOverload) and operator._schema.is_mutable:
+                add(tensors_used(frame for frame, _ in traceback.walk_stack(None)))
+                own = {t.untyped_storage().data_ptr() for number, (t, _) in every.items() if number not in buffers}
+                if isinstance(args[0], torch.Tensor) and args[0].untyped_storage().data_ptr() in own:
+                    places.append(source_location.here(program))
+            return operator(*args, **(kwargs or {}))
+
+    add({f"buffer {n}": b for n, b in program.named_buffers()})
+    add(plain_tensors(program) | tensors_used(frame for frame, _ in traceback.walk_tb(error.__traceback__)))
+    with contextlib.ExitStack() as stack:
+        for kept in (preserve.slots_kept(program), preserve.attributes_kept(program), preserve.random_state_kept(), torch.no_grad()):
+            stack.enter_context(kept)
+        stack.enter_context(contextlib.suppress(Exception))
+        stack.enter_context(Watching())
+        run()
+    changed = [number for number, (t, value) in every.items() if not torch.allclose(t, value, rtol=0, atol=0, equal_nan=True)]
+    with torch.no_grad():
+        for number in changed:
+            tensor, value = every[number]
+            tensor.copy_(value)
+    return [names[number] for number in changed if number not in buffers], (places[0] if places else "")

@@ -44,8 +44,17 @@ def here(program: nn.Module | None = None) -> str:
 
 
 def of_error(error: BaseException, program: nn.Module) -> str:
-    """The caller's line on which ``error`` was raised; nothing where none of it ran."""
-    return _described(traceback.walk_tb(error.__traceback__), program)
+    """The caller's line on which ``error`` was raised; if none of it ran, the module of PyTorch's that did; or nothing."""
+    if where := _described(traceback.walk_tb(error.__traceback__), program):
+        return where
+    names = {id(module): name for name, module in program.named_modules()}
+    owners = [o for frame, _ in traceback.walk_tb(error.__traceback__) if id(o := frame.f_locals.get("self")) in names]
+    return f"in forward of {names[id(owners[-1])]!r} ({type(owners[-1]).__name__})" if owners and names[id(owners[-1])] else ""
+
+
+def packages_of(error: BaseException) -> set[str]:
+    """The names of the packages whose code ``error`` came out of."""
+    return {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)}
 
 
 def passes_through(error: BaseException, package: ModuleType) -> bool:

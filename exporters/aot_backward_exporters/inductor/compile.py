@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,11 +29,11 @@ import aot_backward_exporters
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 
-from .. import torch_api
+from .. import fake_quantization, torch_api
 from ..cuda import cross_compile
 from ..cuda.retarget import retarget
 from ..cuda.toolkit import toolkit
-from ..graph import Artifact, Graph
+from ..graph import LINE, Artifact, Graph, Line
 from ..progress import Progress, silent
 from ..toolchain import gcc
 from ..toolchain.compile_cache import CachedLibrary, digest, digest_of_sources, fetch, store
@@ -76,7 +77,7 @@ def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str
     entries = {key: entry for key in keys.values() if (entry := fetch(key)) is not None}
     missing = {keys[graph.name]: (graph, forms[graph.name]) for graph in graphs if keys[graph.name] not in entries}
     if missing:
-        with tempfile.TemporaryDirectory(prefix="aot-backward-") as work:
+        with tempfile.TemporaryDirectory(prefix="aot-backward-") as work, fake_quantization.shapes_known():
             compile_all = _compile_on_cuda if target.startswith("cuda") else _compile_on_cpu
             entries |= compile_all(missing, Path(work), fake_mode, processor(target), progress)
     for name, form in forms.items():
@@ -108,15 +109,37 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pro
                 lowered[key] = lower(graph, form, work / key / "inductor", fake_mode, known, built_for)
             started[key] = builder.compile(graph.name, commands[key], work / key)
         progress("compile", 0, len(graphs))
-        for key in graphs:
+        for key, (graph, _) in graphs.items():
             for compiling in started[key]:
-                compiling.result()
+                try:
+                    compiling.result()
+                except gcc.CompilerFailed as error:
+                    if reason := _does_not_compile(graph, error.said):
+                        raise ExportError(reason) from error
+                    raise
         libraries = {key: work / key / "library.so" for key in graphs}
         linking = [builder.link(graph.name, commands[key], work / key, libraries[key]) for key, (graph, _) in graphs.items()]
         for done, link in enumerate(linking, 1):
             link.result()
             progress("compile", done, len(graphs))
     return {key: _finish(key, lowered[key], libraries[key], work) for key in graphs}
+
+
+def _does_not_compile(graph: Graph, said: str) -> str:
+    """Of which operators and lines the code is that the compiler refuses; "" if ``said`` names none of Inductor's loops."""
+    fused = {f"_{name}_" for name in re.findall(r"\bcpp_fused_(\w+)_\d+\b", said)}
+    calls = [n for n in graph.module.graph.nodes if isinstance(n.target, torch_api.OpOverload)]
+    within = [n for n in calls if any(f"_{n.target.overloadpacket.__name__.strip('_')}_" in name for name in fused)]
+    if not within:
+        return ""
+    lines: dict[Line, None] = dict.fromkeys(n.meta[LINE] for n in within if LINE in n.meta)
+    where = "; ".join(f"in {line.function} ({line.file.rpartition('/')[2]}:{line.number}: {line.text})" for line in lines)
+    dtypes = sorted({str(n.meta["val"].dtype) for n in within if isinstance(n.meta.get("val"), torch.Tensor)})
+    return (
+        f"{graph.name}: the C++ compiler refuses the code that Inductor makes of {', '.join(dict.fromkeys(str(n.target) for n in within))} "
+        f"({', '.join(dtypes)}){where and f', called {where}'}. Compute that part in float32, or leave it to eager; --debug shows this error's "
+        "cause, the compiler's own text"
+    )
 
 
 def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, CachedLibrary]:

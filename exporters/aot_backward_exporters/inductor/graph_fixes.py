@@ -65,7 +65,7 @@ def expanded_arguments_copied(module: GraphModule, fake_mode: Any) -> None:
         value = node.args[0].meta["val"]
         if any(type(stride) is int and stride == 0 for stride in value.stride()):
             with module.graph.inserting_before(node), fake_mode:
-                like = {"memory_format": torch.contiguous_format}
+                like: dict[str, Any] = {"memory_format": torch.contiguous_format}
                 copied = module.graph.call_function(aten.clone.default, (node.args[0],), like)
                 copied.meta["val"] = aten.clone.default(value, **like)
             node.update_arg(0, copied)

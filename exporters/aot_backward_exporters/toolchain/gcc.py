@@ -33,6 +33,12 @@ it along, and where packages run without PyTorch there is none."""
 _LINES_SHOWN = 15  # of what a failing compiler says
 
 
+class CompilerFailed(ExportError):
+    """The compiler refused a file. ``said``: everything that it said."""
+
+    said = ""
+
+
 @dataclass(frozen=True)
 class Command:
     """One run of g++ that Inductor asked for. ``sources``: names and contents of C++ and assembler files, empty for the link."""
@@ -167,7 +173,9 @@ class Builder:
             self._running.discard(process)
         if process.returncode:
             last = "\n".join(said.splitlines()[-_LINES_SHOWN:])
-            raise ExportError(f"{what}: {argv[0]} failed with exit status {process.returncode}; another compiler can be named in CXX\n{last}")
+            error = CompilerFailed(f"{what}: {argv[0]} failed with exit status {process.returncode}; another compiler can be named in CXX\n{last}")
+            error.said = said
+            raise error
 
 
 def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence[str], Path], None]) -> Path:
