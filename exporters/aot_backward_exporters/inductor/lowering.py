@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..graph import Graph
+from ..process_state import sizes_of_one_open
 from ..rewrites.sequence import rewrite
 from . import graph_fixes, patches
 from .cache_key import Canonical
@@ -71,7 +73,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     graph_fixes.call_kernels(module)
     graph_fixes.complex_numbers_as_tensors(module, fake_mode)
     graph_fixes.refuse_negative_indices(module, fake_mode)
-    with torch.no_grad(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # a question about a size would narrow it
+    with torch.no_grad(), sizes_of_one_open():  # a question about a size would narrow it
         rewrite(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
@@ -85,7 +87,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
         patches.sizes_left_open(),
-        torch_api.symbolic_shapes_config.patch(backed_size_oblivious=open_sizes),
+        sizes_of_one_open() if open_sizes else contextlib.nullcontext(),
         patches.generating_for(built_for),
         patches.donating(graph, fake_mode) as donating,
     ):
