@@ -17,6 +17,7 @@ from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 
 from . import pytrees
+from .shapes.narrowed import Narrowed
 from .user_code import attribute_writes, source_location
 
 
@@ -28,7 +29,7 @@ def errors_of_a_trace(program: nn.Module, written: Mapping[str, str], run: Calla
         yield
     except ExportError:
         raise
-    except torch_api.ConstraintViolationError as error:
+    except (Narrowed, torch_api.ConstraintViolationError) as error:
         raise ExportError(_violated_constraints(error, program)) from error
     except Exception as error:  # the user's own program ran in there, and may raise anything
         if refused := refused_control_flow(error):
@@ -64,23 +65,12 @@ def refused_control_flow(error: Exception) -> str:
 
 
 def _violated_constraints(error: Exception, program: nn.Module) -> str:
-    reasons = [line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- ")]
-    reasons = [_SPECIALISED.sub(_specialised, reason) for reason in reasons]
+    lines = dict.fromkeys(line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- "))
+    said = str(error) if isinstance(error, Narrowed) else " ".join(lines) or str(error)  # else torch's own words, each once
     unrolled = [n or "itself" for n, m in program.named_modules() if isinstance(m, nn.RNNBase)]
     return (
-        f"the program does not allow the sizes declared in dynamic_shapes: {' '.join(reasons) or error}"
+        f"the program does not allow the sizes declared in dynamic_shapes: {said}"
         f"{(unrolled and f'. A recurrent layer ({unrolled[0]}) is unrolled: its length must be static, one variant for each') or ''}"
-    )
-
-
-_SPECIALISED = re.compile(r"You marked L\['(.+)\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a constant \((\d+)\)\..*")
-
-
-def _specialised(match: re.Match[str]) -> str:
-    place = f"{match[1].replace(chr(39) + ']', '', 1)}.shape[{match[2]}]"
-    return (
-        f"{place} is Dim.DYNAMIC, and the program, where it looks at that size, holds for {match[3]} alone (guard: {place} == {match[3]}): say "
-        "Dim.AUTO or Dim.STATIC there, or export a variant for each size"
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from aot_backward_exporters import torch_api
+from aot_backward_exporters.process_state import sizes_of_one_open
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Tree
 
@@ -101,8 +101,8 @@ def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str
     copied: frozenset[int] = frozenset()
     while True:
         try:
-            with preserve.slots_kept(program), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
-                made, shared = joint_of(FlatProgram(module, (inputs, {}), copied, False), inputs, about, lambda _: joint.sizes)
+            with preserve.slots_kept(program), sizes_of_one_open():
+                made, shared = joint_of(FlatProgram(module, (inputs, {}), copied, False), inputs, about, lambda _, __: joint.sizes)
         except ExportError:
             raise
         except Exception as error:  # the user's own program ran in there, and may raise anything

@@ -8,7 +8,7 @@ cotangent, and which output is whose gradient. ``partition.py`` makes of it the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from aot_backward_exporters import sixteen_bits, torch_api
+from aot_backward_exporters.process_state import sizes_of_one_open
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Tree
 
@@ -27,10 +28,12 @@ from .ambient import current_ambient
 from .joint_graph import Joint
 from .program_module import FlatProgram, SignatureOwner, device_type, inner_name, state_of
 from .shapes import dynamic_shapes as spellings
-from .shapes import output_aliasing
+from .shapes import narrowed, output_aliasing
+from .shapes.narrowed import Narrowed
 from .shapes.symbolic_shapes import Sizes, expression_of, write
 from .trace_environment import decompositions, no_unseen_randomness, tracing
-from .user_code import attribute_writes, hooks, source_lines
+from .user_code import attribute_writes, hooks, size_guards, source_lines
+from .user_code.size_guards import Places
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,12 @@ def trace_program(
     signature: Callable[..., Any],
     kind: str = "module",
     first_only: bool = False,
+    eager_refuses: Callable[[Mapping[str, int]], bool] = lambda sizes: False,
 ) -> Joint:
     """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them). ``kind``: of the entry.
 
-    ``first_only``: only the first output is differentiated; the others are carried along.
+    ``first_only``: only the first output is differentiated; the others are carried along. ``eager_refuses``: whether eager raises where the sizes of
+    those names are those numbers.
     Raises :class:`ExportError` where the gradients could not be had rightly, naming what stands in the way.
     """
     diagnostics.refuse_inputs(args, kwargs)
@@ -70,28 +75,37 @@ def trace_program(
         no_unseen_randomness(),
     ):
         on_parameters = hooks.of_parameters(program, kind)
-        joint = _traced_with_retries(example)
+        joint = _traced_with_retries(example, eager_refuses)
     diagnostics.refuse_assigned_buffers(program, written)
     return replace(joint, hooks=on_parameters)
 
 
-def _traced_with_retries(example: _Example) -> Joint:
+def _traced_with_retries(example: _Example, eager_refuses: Callable[[Mapping[str, int]], bool]) -> Joint:
     """Tries again, each for one reason and once at most, but for the copies, of which another try can show that more are needed:
 
-    - A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it.
+    - A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it. Where it
+      does not, and no ``Dim`` would be narrowed, the sizes from 2 on are served.
+    - A size of 0 or 1 that eager itself refuses is left out of what was declared.
     - What ``torch.cond`` and its like compiled when they ran in eager before is in the way of tracing them. It is made again when it is needed.
     - Outputs that turn out to be views get memory of their own.
     """
     copied: frozenset[int] = frozenset()
     size_one, reset = example.dynamic_shapes is not None, False
+    refused: Exception | None = None
     while True:
         try:
-            with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=size_one):
+            with sizes_of_one_open() if size_one else contextlib.nullcontext():
                 joint, views = _traced(example, copied)
-        except (torch_api.ConstraintViolationError, torch_api.GuardOnDataDependentSymNode):
+        except (Narrowed, torch_api.ConstraintViolationError, torch_api.GuardOnDataDependentSymNode) as error:
+            least = error.minimum if isinstance(error, Narrowed) else {}
+            if least and all(eager_refuses({name: n - 1}) for name, n in least.items()):
+                example = replace(example, dynamic_shapes=spellings.with_minimum(example.dynamic_shapes, least))
+                continue
             if not size_one:
-                raise
-            size_one = False  # the program treats a size of 1 otherwise: serve 2 and more
+                if refused is None:
+                    raise
+                raise refused from error
+            size_one, refused = False, error
             continue
         except torch_api.Unsupported:
             if reset:
@@ -100,6 +114,8 @@ def _traced_with_retries(example: _Example) -> Joint:
             reset = True
             continue
         if joint is not None:
+            if refused is not None and any(joint.sizes.narrowed()):
+                raise refused
             return joint
         if copied >= views:
             raise ExportError(f"outputs {sorted(views)} still share memory with an input after being copied")
@@ -111,18 +127,26 @@ def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, fr
     args, kwargs, signature, shapes = example.args, example.kwargs, example.signature, example.dynamic_shapes
     names, argument_names = pytrees.input_names(signature, args, kwargs)
     owner = SignatureOwner(signature)
-    labels = _dim_names(owner, args, kwargs, shapes)
+    dims = _dims(owner, args, kwargs, shapes)
     fake_mode, fake_args, fake_kwargs, equalities, original, checked = torch_api.make_fake_inputs(owner, args, kwargs, shapes)
     flat = FlatProgram(example.program, (fake_args, fake_kwargs), copied, example.first_only)
     inputs = tuple(v for v in flat.flat if isinstance(v, torch.Tensor))
     tensor_names = tuple(n for n, v in zip(names, flat.flat, strict=True) if isinstance(v, torch.Tensor))
-    _guard_bounds(spellings.declared(shapes, signature, args, kwargs), inputs, tensor_names)
+    stated = spellings.declared(shapes, signature, args, kwargs)
+    env, declared = fake_mode.shape_env, narrowed.declared_sizes(stated, inputs, tensor_names)
+    _guard_bounds(stated, inputs, tensor_names)
 
-    def settle(graph: GraphModule) -> Sizes:
+    def settle(graph: GraphModule, places: Places) -> Sizes:
         # raises where the trace narrowed a declared size; may also put one symbol for another, so sizes are read off afterwards
-        torch_api.produce_guards_and_solve_constraints(fake_mode, graph, checked, equalities, original)
-        fake_mode.shape_env.frozen = False  # the partitioner's and the compiler's guards are still to come
-        return Sizes.of_inputs(fake_mode.shape_env, inputs, labels)
+        try:
+            torch_api.produce_guards_and_solve_constraints(fake_mode, graph, checked, equalities, original)
+        except torch_api.ConstraintViolationError as error:
+            raise narrowed.refused(env, declared, places, error) or error from error
+        env.frozen = False  # the partitioner's and the compiler's guards are still to come
+        sizes = Sizes.of_inputs(env, inputs, {place: dim.__name__ for place, dim in dims.items() if dim.__name__.isidentifier()})
+        of = {s.name: dims[s.input, s.dim] for s in sizes.symbols if (s.input, s.dim) in dims}
+        ranges = {name: narrowed.bounds(getattr(dim, "root", dim)) for name, dim in of.items()}  # 2 * Dim("half") has a root
+        return replace(sizes, declared=ranges, places=places)
 
     ambient = current_ambient(device_type(args, kwargs, example.program))
     about = Described(fake_mode, ambient, tensor_names, argument_names, _in_tree(args, kwargs))
@@ -160,17 +184,19 @@ class Described:
 
 
 def joint_of(
-    flat: FlatProgram, inputs: tuple[torch.Tensor, ...], about: Described, settle: Callable[[GraphModule], Sizes]
+    flat: FlatProgram, inputs: tuple[torch.Tensor, ...], about: Described, settle: Callable[[GraphModule, Places], Sizes]
 ) -> tuple[Joint | None, frozenset[int]]:
     """The joint graph of ``flat`` on fake ``inputs``; or None, and the outputs that it must copy. ``settle``: the sizes, once it is traced."""
     with contextlib.ExitStack() as stack, torch.enable_grad(), tracing():
-        with source_lines.recorded_lines(flat.program, FlatProgram.forward.__code__):
+        outermost = FlatProgram.forward.__code__
+        with source_lines.recorded_lines(flat.program, outermost), size_guards.recorded(flat.program, outermost) as places:
             described = torch_api.aot_export_joint_with_descriptors(
                 stack, flat, inputs, decompositions=decompositions(), keep_inference_input_mutations=True
             )
         captured, meta = described._aot_graph_capture, described._aot_state.fw_metadata
         graph = captured.graph_module
         source_lines.spread(graph)
+        places = size_guards.located(places, graph)
         parameters, buffers = ([inner_name(n) for n in spec] for spec in (described.params_spec, described.buffers_spec))
         diagnostics.refuse_mutations(meta, parameters, buffers, about.input_names)
         diagnostics.refuse_nodes(graph, flat.program)
@@ -178,7 +204,7 @@ def joint_of(
         if views:
             return None, views
         sixteen_bits.mark_rounded(graph)
-        joint = _described_joint(flat, inputs, about, settle(graph), described, [*parameters, *buffers])
+        joint = _described_joint(flat, inputs, about, settle(graph, places), described, [*parameters, *buffers])
     return joint, frozenset()
 
 
@@ -287,8 +313,8 @@ def _out_tree(spec: Any, results: list[Any], outputs: list[Any], constants: dict
     return pytrees.describe(pytree.tree_unflatten(list(range(len(results))), spec), leaf)
 
 
-def _dim_names(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> dict[tuple[int, int], str]:
-    """(flat tensor, dimension) -> the name of the ``torch.export.Dim`` that was given for it."""
+def _dims(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> dict[tuple[int, int], Dim]:
+    """(flat tensor, dimension) -> the ``torch.export.Dim``, or what was made of one, that was given for it."""
     if dynamic_shapes is None:
         return {}
     combined = torch_api._combine_args(owner, args, kwargs)
@@ -301,4 +327,4 @@ def _dim_names(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) ->
             "whose sizes are fixed"
         ) from error
     declared = spellings.declared(dynamic_shapes, owner.forward, args, kwargs)
-    return {(i, d): size.__name__ for i, d, size in declared if isinstance(size, Dim) and size.__name__.isidentifier()}
+    return {(i, d): size for i, d, size in declared if isinstance(size, Dim)}

@@ -17,6 +17,7 @@ from aot_backward_runtime.errors import ExportError
 
 from . import interpolation
 from .layer_patches import traceable_layers
+from .shapes import numeric_sizes
 
 aten = torch.ops.aten
 
@@ -32,8 +33,10 @@ def tracing() -> Iterator[None]:
         traceable_layers(),
         fake_quantization.shapes_known(),
         interpolation.axis_by_axis(),
+        numeric_sizes.carried(),
     ):
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")  # torch's own rules for forward mode are scripted
         yield
 
 

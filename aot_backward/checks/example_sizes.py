@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from aot_backward_runtime.errors import InputError
 from aot_backward_runtime.format.expressions import evaluate
 from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec, VariantSpec
 from aot_backward_runtime.native.guards import Contract, dtype_of
-
-from ..capture import preserve
 
 SEED = 20
 """Of the random numbers that a program draws while it is checked, and of those that the checks draw."""
@@ -60,7 +56,7 @@ def sizes_to_check(spec: VariantSpec, example: Example) -> Iterator[Sized]:
     for choose in (_discriminating_sizes, _smallest_sizes):
         values = choose(contract, spec.symbols, first)
         if values is not None and values != first:
-            yield Sized(_resized(spec, example, values), values, _label(spec, values))
+            yield Sized(resized(spec, example, values), values, _label(spec, values))
 
 
 def sizes_to_time(spec: VariantSpec, example: Example) -> Iterator[Sized]:
@@ -71,27 +67,8 @@ def sizes_to_time(spec: VariantSpec, example: Example) -> Iterator[Sized]:
     for factor in (4, 2):
         values = {s.name: factor * first[s.name] if s.maximum is None else min(factor * first[s.name], s.maximum) for s in spec.symbols}
         if values != first and _allowed(contract, spec.symbols, values):
-            yield Sized(_resized(spec, example, values), values, _label(spec, values))
+            yield Sized(resized(spec, example, values), values, _label(spec, values))
             return
-
-
-def exclude_refused_empty_sizes(spec: VariantSpec, program: nn.Module, example: Example) -> VariantSpec:
-    """``spec`` with each size that may be 0, and at which eager refuses the program, from 1: compiled code would read what is not there (``x[0]``).
-    Sizes that must be equal are 0 together."""
-    contract = Contract(spec.inputs, spec.symbols, spec.guards)
-    open_ended = [s.name for s in spec.symbols if s.minimum == 0 and s.offset == 0]
-    refused: set[str] = set()
-    for names in ([[n] for n in open_ended] + [open_ended]) if open_ended else []:
-        values = {**contract.solve(example.tensors), **dict.fromkeys(names, 0)}
-        if not refused.isdisjoint(names) or not _allowed(contract, spec.symbols, values):
-            continue
-        empty = _resized(spec, example, values)
-        with preserve.in_mode(program, example.mode), preserve.slots_kept(program), preserve.values_kept(program.buffers()), torch.no_grad():
-            try:
-                program(*empty.args, **empty.kwargs)
-            except Exception:  # eager's own refusal, whatever it is
-                refused.update(names)
-    return dataclasses.replace(spec, symbols=tuple(dataclasses.replace(s, minimum=1) if s.name in refused else s for s in spec.symbols))
 
 
 def cotangents_at(spec: VariantSpec, values: Mapping[str, int]) -> list[torch.Tensor]:
@@ -128,22 +105,27 @@ def _allowed(contract: Contract, symbols: Sequence[SymbolSpec], values: Mapping[
     return inside and all(evaluate(g, values) for g in contract.guards)
 
 
-def _resized(spec: VariantSpec, example: Example, values: Mapping[str, int]) -> Example:
+def resized(spec: VariantSpec, example: Example, values: Mapping[str, int]) -> Example:
+    """The example at those sizes. :class:`InputError` where a tensor of size 0 would have to be enlarged."""
     return example.with_tensors([_resize(t, s, values) for t, s in zip(example.tensors, spec.inputs, strict=True)])
 
 
 def _resize(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int]) -> torch.Tensor:
-    """``tensor`` with its rows taken again or left out along each dynamic dimension: values stay such as the program expects."""
-    out = tensor.detach()
-    for d, size in enumerate(spec.shape):
-        wanted = evaluate(size, values)
-        if out.shape[d] != wanted:
-            if out.shape[d] == 0:
-                raise InputError(f"{spec.name}: an example of size 0 cannot be enlarged")
-            out = out.index_select(d, torch.arange(wanted, device=out.device) % out.shape[d])
-            if out.is_floating_point():
-                out = out + 0.01 * torch.randn_like(out)  # repeated rows would hide a mixed-up batch
+    out = resized_to(tensor, [evaluate(size, values) for size in spec.shape])
     if out.is_complex() or out.is_floating_point():
         strides = [evaluate(s, values) for s in spec.stride]
         out = torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)
     return out.requires_grad_(tensor.requires_grad)
+
+
+def resized_to(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``tensor`` with its rows taken again or left out along each dimension: values stay such as the program expects."""
+    out = tensor.detach()
+    for d, wanted in enumerate(shape):
+        if out.shape[d] != wanted:
+            if out.shape[d] == 0:
+                raise InputError("an example of size 0 cannot be enlarged")
+            out = out.index_select(d, torch.arange(wanted, device=out.device) % out.shape[d])
+            if out.is_floating_point():
+                out = out + 0.01 * torch.randn_like(out)  # repeated rows would hide a mixed-up batch
+    return out

@@ -21,7 +21,8 @@ from ..capture import higher_order, partition, program_module
 from ..capture.joint_graph import Joint
 from ..capture.user_code import source_location
 from ..checks import eager_check, speed
-from ..checks.example_sizes import Example, exclude_refused_empty_sizes
+from ..checks.declared_sizes import hold_declared_sizes
+from ..checks.example_sizes import Example
 from ..checks.named_results import Wrt
 from ..checks.stored_results import Stored
 from ..entries import Grad, Module, Variant
@@ -81,7 +82,7 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
             subject = tuning.Subject(name, i, label, speed.ProgramTimed(name, program, compared.wrt), example)
             case = tuning.Case(subject, entry_of, functools.partial(eager_check.is_right, name, compared, example), joint)
             chosen = tuning.choose(contents, case, candidates, functools.partial(_compile, contents, prefix, joint))
-            variants.append(exclude_refused_empty_sizes(chosen.spec(), program, example))
+            variants.append(hold_declared_sizes(chosen.spec(), joint.sizes, program, example))
             examples.append(example)
             cases.append(compared)
 
@@ -175,8 +176,9 @@ def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: Joint,
 def _compile(contents: Contents, prefix: str, joint: Joint, graphs: Sequence[Graph]) -> None:
     known = _known_sizes(joint)
     contents.compile(graphs, joint)
-    if _known_sizes(joint) != known:
-        raise ExportError(f"{prefix}: the compiler fixed a size that was declared dynamic; make it static, or report the model")
+    if (now := _known_sizes(joint)) != known:
+        fixed = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in now.keys() - known.keys()]
+        raise ExportError(f"{prefix}: the compiler fixed {' and '.join(fixed) or 'a size'}, declared dynamic; make it static, or report the model")
 
 
 def _known_sizes(joint: Joint) -> dict[Any, Any]:

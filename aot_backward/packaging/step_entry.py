@@ -19,7 +19,8 @@ from ..capture.joint_graph import Joint
 from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
 from ..checks import speed, step_check
-from ..checks.example_sizes import Example, exclude_refused_empty_sizes
+from ..checks.declared_sizes import hold_declared_sizes
+from ..checks.example_sizes import Example
 from ..entries import Step
 from . import tuning
 from .contents import Check, Contents
@@ -84,7 +85,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
                     partitions.graphs.append(graph)
                     shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, update=plan))
             contents.compile(partitions.graphs, joint)
-            variants.append(exclude_refused_empty_sizes(variant_spec(mode, joint, partitions), program, example))
+            variants.append(hold_declared_sizes(variant_spec(mode, joint, partitions), joint.sizes, program, example))
             captured.append((example, partitions.graphs, joint))
     assert shared is not None
     for n, tensor in shared.tensors.items():

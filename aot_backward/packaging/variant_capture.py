@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from ..capture.joint_graph import Joint
 from ..capture.shapes import dynamic_shapes
 from ..capture.trace import trace_program
 from ..capture.user_code import source_location
+from ..checks.declared_sizes import eager_refuses
 from ..checks.example_sizes import Example
 from ..entries import Variant
 from .contents import Contents
@@ -56,8 +58,17 @@ def captured_variant(
         _requiring_gradients_of(wanted, program, example) as example,
         source_location.errors_located(program, example.args, example.kwargs),
     ):
-        joint = trace_program(program, example.args, example.kwargs, shapes, signature=signature, kind=kind, first_only=kind != "module")
         stated = dynamic_shapes.declared(shapes, signature, example.args, example.kwargs)
+        joint = trace_program(
+            program,
+            example.args,
+            example.kwargs,
+            shapes,
+            signature=signature,
+            kind=kind,
+            first_only=kind != "module",
+            eager_refuses=functools.partial(eager_refuses, program, example, stated),
+        )
         for fixed in dynamic_shapes.left_fixed(stated, joint.input_names, joint.inputs):
             contents.progress(f"{stage}: Dim.AUTO came out fixed, {fixed}", number, total)
         yield example, wanted, joint

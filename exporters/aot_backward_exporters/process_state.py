@@ -76,6 +76,60 @@ def patched_items(mapping: MutableMapping[str, Any], /, **values: Any) -> Iterat
 
 
 @contextlib.contextmanager
+def sizes_of_one_open() -> Iterator[None]:
+    """A context in which a question whether a size is 1 does not narrow that size, where the answer changes only strides or speed.
+
+    torch's Python asks such questions by ``guard_or_false``, which ``backed_size_oblivious`` answers. Its C++ compares, before it multiplies a stride
+    by a size (``is_channels_last_strides_2d``), merges two dimensions (``view``), sums or copies: the size counts as other than 1, which holds for
+    all but ``squeeze``. A program that compares a size is Python, and makes a guard. The self-check runs the size 1. Whether elements of a tensor
+    that is written to share memory is answered by the example."""
+    node, owner, overlap = torch_api.SymNode, threading.get_ident(), torch_api._debug_has_internal_overlap
+    original, make = node.guard_bool, torch_api.ShapeEnv.create_symbol
+
+    def create_symbol(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("source"), torch_api.ConstantSource):  # the half of 2 * Dim("half"), which is the size of no input
+            kwargs.setdefault("do_not_specialize_zero_one", True)
+        return make(self, *args, **kwargs)
+
+    def guard_bool(self: Any, file: str, line: int) -> bool:
+        if file.endswith((".h", ".cpp")) and threading.get_ident() == owner:
+            answer = _answer_for_other_than_one(self.expr, self.hint)
+            if answer is not None:
+                return answer
+        return bool(original(self, file, line))
+
+    def has_overlap(tensor: torch.Tensor) -> int:
+        symbolic = next((s for s in (*tensor.shape, *tensor.stride()) if isinstance(s, torch.SymInt)), None)
+        with contextlib.nullcontext() if symbolic is None else torch_api.unguarded(symbolic.node):
+            return int(overlap(tensor))
+
+    with (
+        torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
+        patched(node, guard_bool=guard_bool),
+        patched(torch_api.ShapeEnv, create_symbol=create_symbol),
+        patched(torch, _debug_has_internal_overlap=has_overlap),
+    ):
+        yield
+
+
+def _answer_for_other_than_one(expression: Any, hint: Any) -> bool | None:
+    """What ``expression`` is where a size in it is other than 1; None if it says more than that. A stride of 8 * n is 8 only if n is 1."""
+    kind = type(expression).__name__
+    if kind == "StrictGreaterThan" and expression.rhs == 1:
+        return True
+    if kind == "StrictLessThan" and expression.rhs == 2:  # is_non_overlapping_and_dense
+        return False
+    if kind in ("Equality", "Unequality"):
+        number, size = sorted(expression.args, key=lambda side: not side.is_Integer)
+        running = torch_api.backward_that_runs()
+        if number == 1 and not (running and running[0].startswith("Squeeze")):
+            return kind == "Unequality"
+        if number.is_Integer and number > 1 and (size / number).is_Symbol and hint == (kind == "Unequality"):
+            return bool(hint)
+    return None
+
+
+@contextlib.contextmanager
 def without_convolution_libraries() -> Iterator[None]:
     """A context in which convolutions and recurrent layers are plain ATen operators: oneDNN and NNPACK are off.
 

@@ -77,6 +77,8 @@ _NAMES = {
     "ValueRanges": "torch.utils._sympy.value_ranges",
     "int_oo": "torch.utils._sympy.numbers",
     "DimDynamic": "torch.fx.experimental.symbolic_shapes",
+    "SymNode": "torch.fx.experimental.sym_node",
+    "_debug_has_internal_overlap": "torch",
     "ConstantSource": "torch._dynamo.source",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor",
     "enable_python_dispatcher": "torch._dispatch.python",
@@ -104,6 +106,7 @@ _NAMES = {
     "get_cpp_wrapper_config": "torch._inductor.compile_fx",
     "V": "torch._inductor.virtualized",
     "SubgraphLowering": "torch._inductor.graph",
+    "SizeVarAllocator": "torch._inductor.sizevars",
     "fresh_cache": "torch._inductor.utils",
     "TracingContext": "torch._guards",
     "in_tracing_context": "torch._guards",
@@ -227,10 +230,23 @@ def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
     return shapes
 
 
-def unguarded(fake_mode: Any) -> contextlib.AbstractContextManager[None]:
+def backward_that_runs() -> tuple[str, int] | None:
+    """The name of the autograd node that runs in this thread, and its number, which the operators of its forward have as ``seq_nr``
+    (``torch._C._current_autograd_node``, ``Node._sequence_nr``, 2.11 to 2.15)."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def unguarded(of: Any) -> contextlib.AbstractContextManager[None]:
     """A context in which what is asked of a symbolic size is answered by the example, and is no guard (``ShapeEnv.suppress_guards``, 2.11 to
-    2.15): where the answer makes no difference, as which of its kernels eager would take for the same numbers and strides."""
-    return fake_mode.shape_env.suppress_guards()
+    2.15): where the answer makes no difference, as which of its kernels eager would take for the same numbers and strides. ``of``: a fake mode, or
+    the node of a size."""
+    return of.shape_env.suppress_guards()
+
+
+def clear_kernel_cache(operator: Any) -> None:
+    """Has the Python dispatcher look up the kernels of ``operator`` again (``OpOverload._dispatch_cache``, 2.11 to 2.15)."""
+    operator._dispatch_cache.clear()
 
 
 def donate_no_inputs(lowering: Any) -> None:

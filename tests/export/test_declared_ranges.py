@@ -1,8 +1,10 @@
 """That nothing between the trace and native code narrows a size whose range was declared: neither the trace, nor the passes over joint graphs, the
-partitioner, the decompositions, or lowering. Each may ask a size only for speed, and each new torch asks elsewhere."""
+partitioner, the decompositions, or lowering. Each may ask a size only for speed, and each new torch asks elsewhere. Where the program itself narrows
+one, the export fails."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,166 @@ def test_no_pass_narrows_a_declared_range(name: str, tmp_path: Path) -> None:
         args = inputs(n)
         expected = dict(zip([k for k, _ in model.named_parameters()], torch.autograd.grad(model(*args), list(model.parameters())), strict=True))
         torch.testing.assert_close(dict(grad(*args)[1]), expected, rtol=1e-3, atol=1e-5)
+
+
+class Filled(nn.Module):
+    """Second derivatives of abs, and writes into columns: with an open number of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def filled(x: torch.Tensor) -> torch.Tensor:
+            y = torch.zeros_like(x)
+            y[:, 0] += x[:, 2].abs()
+            y[:, 0] += x[:, 2].abs()
+            return y.square().sum()
+
+        return (torch.func.grad(filled)(x) * x).sum()
+
+
+class Slopes(nn.Module):
+    """Forward mode through a layer, whose bias has no tangent, under vmap and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
+        return slope.square().sum() + torch.func.vmap(torch.func.jacfwd(lambda q: self.net(q).tanh()))(x).square().sum()
+
+
+class LastChannels(nn.Module):
+    """What asks C++ whether a size is 1: a convolution of images whose channels are last, a view, sums and an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.PixelShuffle(2), nn.GroupNorm(1, 1)).to(memory_format=torch.channels_last)
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x.contiguous(memory_format=torch.channels_last)).flatten(1)[:, :12].view(-1, 3, 4)
+        y = self.attend(y, y, y, need_weights=False)[0]
+        return torch.einsum("bij,bik->jk", y, y).square().sum() + y.cumsum(0).transpose(0, 1).contiguous().view(-1).square().sum()
+
+
+class Pooled(nn.Module):
+    """A length that is twice another size, also if that is 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 2).prod(1).square().sum()
+
+
+class Neighbours(nn.Module):
+    """Two sizes of which one is at most the other, as eager has it, and which may be equal."""
+
+    def forward(self, x: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
+        return (torch.gather(x, 1, near.expand(-1, -1, 3)) - x[:, : near.shape[1]]).square().sum()
+
+
+def _rows(name: str = "rows", least: int = 1) -> dict[int, Dim]:
+    return {0: Dim(name, min=least, max=MOST)}
+
+
+SERVED = {
+    "filled": (Filled, lambda n: (torch.randn(n, 4),), (_rows(),), [(1,), (5,), (MOST,)]),
+    "slopes": (Slopes, lambda n: (torch.randn(n, 3),), (_rows(),), [(1,), (5,), (MOST,)]),
+    "channels": (LastChannels, lambda n: (torch.randn(n, 4, 4, 4),), (_rows(),), [(1,), (5,), (MOST,)]),
+    "pooled": (Pooled, lambda n: (torch.randn(n),), ({0: 2 * Dim("half", min=1, max=MOST)},), [(2,), (6,), (2 * MOST,)]),
+    "neighbours": (
+        Neighbours,
+        lambda n, m=3: (torch.randn(2, n, 3), torch.randint(n, (2, m, 1))),
+        ({1: Dim("every", min=1, max=MOST)}, {1: Dim("near", min=1, max=MOST)}),
+        [(1, 1), (5, 5), (5, 1), (MOST, MOST), (MOST, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_each_declared_size_and_pair_of_sizes_is_served(name: str, tmp_path: Path) -> None:
+    make, inputs, shapes, sizes = SERVED[name]
+    torch.manual_seed(0)
+    model = make().double()
+    grad = load(
+        ab.export_grad(
+            model,
+            tuple(t.double() if t.is_floating_point() else t for t in inputs(6)),
+            wrt="inputs",
+            dynamic_shapes=shapes,
+            path=tmp_path / "open.pt2",
+            tune="none",
+        )
+    ).grad()
+    for at in sizes:
+        first, *rest = inputs(*at)
+        x = (first := first.double()).clone().requires_grad_()
+        (expected,) = torch.autograd.grad(model(x, *rest), x)
+        torch.testing.assert_close(grad(first, *rest)[1], expected)
+
+
+def at_one(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    y = x.reshape(-1, 1) if x.shape[0] != 1 else x
+    return y.sin().sum() + x[i].sum()
+
+
+def squeezed(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return x.squeeze().sin().sum() + x[i].sum()
+
+
+def long(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return (x * 2 if x.shape[0] < 100 else x).sum()
+
+
+def paired(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, 2).prod(1).sum()
+
+
+def equal(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return (x * i).sum()
+
+
+def different(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return (x * 2).sum() if x.shape[0] != i.shape[0] else x.sum()
+
+
+def ramp(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return (torch.linspace(1, 2, x.shape[0]) * x * i).sum()
+
+
+REFUSED = {
+    at_one: r"n \(x\.shape\[0\]\) is declared to be 1 to 200.* in at_one \(test_declared_ranges\.py:\d+: .*holds only where n != 1: declare min=2",
+    squeezed: r"n \(x\.shape\[0\]\) is declared .* in squeezed \(.*Squeeze.*holds only where n != 1: declare min=2",
+    long: r"n \(x\.shape\[0\]\) is declared .* in long \(.*holds only where n < 100: declare sizes for which that holds",
+    paired: r"n \(x\.shape\[0\]\) is declared .* in paired \(.*holds only where \(n % 2\) == 0: declare .*2 \* Dim",
+    equal: r"n \(x\.shape\[0\]\) is declared .* in equal \(.*aten\.mul\.Tensor, holds only where it is equal to k \(i\.shape\[0\]\): give both",
+    different: r"expected code for all declared sizes, got code that holds only where n != k, which excludes n .* in different \(",
+    ramp: r"n \(x\.shape\[0\]\) is declared .* in ramp \(.*holds for 4 alone",
+}
+
+
+@pytest.mark.parametrize("program", REFUSED)
+def test_a_declared_size_that_is_not_served_fails_the_export(program: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    """It names the size, the bound, the line and the way out, each size once; sizes left to the trace (``Dim.AUTO``) are narrowed."""
+    second = 4 if program in (equal, ramp) else 3
+    args = (torch.randn(4), torch.arange(second))
+    shared = Dim("n", min=1, max=MOST)
+    other = shared if program is ramp else Dim("k", min=0 if program is at_one else 1, max=MOST)
+    with pytest.raises(ab.ExportError, match=REFUSED[program]) as raised:
+        ab.export_grad(program, args, wrt="x", dynamic_shapes=({0: shared}, {0: other}), path=tmp_path / "no.pt2", tune="none")
+    assert str(raised.value).count("is declared") <= 1 and "mark_dynamic" not in str(raised.value)
+
+
+def test_sizes_left_to_the_trace_are_narrowed_and_those_beside_them_stay(tmp_path: Path) -> None:
+    shapes = ({0: Dim.AUTO}, {0: Dim("k", min=1, max=MOST)})
+    path = ab.export_grad(at_one, (torch.randn(4), torch.arange(3)), wrt="x", dynamic_shapes=shapes, path=tmp_path / "auto.pt2", tune="none")
+    (variant,) = load(path).manifest.entries["grad"].variants
+    assert {s.label: s.minimum for s in variant.symbols}["k"] == 1
+    grad = load(path).grad()
+    torch.testing.assert_close(grad(x := torch.randn(5), torch.zeros(1, dtype=torch.long))[1], x.cos() + torch.eye(5)[0])
+    with pytest.raises(ab.InputError, match=r"holds only where x\.shape\[0\] != 1"):
+        grad(torch.randn(1), torch.zeros(1, dtype=torch.long))
+
+
+def test_a_size_of_1_that_eager_refuses_is_left_out(tmp_path: Path) -> None:
+    net = nn.BatchNorm1d(3)
+    path = ab.export_module(net, (torch.randn(5, 3),), dynamic_shapes=(_rows(),), path=tmp_path / "norm.pt2", tune="none")
+    (variant,) = load(path).manifest.entries["module"].variants
+    assert [s.minimum for s in variant.symbols] == [2]

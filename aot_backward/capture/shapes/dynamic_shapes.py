@@ -113,6 +113,17 @@ def is_hint(size: Any) -> bool:
     return isinstance(size, _Hint) and size.type != Dim.STATIC.type
 
 
+def with_minimum(shapes: Mapping[str, Any], least: Mapping[str, int]) -> dict[str, Any]:
+    """``shapes`` with each ``Dim`` that ``least`` names from that size on."""
+
+    def one(size: Any) -> Any:
+        if type(size) is Dim and size.__name__ in least:
+            return Dim(size.__name__, min=least[size.__name__], max=size.max)
+        return size
+
+    return dict(pytree.tree_map(one, dict(shapes)))
+
+
 def left_fixed(declared_sizes: Sequence[tuple[int, int, Any]], names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
     """Of each size that was left to the trace (``Dim.AUTO``) and came out fixed, where it is and what it is. ``inputs``: the trace's."""
     fixed = [(i, d) for i, d, size in declared_sizes if is_hint(size) and expression_of(inputs[i].shape[d]).is_Integer]

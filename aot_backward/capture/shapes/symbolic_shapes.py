@@ -6,7 +6,7 @@ partitioner or the compiler assumed about a size stands there as a replacement, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Size, SymbolSpec, TensorSpec
+
+from ..user_code.size_guards import Asked, Places
 
 _COMPARISONS = {"Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "LessThan": "<=", "StrictGreaterThan": ">", "GreaterThan": ">="}
 _BINARY = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}
@@ -71,11 +73,14 @@ def expression_of(size: int | torch.SymInt) -> Any:
 
 @dataclass
 class Sizes:
-    """The symbols of one capture, named ``s0``, ``s1``, … in the order in which the inputs show them."""
+    """The symbols of one capture, named ``s0``, ``s1``, … in the order in which the inputs show them. ``declared``: the range of each that a
+    ``Dim`` was given for, by name; ``places``: where guards come from."""
 
     shape_env: Any
     names: dict[sympy.Symbol, str] = field(default_factory=dict)
     symbols: tuple[SymbolSpec, ...] = ()
+    declared: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
 
     @classmethod
     def of_inputs(cls, shape_env: Any, inputs: Sequence[torch.Tensor], labels: Mapping[tuple[int, int], str]) -> Sizes:
@@ -108,6 +113,13 @@ class Sizes:
             specs.append(SymbolSpec(f"s{n}", label, i, d, max(0, int(bounds.lower)), int(upper) if finite else None, scale, offset))
         sizes.symbols = tuple(specs)
         return sizes
+
+    def narrowed(self) -> Iterator[SymbolSpec]:
+        """Those of the symbols whose range is less than what was declared of them."""
+        for symbol in self.symbols:
+            low, high = self.declared.get(symbol.name, (symbol.minimum, symbol.maximum))
+            if symbol.minimum > low or (symbol.maximum is not None and (high is None or symbol.maximum < high)):
+                yield symbol
 
     def size(self, size: int | torch.SymInt) -> Size:
         expression = expression_of(size)
@@ -143,7 +155,7 @@ class Sizes:
             if about is not None and guard.expr.free_symbols.isdisjoint(about):
                 continue
             expression = self.shape_env.simplify(guard.expr)
-            if expression is sympy.true or expression == True or self._in_range(expression):  # noqa: E712 (a sympy relation, not a bool)
+            if expression is sympy.true or expression == True or self._in_range(expression, guard.expr in self.places):  # noqa: E712 (a sympy relation, not a bool)
                 continue
             if expression is sympy.false:
                 raise ExportError(f"the guard {guard.expr} contradicts the declared sizes")
@@ -152,10 +164,20 @@ class Sizes:
                 out.append(text)
         return tuple(out)
 
-    def _in_range(self, expression: Any) -> bool:
+    def origin(self, text: str) -> Asked | None:
+        """Where the guard comes from that says ``text``, else the first about the symbol of that name; None if it is the compiler's."""
+        for expression, asked in self.places.items():
+            if all(symbol in self.names for symbol in expression.free_symbols):
+                names = {self.names[symbol] for symbol in expression.free_symbols}
+                if text in (write(self.shape_env.simplify(expression), self.names), *(names if len(names) == 1 else ())):
+                    return asked
+        return None
+
+    def _in_range(self, expression: Any, traced: bool) -> bool:
         """Whether the ranges that are stated make a guard true: a comparison of one symbol with a number. Those of the shape environment would
         not do: a guard that came later has narrowed them, and would make itself true. That a size is not 1 (or 0) the compiler asks to know that
-        nothing is broadcast, and its code holds without: such a size is judged by the self-check, which runs the smallest."""
+        nothing is broadcast, and its code holds without: such a size is judged by the self-check, which runs the smallest. ``traced``: the program
+        asks, and its answer counts."""
         if type(expression).__name__ not in _COMPARISONS or len(expression.free_symbols) != 1:
             return False
         (symbol,) = expression.free_symbols
@@ -163,5 +185,7 @@ class Sizes:
         if stated is None:
             return False
         most = 1 << 62 if stated.maximum is None else stated.maximum  # no tensor is larger
-        known = torch_api.bound_sympy(expression, {symbol: torch_api.ValueRanges(min(max(stated.minimum, 2), most), most)})
+        known = torch_api.bound_sympy(
+            expression, {symbol: torch_api.ValueRanges(stated.minimum if traced else min(max(stated.minimum, 2), most), most)}
+        )
         return bool(known.is_singleton() and known.lower == True)  # noqa: E712

@@ -19,7 +19,7 @@ from aot_backward_exporters.process_state import patched
 
 from . import source_location
 
-_ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
+ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 """Where a walk up the stack ends: what called the engine did not ask for this operator."""
 
 
@@ -59,7 +59,7 @@ def _current_line(frame: FrameType | None, names: dict[int, str], outermost: Cod
     owner = ""
     while frame is not None:
         code = frame.f_code
-        if code is outermost or code.co_filename.endswith(_ENGINE):
+        if code is outermost or code.co_filename.endswith(ENGINE):
             return _line_of(found, owner)
         if found is None and source_location.is_user_code(code.co_filename):
             found = frame

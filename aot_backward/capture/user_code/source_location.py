@@ -19,13 +19,14 @@ from torch import nn
 
 import aot_backward_runtime
 from aot_backward_exporters import torch_api
+from aot_backward_exporters.graph import Line
 from aot_backward_runtime.errors import AotBackwardError, ExportError
 
 from .. import preserve
 
 _INSTALLED = tuple(sysconfig.get_path(name) + "/" for name in ("purelib", "platlib"))  # below the standard library's folder
 _STANDARD = sysconfig.get_path("stdlib") + "/"
-_OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(aot_backward_runtime.__file__).parent, Path(__file__).parents[2]))
+_OURS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, aot_backward_runtime.__file__, torch_api.__file__, Path(__file__).parents[1]))
 
 
 def of(function: Callable[..., Any]) -> str:
@@ -40,12 +41,12 @@ def of(function: Callable[..., Any]) -> str:
 
 def here(program: nn.Module | None = None) -> str:
     """The caller's line that runs now."""
-    return _described(reversed(list(traceback.walk_stack(sys._getframe(1)))), program)
+    return described(reversed(list(traceback.walk_stack(sys._getframe(1)))), program)
 
 
 def of_error(error: BaseException, program: nn.Module) -> str:
     """The caller's line on which ``error`` was raised; if none of it ran, the module of PyTorch's that did; or nothing."""
-    if where := _described(traceback.walk_tb(error.__traceback__), program):
+    if where := described(traceback.walk_tb(error.__traceback__), program):
         return where
     names = {id(module): name for name, module in program.named_modules()}
     owners = [o for frame, _ in traceback.walk_tb(error.__traceback__) if id(o := frame.f_locals.get("self")) in names]
@@ -104,15 +105,20 @@ def errors_located(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]
         ) from error
 
 
-def _described(stack: Iterable[tuple[FrameType, int]], program: nn.Module | None = None) -> str:
+def described(stack: Iterable[tuple[FrameType, int]], program: nn.Module | None = None) -> str:
+    """The innermost line of the caller's on ``stack``, which begins with the outermost frame; "" where there is none."""
     user_frames = [(frame, line) for frame, line in stack if is_user_code(frame.f_code.co_filename)]
     if not user_frames:
         return ""
     frame, line = user_frames[-1]
     file, modules = frame.f_code.co_filename, program.named_modules() if program is not None else ()
     owner = next((name for name, module in modules if name and module is frame.f_locals.get("self")), "")
-    text = linecache.getline(file, line).strip()
-    return f"in {frame.f_code.co_name}{f' of {owner!r}' if owner else ''} ({Path(file).name}:{line}{f': {text}' if text else ''})"
+    return of_line(Line(file, line, frame.f_code.co_name, linecache.getline(file, line).strip(), owner))
+
+
+def of_line(line: Line) -> str:
+    where = f" ({Path(line.file).name}:{line.number}{f': {line.text}' if line.text else ''})" if line.file else ""
+    return f"in {line.function or 'forward'}{f' of {line.module!r}' if line.module else ''}{where}"
 
 
 def is_user_code(file: str) -> bool:

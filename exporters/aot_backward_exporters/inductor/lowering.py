@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..graph import Graph
+from ..process_state import sizes_of_one_open
 from ..rewrites.sequence import rewrite
 from . import graph_fixes, patches, rounding
 from .cache_key import Canonical
@@ -74,7 +76,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     graph_fixes.refuse_negative_indices(module, fake_mode)
     graph_fixes.expanded_arguments_copied(module, fake_mode)
     graph_fixes.pass_sizes_to_scans(module)
-    with torch.no_grad(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # a question about a size would narrow it
+    with torch.no_grad(), sizes_of_one_open():  # a question about a size would narrow it
         if rounds := rounding.is_needed(module):
             rounding.round_as_eager(module, fake_mode)  # first: a rewrite replaces nodes, and what they are marked with
         if not graph_fixes.calls_eager_kernels(module):  # one of these may be what was wrong
@@ -93,7 +95,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         torch_api._compiling_state_context(),
         patches.sizes_left_open(),
         patches.exact_expm1(),
-        torch_api.symbolic_shapes_config.patch(backed_size_oblivious=open_sizes),
+        sizes_of_one_open() if open_sizes else contextlib.nullcontext(),
         patches.generating_for(built_for),
         patches.donating(graph, fake_mode) as donating,
     ):

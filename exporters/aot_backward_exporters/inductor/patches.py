@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import sympy
 import torch
 
 from .. import torch_api
@@ -55,9 +56,16 @@ def sizes_left_open() -> Iterator[None]:
 
     How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
     convolution would run on. Whether a product of at most 16 rows is better written out. Whether a size is 1, which matters not to a view's strides.
+    The smaller of two sizes is found by comparing those two alone.
     """
-    kernel, V = torch_api.CppKernel, torch_api.V
-    original = kernel.need_use_acc_helper
+    kernel, V, sizes = torch_api.CppKernel, torch_api.V, torch_api.SizeVarAllocator
+    original, minimum = kernel.need_use_acc_helper, sizes.evaluate_min
+
+    def evaluate_min(self: Any, left: Any, right: Any) -> Any:
+        try:
+            return minimum(self, left, right)
+        except TypeError:  # which of the two cannot be told from the ranges
+            return left if self.evaluate_expr(sympy.Le(left, right)) else right
 
     def need_use_acc_helper(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
         if reduction_type == "sum" and dtype == torch.float:
@@ -66,6 +74,7 @@ def sizes_left_open() -> Iterator[None]:
 
     with (
         patched(kernel, need_use_acc_helper=need_use_acc_helper),
+        patched(sizes, evaluate_min=evaluate_min),
         matrix_products_for_any_size(),
         without_convolution_libraries(),
         _strides_for_any_size(),

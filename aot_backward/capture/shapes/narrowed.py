@@ -1,0 +1,134 @@
+"""Sizes that were declared dynamic and that the program narrows: which, where, and what the user can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.export import Dim
+
+from aot_backward_exporters import torch_api
+
+from ..user_code.size_guards import Asked, Places
+from .symbolic_shapes import expression_of, write
+
+
+class Narrowed(Exception):
+    """The program does not allow what was declared. ``minimum``: if nothing but the sizes 0 and 1 are in the way, by the name of each ``Dim`` the
+    size from which on the program holds."""
+
+    def __init__(self, message: str, minimum: Mapping[str, int]):
+        super().__init__(message)
+        self.minimum = dict(minimum)
+
+
+@dataclass
+class Declared:
+    """One size: a ``Dim`` or a hint. ``place``: where it is first. ``symbols``: those that stood for it when the trace began."""
+
+    size: Any
+    place: str
+    value: torch.SymInt | int
+    symbols: set[sympy.Symbol]
+
+    @property
+    def named(self) -> bool:
+        return isinstance(self.size, Dim)
+
+    @property
+    def label(self) -> str:
+        return f"{self.size.__name__} ({self.place})" if self.named else self.place
+
+    @property
+    def range(self) -> Any:
+        low, high = bounds(self.size)
+        return torch_api.ValueRanges(low, torch_api.int_oo if high is None else high)
+
+
+def bounds(size: Any) -> tuple[int, int | None]:
+    """The smallest and the largest size that a ``Dim`` or a hint allows; None for any."""
+    low, high = size.min, size.max
+    return (0 if low is None else int(low)), (None if high is None or not sympy.sympify(high).is_Integer else int(high))
+
+
+def declared_sizes(stated: Sequence[tuple[int, int, Any]], inputs: Sequence[torch.Tensor], names: Sequence[str]) -> list[Declared]:
+    """``stated``: as ``dynamic_shapes.declared`` gives it. To be called before the trace puts one symbol for another."""
+    found: dict[Any, Declared] = {}
+    for i, d, size in stated:
+        value = inputs[i].shape[d]
+        if isinstance(value, torch.SymInt) and hasattr(size, "min"):
+            place = f"{names[i]}.shape[{d}]"
+            one = found.setdefault(size.__name__ if isinstance(size, Dim) else place, Declared(size, place, value, set()))
+            one.symbols |= value.node.expr.free_symbols
+    return list(found.values())
+
+
+def refused(env: Any, declared: Sequence[Declared], places: Places, error: Exception) -> Narrowed | None:
+    """What ``error``, a ``ConstraintViolationError`` of torch's, says of each size, once; None if the guards do not show it."""
+    reasons, minimum, whole = list[str](), dict[str, int](), True
+    derived = any(one.named and type(one.size) is not Dim for one in declared)  # 2 * Dim("half"), whose range follows from another's
+    for n, one in enumerate(declared):
+        found = _narrowing(env, one, declared[n:])
+        if found is None:
+            continue
+        guard, text, advice, least = found
+        asked = places.get(guard, Asked())
+        if asked.transformed and expression_of(one.value).is_Integer:
+            advice = (
+                "a rule of torch.func takes it as a number: sum over the batch inside torch.func.jacrev or jvp, in place of vmap, or export a "
+                "variant for each size"
+            )
+        where = "".join(f", {part}" for part in (asked.where, asked.operator) if part)
+        reasons.append(f"{one.label} is {_range(one)}, and the program{where and f'{where},'} holds {text}: {advice}")
+        if one.named and least is not None and not derived:
+            minimum[one.size.__name__] = least
+        else:
+            whole = False
+    if not reasons:
+        return None
+    return Narrowed(". ".join(reasons), minimum if whole else {})
+
+
+def _range(one: Declared) -> str:
+    if not one.named:
+        return f"Dim.{one.size.type.name}"
+    low, high = bounds(one.size)
+    return f"declared to be {low} and more" if high is None else f"declared to be {low} to {high}"
+
+
+def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any, str, str, int | None] | None:
+    """The guard, what it says, what to do, and the minimum that would satisfy it if that is all."""
+    value = expression_of(one.value)
+    if value.is_Integer:
+        guard = next((g.expr for g in env.guards if type(g.expr).__name__ == "Equality" and not one.symbols.isdisjoint(g.expr.free_symbols)), None)
+        way = "say Dim.AUTO or Dim.STATIC there, or export a variant for each size"
+        return guard, f"for {value} alone (guard: {one.place} == {value})", way, None
+    names = dict.fromkeys(one.symbols, one.size.__name__ if one.named else one.place)
+    for other in later:
+        if one is not other and one.named and other.named and value.free_symbols & {env.replace(s) for s in other.symbols} and value.is_Symbol:
+            guards = [g.expr for g in env.guards if one.symbols & g.expr.free_symbols and other.symbols & g.expr.free_symbols]
+            way = f"give both the same Dim, or export a variant with Dim.AUTO for sizes that differ from {other.size.__name__}"
+            return (guards or [None])[0], f"only where it is equal to {other.label}", way, None
+    if type(one.size) is not Dim:  # a hint may be narrowed; what 2 * Dim("half") is compared with, torch knows alone
+        return None
+    unmet = [g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= one.symbols and not _holds(g.expr, one.range)]
+    if not unmet:
+        return None
+    low, high = bounds(one.size)
+    least = next((n for n in (1, 2) if n > low and (high is None or n <= high) and all(_holds(g, _from(n, one)) for g in unmet)), None)
+    words = write(unmet[0], names).removeprefix("(").removesuffix(")")
+    if least is not None:
+        return unmet[0], f"only where {words}", f"declare min={least}, and export a variant for a size of {least - 1}", least
+    return unmet[0], f"only where {words}", "declare sizes for which that holds (a range, or 2 * Dim('half')), or say Dim.AUTO", None
+
+
+def _from(least: int, one: Declared) -> Any:
+    return torch_api.ValueRanges(least, one.range.upper)
+
+
+def _holds(guard: Any, allowed: Any) -> bool:
+    known = torch_api.bound_sympy(guard, dict.fromkeys(guard.free_symbols, allowed))
+    return bool(known.is_singleton() and known.lower == True)  # noqa: E712 (a sympy relation, not a bool)

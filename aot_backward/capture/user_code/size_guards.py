@@ -1,0 +1,103 @@
+"""Where each guard on a size comes from: the user's line, the operator, and whether a transform of ``torch.func`` asked."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType
+from typing import Any
+
+import sympy
+from torch import nn
+from torch.fx import GraphModule
+
+from aot_backward_exporters import torch_api
+from aot_backward_exporters.graph import LINE
+from aot_backward_exporters.process_state import patched
+
+from . import source_location
+from .source_lines import ENGINE
+
+_TRANSFORMS = tuple(f"/torch/_functorch/{name}.py" for name in ("eager_transforms", "vmap", "apis"))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """``where``: as :mod:`source_location` says it, or "". ``operator``: its name, or "". ``transformed``: within vmap, jvp or grad. ``number``: of
+    the autograd node that asked, -1 if the forward did."""
+
+    where: str = ""
+    operator: str = ""
+    transformed: bool = False
+    number: int = -1
+
+
+Places = Mapping[Any, Asked]
+"""By the guard's expression."""
+
+
+@contextlib.contextmanager
+def recorded(program: nn.Module, outermost: CodeType) -> Iterator[Places]:
+    """A context in which the origin of each new guard is noted, and what holds for all sizes is no guard. ``outermost``: the code that runs
+    ``program``; frames that called it are not looked at."""
+    environment = torch_api.ShapeEnv
+    original = environment.evaluate_expr
+    places: dict[Any, Asked] = {}
+
+    def evaluate_expr(self: Any, expression: Any, *args: Any, **kwargs: Any) -> Any:
+        if _always_holds(expression):
+            return sympy.true
+        count = len(self.guards)
+        result = original(self, expression, *args, **kwargs)
+        for guard in self.guards[count:]:
+            places.setdefault(guard.expr, _asked(program, outermost))
+        return result
+
+    with patched(environment, evaluate_expr=evaluate_expr):
+        yield places
+
+
+def _always_holds(expression: Any) -> bool:
+    """Whether it says that a maximum is at least one of its arguments, or that a minimum is at most one, which sympy leaves as it is."""
+    kind = type(expression).__name__
+    if kind not in ("GreaterThan", "LessThan"):
+        return False
+    large, small = expression.args if kind == "GreaterThan" else reversed(expression.args)
+    larger = large.args if type(large).__name__ == "Max" else (large,)
+    smaller = small.args if type(small).__name__ == "Min" else (small,)
+    return len(larger) + len(smaller) > 2 and any((a - b).is_nonnegative for a in larger for b in smaller)
+
+
+def _asked(program: nn.Module, outermost: CodeType) -> Asked:
+    frames: list[tuple[FrameType, int]] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not outermost and not frame.f_code.co_filename.endswith(ENGINE):
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    if frame is None:
+        return Asked()  # torch's own, once the program has run
+    where, operator = source_location.described(reversed(frames), program), _operator(frames)
+    running = torch_api.backward_that_runs()
+    name, number = running or ("", -1)
+    return Asked(where, operator or name, any(f.f_code.co_filename.endswith(_TRANSFORMS) for f, _ in frames), number)
+
+
+def _operator(frames: list[tuple[FrameType, int]]) -> str:
+    """The innermost operator that is run and is not itself a question about sizes."""
+    for frame, _ in frames:
+        operator = frame.f_locals.get("func")
+        if isinstance(operator, torch_api.OpOverload) and not str(operator).startswith(("aten.size", "aten.sym_", "aten.stride")):
+            return str(operator)
+    return ""
+
+
+def located(places: Places, graph: GraphModule) -> Places:
+    """``places`` with lines for the guards of the backward: those of the forward's operators. ``graph``: what was traced, with its lines."""
+    lines = {node.meta.get("seq_nr"): node.meta[LINE] for node in graph.graph.nodes if LINE in node.meta and not node.meta.get("autograd_backward")}
+    out = {}
+    for guard, asked in places.items():
+        line = lines.get(asked.number) if not asked.where else None
+        out[guard] = replace(asked, where=source_location.of_line(line)) if line else asked
+    return out

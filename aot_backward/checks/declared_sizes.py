@@ -1,0 +1,154 @@
+"""That a variant serves each size that was declared, but for those at which eager itself refuses the program; else the export fails."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from aot_backward_runtime.errors import ExportError, InputError
+from aot_backward_runtime.format.expressions import evaluate
+from aot_backward_runtime.format.manifest import SymbolSpec, VariantSpec
+from aot_backward_runtime.native.guards import Contract
+
+from ..capture import preserve
+from ..capture.shapes.symbolic_shapes import Sizes
+from .example_sizes import Example, resized, resized_to
+
+_TRIED = 3
+"""Of the sizes for which a guard does not hold, how many are tried in eager: one may be refused for the values that the example happens to have."""
+
+
+def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example: Example) -> VariantSpec:
+    """``spec``, from 1 for each size that may be 0 and that eager refuses at 0: compiled code would read what is not there (``x[0]``).
+    :class:`ExportError` where the code does not serve declared sizes which eager does."""
+    spec = _without_refused_empty_sizes(spec, program, example)
+    contract = Contract(spec.inputs, spec.symbols, spec.guards)
+    first = contract.solve(example.tensors)
+
+    def served(values: Mapping[str, int]) -> bool:
+        try:
+            return _eager_serves(program, example, [resized(spec, example, values)])
+        except InputError:  # an example of size 0, which cannot be enlarged
+            return False
+
+    for symbol in spec.symbols:
+        low, high = sizes.declared.get(symbol.name, (symbol.minimum, symbol.maximum))
+        for size in _beyond(symbol, low, high):
+            if served({**first, symbol.name: size}):
+                raise ExportError(
+                    f"{_label(symbol, spec)}: expected code for {_range(low, high)}, as declared, got code for "
+                    f"{_range(symbol.minimum, symbol.maximum)}{_where(sizes, symbol.name)}. Declare that range, and export a variant for other sizes"
+                )
+    for guard in spec.guards:
+        for values in itertools.islice(_against(guard, spec.symbols, sizes, first), _TRIED):
+            if served(values):
+                named = ", ".join(f"{_label(s, spec)} = {values[s.name]}" for s in spec.symbols if _occurs(s.name, guard))
+                raise ExportError(
+                    f"dynamic_shapes: expected code for all declared sizes, got code that holds only where {contract.words(guard)}, which excludes "
+                    f"{named}{_where(sizes, guard)}. Declare ranges for which that holds, or a relation (one Dim for both), or say Dim.AUTO, and "
+                    "export a variant for other sizes"
+                )
+    return spec
+
+
+def eager_refuses(program: nn.Module, example: Example, declared: Sequence[tuple[int, int, Any]], sizes: Mapping[str, int]) -> bool:
+    """Whether eager raises where each ``Dim`` that ``sizes`` names has that size. ``declared``: as ``dynamic_shapes.declared`` gives it."""
+    shapes = [list(t.shape) for t in example.tensors]
+    for number, dim, size in declared:
+        if isinstance(size, Dim) and size.__name__ in sizes:
+            shapes[number][dim] = sizes[size.__name__]
+    try:
+        changed = [resized_to(t, shape) for t, shape in zip(example.tensors, shapes, strict=True)]
+    except InputError:
+        return False
+    return not _eager_serves(program, example, [example.with_tensors(changed)])
+
+
+def _eager_serves(program: nn.Module, example: Example, tried: Sequence[Example]) -> bool:
+    """Also with zeros for integers: an index may point behind a size that is smaller than the example's."""
+    for one in (*tried, *(e.with_tensors([_zeros_for_integers(t) for t in e.tensors]) for e in tried)):
+        with (
+            preserve.in_mode(program, example.mode),
+            preserve.slots_kept(program),
+            preserve.values_kept(program.buffers()),
+            torch.no_grad(),
+            contextlib.suppress(Exception),  # eager's own refusal, whatever it is
+        ):
+            program(*one.args, **one.kwargs)
+            return True
+    return False
+
+
+def _zeros_for_integers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool else torch.zeros_like(tensor)
+
+
+def _without_refused_empty_sizes(spec: VariantSpec, program: nn.Module, example: Example) -> VariantSpec:
+    """Sizes that must be equal are 0 together."""
+    contract = Contract(spec.inputs, spec.symbols, spec.guards)
+    open_ended = [s.name for s in spec.symbols if s.minimum == 0 and s.offset == 0]
+    refused: set[str] = set()
+    for names in ([[n] for n in open_ended] + [open_ended]) if open_ended else []:
+        values = {**contract.solve(example.tensors), **dict.fromkeys(names, 0)}
+        if not refused.isdisjoint(names) or not all(evaluate(g, values) for g in spec.guards):
+            continue
+        if not _eager_serves(program, example, [resized(spec, example, values)]):
+            refused.update(names)
+    return dataclasses.replace(spec, symbols=tuple(dataclasses.replace(s, minimum=1) if s.name in refused else s for s in spec.symbols))
+
+
+def _beyond(symbol: SymbolSpec, low: int, high: int | None) -> Iterator[int]:
+    """Declared sizes, but not served: those next to the range, and the smallest."""
+    if symbol.minimum > low:
+        yield from {symbol.minimum - 1, low}
+    if symbol.maximum is not None and (high is None or symbol.maximum < high):
+        yield symbol.maximum + 1
+
+
+def _against(guard: str, symbols: Sequence[SymbolSpec], sizes: Sizes, first: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Declared sizes for which ``guard`` does not hold, those first that only enlarge the example. None if a hint is among its sizes: what is
+    left to the trace may be narrowed."""
+    involved = [s for s in symbols if _occurs(s.name, guard)]
+    if any(s.name not in sizes.declared for s in involved):
+        return
+    choices = []
+    for symbol in involved:
+        low, high = sizes.declared[symbol.name]
+        near = {n + k for n in (low, *first.values()) for k in (-1, 0, 1)} | {
+            2 * first[symbol.name],
+            *([high] if high is not None and high < 100 else []),
+        }
+        choices.append(sorted(n for n in near if max(low, 1) <= n and (high is None or n <= high)))
+    found = [
+        {**first, **dict(zip((s.name for s in involved), values, strict=True))}
+        for values in itertools.product(*choices)
+        if not evaluate(guard, {**first, **dict(zip((s.name for s in involved), values, strict=True))})
+    ]
+    yield from sorted(found, key=lambda v: (any(v[n] < first[n] for n in v), sum(abs(v[n] - first[n]) for n in v)))
+
+
+def _occurs(name: str, guard: str) -> bool:
+    return re.search(rf"\b{name}\b", guard) is not None
+
+
+def _range(low: int, high: int | None) -> str:
+    return f"{low} and more" if high is None else f"{low} to {high}"
+
+
+def _label(symbol: SymbolSpec, spec: VariantSpec) -> str:
+    place = f"{spec.inputs[symbol.input].name}.shape[{symbol.dim}]"
+    return place if symbol.label == symbol.name else f"{symbol.label} ({place})"
+
+
+def _where(sizes: Sizes, text: str) -> str:
+    """Where a guard that says ``text``, or the first about a symbol, comes from."""
+    asked = sizes.origin(text)
+    return "".join(f", {part}" for part in (asked.where, asked.operator) if part) if asked else ""
