@@ -103,5 +103,9 @@ def _has_kernel(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     schema = target._schema
-    writes_or_views = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    return not writes_or_views and any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
+    if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):  # it writes, or its result is a view
+        return False
+    numbers = [i for i, a in enumerate(node.args) if type(a) in (int, float) and str(schema.arguments[i].type) == "Tensor"]
+    if numbers and not (numbers == [1] and "Scalar" in target.overloadpacket.overloads()):  # generated code cannot pass a number as a tensor
+        return False
+    return any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)

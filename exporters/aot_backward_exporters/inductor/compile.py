@@ -38,7 +38,7 @@ from ..progress import Progress, silent
 from ..toolchain import gcc
 from ..toolchain.compile_cache import CachedLibrary, digest, digest_of_sources, fetch, store
 from ..toolchain.strip_paths import erase_paths
-from . import extern_nodes, rounding
+from . import extern_nodes, selections
 from .cache_key import Canonical, canonical_graph
 from .lowering import GeneratedCode, lower
 from .settings import settings_for
@@ -205,7 +205,7 @@ def _artifact(graph: Graph, key: str, entry: CachedLibrary, folder: Path) -> Art
 
 def _key(form: Canonical, target: str, graph: Graph) -> str:
     """What the library depends on: the graph, every setting of Inductor, and the versions of all that takes part."""
-    own = {"emulate_precision_casts": rounding.is_needed(graph.module), "cpp.enable_kernel_profile": graph.profiled}
+    own = {"emulate_precision_casts": selections.is_rounded(graph.module), "cpp.enable_kernel_profile": graph.profiled}
     with torch_api.inductor_config.patch({**settings_for(processor(target)), **own}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
     return digest(

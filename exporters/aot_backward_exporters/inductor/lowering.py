@@ -18,7 +18,7 @@ from .. import torch_api
 from ..graph import Graph
 from ..process_state import sizes_of_one_open
 from ..rewrites.sequence import rewrite
-from . import graph_fixes, patches, rounding
+from . import graph_fixes, patches, selections
 from .cache_key import Canonical
 from .complex_numbers import complex_numbers_as_tensors
 from .settings import settings_for
@@ -77,10 +77,11 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     graph_fixes.expanded_arguments_copied(module, fake_mode)
     graph_fixes.pass_sizes_to_scans(module)
     with torch.no_grad(), sizes_of_one_open():  # a question about a size would narrow it
-        if rounds := rounding.is_needed(module):
-            rounding.round_as_eager(module, fake_mode)  # first: a rewrite replaces nodes, and what they are marked with
+        if rounds := selections.is_rounded(module):
+            selections.round_as_eager(module, fake_mode)  # first: a rewrite replaces nodes, and what they are marked with
         if not graph_fixes.calls_eager_kernels(module):  # one of these may be what was wrong
             rewrite(module, fake_mode)
+        selections.store_what_is_compared(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),

@@ -1,10 +1,13 @@
-"""Rounding to bfloat16 and float16 after each operator, as eager rounds.
+"""What compiled code must compute as eager does, so that comparisons, maxima and roundings select the same elements.
 
-Inductor computes a fused loop in float32 and rounds when it stores. Eager rounds after every operator. Inductor's option
-``emulate_precision_casts`` does not help on a CPU: the pass that makes loops over 16-bit values compute in float32 removes the conversions again.
+**Rounding.** Inductor computes a fused loop in float32 and rounds to 16 bits when it stores. Eager rounds after every operator. Inductor's option
+``emulate_precision_casts`` does not help on a CPU: the pass that makes loops over 16-bit values compute in float32 removes the conversions again. The
+capture marks the values that must be rounded (``graph.ROUNDED``). A call of :data:`ROUNDED` follows each of them whose result Inductor would keep in
+float32. Values within one operator stay in float32, as in eager's kernels.
 
-The capture marks the values that must be rounded (``graph.ROUNDED``). A call of :data:`ROUNDED` follows each of them whose result Inductor would
-keep in float32. Values within one operator stay in float32, as in eager's kernels.
+**Storing.** The gradient of ``amax`` goes to the elements that equal the maximum. Inductor computes a cheap value again in each loop that reads
+it, in vectors in one loop and one by one in another. Their last bits can differ, and then no element equals the maximum. A call of :data:`STORED`
+makes all loops read one value.
 """
 
 from __future__ import annotations
@@ -23,16 +26,15 @@ from ..sixteen_bits import DTYPES, is_in_16_bits
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _LIBRARY = torch.library.Library("aot_backward", "FRAGMENT")
-_LIBRARY.define("rounded(Tensor x) -> Tensor")
-
-
-@torch.library.impl(_LIBRARY, "rounded", "CompositeExplicitAutograd")
-def _rounded(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
+for _name in ("rounded", "stored"):
+    _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
+    _LIBRARY.impl(_name, torch.clone, "CompositeExplicitAutograd")
 
 ROUNDED = torch.ops.aot_backward.rounded.default
-"""A 16-bit tensor, rounded to its dtype. The call exists in the graph that Inductor lowers, and nowhere else."""
+"""A 16-bit tensor, rounded to its dtype. The calls exist in the graph that Inductor lowers, and nowhere else."""
+
+STORED = torch.ops.aot_backward.stored.default
+"""A tensor, computed once and kept in memory."""
 
 _CALLED = frozenset({
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
@@ -58,10 +60,10 @@ _COMPARISONS = frozenset(getattr(aten, name) for name in ("eq", "ne", "lt", "le"
 _CONVERTED = _COMPARISONS | {aten.add, aten.sub, aten.rsub, aten.fmod, aten.remainder, aten.floor_divide, aten.pow, aten.full}
 
 
-def is_needed(module: GraphModule) -> bool:
+def is_rounded(module: GraphModule) -> bool:
     """Whether a node of ``module``, or of a graph within it, is marked."""
     return any(node.meta.get(MARK) for node in module.graph.nodes) or any(
-        is_needed(child) for _, child in module.named_children() if isinstance(child, GraphModule)
+        is_rounded(child) for _, child in module.named_children() if isinstance(child, GraphModule)
     )
 
 
@@ -69,7 +71,7 @@ def round_as_eager(module: GraphModule, fake_mode: Any) -> None:
     """Put a call of :data:`ROUNDED` after each marked node of ``module`` and of the graphs within it, unless its result is rounded anyway.
 
     ``fake_mode``: of the values of its nodes."""
-    _register_lowering()
+    _register_lowerings()
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -81,12 +83,41 @@ def round_as_eager(module: GraphModule, fake_mode: Any) -> None:
         _round_numbers(module.graph, node, fake_mode)
         if node.meta.get(MARK) and _is_generated(node) and not all(_is_called(user) for user in _users(node)):
             with module.graph.inserting_after(node), fake_mode:
-                rounded = graph_edit.call(module.graph, ROUNDED, node)
-            node.replace_all_uses_with(rounded, lambda user, own=rounded: user is not own)
+                _put_behind(node, ROUNDED)
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             round_as_eager(child, fake_mode)
     module.recompile()
+
+
+def store_what_is_compared(module: GraphModule, fake_mode: Any) -> None:
+    """Put a call of :data:`STORED` after each floating-point value that is compared for equality, in ``module`` and the graphs within it.
+
+    ``fake_mode``: of the values of its nodes."""
+    _register_lowerings()
+    compared = [n for n in module.graph.nodes if n.target in (aten.eq.Tensor, aten.ne.Tensor)]
+    for node in dict.fromkeys(_computed(a) for n in compared for a in n.args[:2] if isinstance(a, Node)):
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_floating_point() and _is_generated(node):
+            with module.graph.inserting_after(node), fake_mode:
+                _put_behind(node, STORED)
+    for _, child in module.named_children():
+        if isinstance(child, GraphModule):
+            store_what_is_compared(child, fake_mode)
+    module.recompile()
+
+
+def _put_behind(node: Node, operator: Any) -> None:
+    called = graph_edit.call(node.graph, operator, node)
+    node.replace_all_uses_with(called, lambda user: user is not called)
+
+
+def _computed(node: Node) -> Node:
+    """What ``node`` is a view of."""
+    while node.target in _VIEWS:
+        assert isinstance(node.args[0], Node)
+        node = node.args[0]
+    return node
 
 
 def _is_generated(node: Node) -> bool:
@@ -146,18 +177,23 @@ def _nearest(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
-def _register_lowering() -> None:
+def _register_lowerings() -> None:
     lowering = torch_api.lowering
     if ROUNDED in lowering.lowerings:
         return
 
     @lowering.register_lowering(ROUNDED, type_promotion_kind=None)
-    def lowered(x: Any) -> Any:
+    def rounded(x: Any) -> Any:
         dtype, ops = x.get_dtype(), lowering.ops
 
-        def rounded(value: Any) -> Any:
+        def there_and_back(value: Any) -> Any:
             wide = ops.to_dtype(value, torch.float32, use_compute_types=False)
             narrow = ops.to_dtype(wide, dtype, use_compute_types=False)
             return ops.to_dtype(narrow, torch.float32, use_compute_types=False)
 
-        return lowering.make_pointwise(rounded, override_return_dtype=dtype)(x)
+        return lowering.make_pointwise(there_and_back, override_return_dtype=dtype)(x)
+
+    @lowering.register_lowering(STORED, type_promotion_kind=None)
+    def stored(x: Any) -> Any:
+        x.realize()
+        return x
