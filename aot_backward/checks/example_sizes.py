@@ -46,16 +46,21 @@ class Sized:
 
 
 def sizes_to_check(spec: VariantSpec, example: Example) -> Iterator[Sized]:
-    """The example as it is, then, where sizes are dynamic, at others: all larger, and the smallest allowed. :class:`InputError` where a tensor of
-    size 0 would have to be enlarged."""
+    """Yield the example, then, if sizes are dynamic, others: all larger, all the smallest allowed, and each 1 by itself. Raise :class:`InputError` if
+    a tensor of size 0 would have to be enlarged."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
     first = contract.solve(example.tensors)
     yield Sized(example, first, _label(spec, first))
     if not spec.symbols:
         return
-    for choose in (_discriminating_sizes, _smallest_sizes):
-        values = choose(contract, spec.symbols, first)
-        if values is not None and values != first:
+    tried = [first]
+    for values in (
+        _discriminating_sizes(contract, spec.symbols, first),
+        _smallest_sizes(contract, spec.symbols),
+        *({**first, s.name: 1} for s in spec.symbols),  # a trace assumes that no size is 1 (process_state.sizes_of_one_open)
+    ):
+        if values is not None and values not in tried and _allowed(contract, spec.symbols, values):
+            tried.append(values)
             yield Sized(resized(spec, example, values), values, _label(spec, values))
 
 
@@ -95,7 +100,7 @@ def _discriminating_sizes(contract: Contract, symbols: Sequence[SymbolSpec], fir
     return None
 
 
-def _smallest_sizes(contract: Contract, symbols: Sequence[SymbolSpec], first: Mapping[str, int]) -> dict[str, int] | None:
+def _smallest_sizes(contract: Contract, symbols: Sequence[SymbolSpec]) -> dict[str, int] | None:
     values = {s.name: max(1, s.minimum) for s in symbols}
     return values if _allowed(contract, symbols, values) else None
 
