@@ -126,7 +126,7 @@ def _against(guard: str, symbols: Sequence[SymbolSpec], sizes: Sizes, first: Map
             2 * first[symbol.name],
             *([high] if high is not None and high < 100 else []),
         }
-        choices.append(sorted(n for n in near if max(low, 1) <= n and (high is None or n <= high)))
+        choices.append(sorted(n for n in near if low <= n and (high is None or n <= high)))
     found = [
         {**first, **dict(zip((s.name for s in involved), values, strict=True))}
         for values in itertools.product(*choices)

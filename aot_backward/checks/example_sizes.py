@@ -46,8 +46,9 @@ class Sized:
 
 
 def sizes_to_check(spec: VariantSpec, example: Example) -> Iterator[Sized]:
-    """Yield the example, then, if sizes are dynamic, others: all larger, all the smallest allowed, and each 1 by itself. Raise :class:`InputError` if
-    a tensor of size 0 would have to be enlarged."""
+    """Yield the example, then, if sizes are dynamic, others: all larger, all the smallest allowed, and each 1 and 0 by itself.
+
+    Raise :class:`InputError` if a tensor of size 0 would have to be enlarged."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
     first = contract.solve(example.tensors)
     yield Sized(example, first, _label(spec, first))
@@ -57,7 +58,9 @@ def sizes_to_check(spec: VariantSpec, example: Example) -> Iterator[Sized]:
     for values in (
         _discriminating_sizes(contract, spec.symbols, first),
         _smallest_sizes(contract, spec.symbols),
-        *({**first, s.name: 1} for s in spec.symbols),  # a trace assumes that no size is 1 (process_state.sizes_of_one_open)
+        # a trace assumes that no size is 1 (process_state.sizes_of_one_open), and code for any size can fail for none
+        *({**first, s.name: size} for size in (1, 0) for s in spec.symbols),
+        {s.name: s.minimum for s in spec.symbols},
     ):
         if values is not None and values not in tried and _allowed(contract, spec.symbols, values):
             tried.append(values)

@@ -173,6 +173,30 @@ def _xlogy(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(y.isnan(), y, torch.where(x == 0, 0, x * y.log()))
 
 
+def _xlog1py(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.where(y.isnan(), y, torch.where(x == 0, 0, x * y.log1p()))
+
+
+def _entr(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isnan(), x, torch.where(x > 0, -x * x.log(), torch.where(x == 0, 0.0, -float("inf")).to(x.dtype)))
+
+
+def _logit(x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    if eps is not None and eps >= 0:
+        low = torch.full((), eps, dtype=x.dtype, device=x.device)
+        x = torch.minimum(torch.maximum(x, low), 1 - low)
+    return (x / (1 - x)).log()
+
+
+def _quotient(x: torch.Tensor, y: torch.Tensor, *, rounding_mode: str | None = None) -> Any:
+    return (x / y).trunc() if rounding_mode == "trunc" else NotImplemented
+
+
+def _binary_cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1) -> torch.Tensor:
+    loss = (target - 1) * (-x).log1p().clamp_min(-100) - target * x.log().clamp_min(-100)
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
 def _pow(x: torch.Tensor, exponent: Any) -> Any:
     return x * x * x if exponent == 3 else NotImplemented
 
@@ -201,6 +225,11 @@ _BOTH: dict[Any, Decomposition] = {
     aten._log_softmax.default: _log_softmax,
     aten.glu_backward.default: _glu_backward,
     aten.xlogy.Tensor: _xlogy,
+    aten.special_xlog1py.default: _xlog1py,
+    aten.special_entr.default: _entr,
+    aten.logit.default: _logit,
+    aten.div.Tensor_mode: _quotient,
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.threshold_backward.default: _threshold_backward,
 }
 _OWN: dict[Any, dict[torch.dtype, Decomposition]] = {operator: dict.fromkeys(DTYPES, own) for operator, own in _BOTH.items()} | {
@@ -210,4 +239,4 @@ _OWN: dict[Any, dict[torch.dtype, Decomposition]] = {operator: dict.fromkeys(DTY
     aten.sigmoid_backward.default: {torch.float16: _sigmoid_backward},
 }
 
-_IN_FLOAT32 = (aten.lerp.Scalar, aten.lerp.Tensor)
+_IN_FLOAT32 = (aten.lerp.Scalar, aten.lerp.Tensor, aten.round.decimals)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.scan import scan
 
 import aot_backward as ab
 from aot_backward_runtime import load
@@ -23,6 +24,21 @@ def test_extremes_of_a_value_that_several_loops_read(tmp_path: Path) -> None:
         u, v = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(seed))
         (eager,) = torch.autograd.grad(extremes(u.requires_grad_(), v), u)
         torch.testing.assert_close(package.grad()(u.detach(), v)[1], eager)
+
+
+def test_a_sum_of_a_scan(tmp_path: Path) -> None:
+    """The gradient of the last carry is expanded, and the backward scan would write into it."""
+
+    def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(carry + row), row.tanh()
+
+    def loss(rows: Tensor, first: Tensor) -> Tensor:
+        last, every = scan(step, first, rows, dim=0)
+        return last.sum() + every.square().sum()
+
+    rows = torch.randn(6, 3, requires_grad=True)
+    package = load(ab.export_grad(loss, (rows.detach(), torch.zeros(3)), wrt="rows", path=tmp_path / "scan.pt2", tune="none"))
+    torch.testing.assert_close(package.grad()(rows.detach(), torch.zeros(3))[1], torch.autograd.grad(loss(rows, torch.zeros(3)), rows)[0])
 
 
 def hessian_of_a_trace(m: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from .. import torch_api
 from ..graph import EAGER_KERNEL
+from ..rewrites.graph_edit import call
 
 KERNELS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool2d_with_indices_backward.default)
 """Operators that eager's kernels do faster on a CPU than what Inductor generates: a step of two convolutions with pooling, 256 rows, takes 1.75 ms
@@ -61,16 +62,20 @@ _WRITES_INTO_FIRST = frozenset({
 
 
 def expanded_arguments_copied(module: GraphModule, fake_mode: Any) -> None:
-    """Copy what such an operator writes into, if it is expanded: one element would be written to for several (torch 2.11 to 2.15)."""
-    aten = torch.ops.aten
-    for node in [n for n in module.graph.nodes if n.target in _WRITES_INTO_FIRST]:
-        value = node.args[0].meta["val"]
-        if any(type(stride) is int and stride == 0 for stride in value.stride()):
-            with module.graph.inserting_before(node), fake_mode:
-                like: dict[str, Any] = {"memory_format": torch.contiguous_format}
-                copied = module.graph.call_function(aten.clone.default, (node.args[0],), like)
-                copied.meta["val"] = aten.clone.default(value, **like)
-            node.update_arg(0, copied)
+    """Copy what such an operator, or control flow, writes into, if it is expanded: one element would be written to for several."""
+    for node in list(module.graph.nodes):
+        if node.target in _WRITES_INTO_FIRST:
+            written = [node.args[0]]
+        elif isinstance(node.target, torch_api.HigherOrderOperator):
+            written = node.all_input_nodes
+        else:
+            continue
+        for operand in written:
+            value = operand.meta.get("val")
+            if isinstance(value, torch.Tensor) and any(type(stride) is int and stride == 0 for stride in value.stride()):
+                with module.graph.inserting_before(node), fake_mode:
+                    copied = call(module.graph, torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
+                node.replace_input_with(operand, copied)
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             expanded_arguments_copied(child, fake_mode)

@@ -57,7 +57,7 @@ _VIEWS = frozenset({
 })  # fmt: skip
 
 _COMPARISONS = frozenset(getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge"))
-_CONVERTED = _COMPARISONS | {aten.add, aten.sub, aten.rsub, aten.fmod, aten.remainder, aten.floor_divide, aten.pow, aten.full}
+_CONVERTED = _COMPARISONS | {aten.add, aten.sub, aten.rsub, aten.fmod, aten.remainder, aten.floor_divide, aten.pow}
 
 
 def is_rounded(module: GraphModule) -> bool:
@@ -130,13 +130,7 @@ def _is_generated(node: Node) -> bool:
 def _is_called(node: Node) -> bool:
     """Whether it is a call of an operator's own kernel, or the end of the graph: its arguments and results are in memory."""
     lowering = torch_api.lowering
-    return (
-        node.op == "output"
-        or node.target in _CALLED
-        or node.target in lowering.fallbacks
-        or node.target not in lowering.lowerings
-        or bool(node.meta.get("should_fallback"))
-    )
+    return node.op == "output" or node.target in _CALLED or node.target not in lowering.lowerings or bool(node.meta.get("should_fallback"))
 
 
 def _users(node: Node) -> list[Node]:
@@ -145,24 +139,29 @@ def _users(node: Node) -> list[Node]:
 
 
 def _round_numbers(graph: Graph, node: Node, fake_mode: Any) -> None:
-    """Rounds the numbers that eager converts to 16 bits before it uses them (:data:`_CONVERTED`)."""
+    """Round what eager converts to 16 bits before it uses it: the numbers of :data:`_CONVERTED`, and 0-d tensors of a wider dtype, but for the second
+    operand of a product or quotient."""
     packet = getattr(node.target, "overloadpacket", None)
-    if packet not in _CONVERTED:
+    values = [a.meta.get("val") if isinstance(a, Node) else None for a in node.args]
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    dtype = next((t.dtype for t in tensors if t.dtype in DTYPES and t.dim()), None)
+    result = node.meta.get("val")
+    if dtype is None or not isinstance(result, torch.Tensor) or (packet not in _COMPARISONS and result.dtype != dtype):
+        if packet is aten.full and is_in_16_bits(node) and isinstance(node.args[1], float):
+            node.update_arg(1, _nearest(node.args[1], node.meta["val"].dtype))
         return
-    tensors = [a for a in node.args if isinstance(a, Node) and isinstance(a.meta.get("val"), torch.Tensor)]
-    dtype = node.meta["val"].dtype
-    if packet in _COMPARISONS:
-        dtype = next((a.meta["val"].dtype for a in tensors if a.meta["val"].dim()), tensors[0].meta["val"].dtype)
-    if dtype not in DTYPES:
-        return
-    for i, argument in enumerate(node.args):
-        if isinstance(argument, float):
+    for i, (argument, value) in enumerate(zip(node.args, values, strict=True)):
+        if isinstance(argument, float) and packet in _CONVERTED:
             node.update_arg(i, _nearest(argument, dtype))
-        elif isinstance(argument, Node) and argument.meta["val"].is_floating_point() and argument.meta["val"].dtype != dtype:
+        elif isinstance(argument, Node) and _is_wide_number(value) and not (i == 1 and packet in (aten.mul, aten.div)):
             with graph.inserting_before(node), fake_mode:
                 node.update_arg(i, _narrowed(graph, argument, dtype))
     if isinstance(alpha := node.kwargs.get("alpha"), float):
         node.update_kwarg("alpha", _nearest(alpha, dtype))
+
+
+def _is_wide_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 0 and value.itemsize > 2
 
 
 def _narrowed(graph: Graph, wide: Node, dtype: torch.dtype) -> Node:
