@@ -11,10 +11,13 @@ from torch.fx import Node
 from aot_backward_exporters.graph import EAGER_KERNEL, LINE, Graph
 from aot_backward_runtime.errors import ExportError
 
+from ..checks.tolerance import WrongResult
 from .contents import Contents
 
 log = logging.getLogger("aot_backward")
 
+_SINGLE_TRIES = 10
+"""The most if an operator among all cannot be called so: each is then tried by itself."""
 _TRIES = 30
 """The most compilations of one search. Each takes seconds. A graph of 40 different operators with one at fault takes 12 to 14."""
 
@@ -26,17 +29,20 @@ def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], obje
     """
     graphs = [graph for name, graph in contents.graphs.items() if name.startswith(tuple(prefixes))]
     before = contents.mark()
-    tries = 0
+    tries, runs = 0, True
 
     def passes(operators: Iterable[str]) -> bool:
-        nonlocal tries
+        nonlocal tries, runs
         tries += 1
         contents.progress(f"find the operator that is not eager's, {tries} of at most {_TRIES}", tries - 1, _TRIES)
         contents.back_to(before)
         try:
             _compile(contents, graphs, frozenset(operators))
             check()
-        except ExportError:
+        except WrongResult:
+            return False
+        except (ExportError, RuntimeError):  # an operator that compiled code cannot call so
+            runs = False
             return False
         return True
 
@@ -44,8 +50,10 @@ def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], obje
     found = None
     if passes(suspects):
         found = _fewest(suspects, passes, lambda: tries >= _TRIES - 1)
-        if not passes(found):  # the last try was another one
-            found = None
+    elif not runs:
+        found = next(([s] for s in suspects if tries < _SINGLE_TRIES and passes([s])), None)
+    if found is not None and not passes(found):  # the last try was another one
+        found = None
     contents.progress(f"find the operator that is not eager's, {tries} of at most {_TRIES}", _TRIES, _TRIES)
     if found is None:
         contents.back_to(before)
@@ -106,6 +114,6 @@ def _has_kernel(node: Node) -> bool:
     if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):  # it writes, or its result is a view
         return False
     numbers = [i for i, a in enumerate(node.args) if type(a) in (int, float) and str(schema.arguments[i].type) == "Tensor"]
-    if numbers and not (numbers == [1] and "Scalar" in target.overloadpacket.overloads()):  # generated code cannot pass a number as a tensor
+    if numbers and not (numbers == [1] and target is torch.ops.aten.mul.Tensor):  # generated code can pass a number to mul.Scalar alone
         return False
     return any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)

@@ -37,8 +37,8 @@ def call_kernels(module: GraphModule) -> None:
     for node in module.graph.nodes:
         if node.meta.get(EAGER_KERNEL) or ((node.target in KERNELS or _miscompiled(node)) and node.args[0].meta["val"].device.type == "cpu"):
             node.meta["should_fallback"] = True
-            if any(type(a) in (int, float) for a in node.args[1:2]) and "Scalar" in (packet := node.target.overloadpacket).overloads():
-                node.target = packet.Scalar  # generated code cannot pass a number as a tensor
+            if node.target is torch.ops.aten.mul.Tensor and type(node.args[1]) in (int, float):
+                node.target = torch.ops.aten.mul.Scalar  # generated code cannot pass a number as a tensor
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             call_kernels(child)
