@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from aot_backward_exporters.process_state import without_crashes
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import VariantSpec
 from aot_backward_runtime.loader import Package
 
 from ..capture import layer_patches, preserve
-from .eager_kernels import without_crashes
 from .example_sizes import SEED, Example
 
 Take = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from aot_backward_exporters.process_state import without_crashes
 from aot_backward_runtime.format.manifest import VariantSpec
 from aot_backward_runtime.loader import Package
 
 from ..capture import layer_patches, preserve
 from . import step_check, stopwatch
-from .eager_kernels import without_crashes
 from .example_sizes import Example, Sized, cotangents_at
 from .named_results import Wrt, differentiated, tensors_of
 from .stopwatch import Call

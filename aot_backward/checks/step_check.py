@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from aot_backward_exporters.process_state import without_crashes
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
@@ -31,7 +32,6 @@ from ..capture import preserve, program_module
 from ..capture.step import step_graph as steps
 from ..capture.step.optimizer_spec import Settings
 from . import stored_results
-from .eager_kernels import without_crashes
 from .example_sizes import SEED, Example, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
 from .stored_results import LARGE, Stored, sketch

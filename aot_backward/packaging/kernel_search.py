@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.fx import Node
 
+from aot_backward_exporters import torch_api
 from aot_backward_exporters.graph import EAGER_KERNEL, LINE, Graph
 from aot_backward_runtime.errors import ExportError
 
@@ -108,7 +109,7 @@ def _marked(graph: Graph) -> list[Node]:
 def _has_kernel(node: Node) -> bool:
     """Whether it computes something new from tensors by an operator that compiled code can call."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
+    if not isinstance(target, torch_api.OpOverload) or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     schema = target._schema
     if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):  # it writes, or its result is a view

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -151,3 +152,36 @@ def matrix_products_for_any_size() -> contextlib.AbstractContextManager[None]:
     Lowering decomposes them, and from torch 2.15 on also the passes over joint graphs, which trace their patterns on the graph's own sizes.
     """
     return patched(torch_api.decomposition, guard_or_false=torch_api.statically_known_true)
+
+
+_GROUP_NORM = "native_group_norm_backward"
+
+
+@contextlib.contextmanager
+def without_crashes() -> Iterator[list[str]]:
+    """A context in which eager's ``group_norm`` over a channels_last input does not end the process.
+
+    Its kernel crashes if the gradients of its parameters are asked for and its input's is not (torch 2.13), as ``backward()`` asks if the input needs
+    none. Here it computes the input's gradient, too, and drops it: the others are the same to the bit. Of about thirty CPU operators, each asked for
+    every combination of its gradients, no other crashed. Yields a list that gets the operator's name for each call that would have crashed. A call
+    that would not takes 8 µs longer."""
+    kernel: Any = torch.library.get_kernel(f"aten::{_GROUP_NORM}", "CPU")
+    avoided: list[str] = []
+
+    def group_norm_backward(keys: Any, *args: Any) -> Any:
+        *others, wanted = args
+        values = others[1]  # behind the incoming gradient
+        if not wanted[0] and not values.is_contiguous():
+            avoided.append(_GROUP_NORM)
+            wanted = [True, *wanted[1:]]
+        return kernel.call_boxed(keys, *others, wanted)
+
+    with exclusive():
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that a kernel is replaced
+                library.impl(_GROUP_NORM, group_norm_backward, "CPU", with_keyset=True, allow_override=True)
+            yield avoided
+        finally:
+            library._destroy()

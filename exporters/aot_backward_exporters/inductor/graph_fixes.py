@@ -12,6 +12,8 @@ from .. import torch_api
 from ..graph import EAGER_KERNEL
 from ..rewrites.graph_edit import call
 
+aten = torch.ops.aten
+
 KERNELS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool2d_with_indices_backward.default)
 """Operators that eager's kernels do faster on a CPU than what Inductor generates: a step of two convolutions with pooling, 256 rows, takes 1.75 ms
 with them and 2.7 to 3.7 with generated code. The pooling of most images, though not its gradient, is rewritten
@@ -55,8 +57,8 @@ def _miscompiled(node: Node) -> bool:
 
 
 _WRITES_INTO_FIRST = frozenset({
-    torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default, torch.ops.aten.select_scatter.default,
-    torch.ops.aten.slice_scatter.default, torch.ops.aten.diagonal_scatter.default, torch.ops.aten.as_strided_scatter.default,
+    aten.index_put.default, aten._unsafe_index_put.default, aten.select_scatter.default,
+    aten.slice_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default,
 })  # fmt: skip
 """Operators that Inductor turns into writes into their first argument, if nothing else reads that."""
 
