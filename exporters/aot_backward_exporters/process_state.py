@@ -85,12 +85,7 @@ def sizes_of_one_open() -> Iterator[None]:
     all but ``squeeze``. A program that compares a size is Python, and makes a guard. The self-check runs the size 1. Whether elements of a tensor
     that is written to share memory is answered by the example."""
     node, owner, overlap = torch_api.SymNode, threading.get_ident(), torch_api._debug_has_internal_overlap
-    original, make = node.guard_bool, torch_api.ShapeEnv.create_symbol
-
-    def create_symbol(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("source"), torch_api.ConstantSource):  # the half of 2 * Dim("half"), which is the size of no input
-            kwargs.setdefault("do_not_specialize_zero_one", True)
-        return make(self, *args, **kwargs)
+    original = node.guard_bool
 
     def guard_bool(self: Any, file: str, line: int) -> bool:
         if file.endswith((".h", ".cpp")) and threading.get_ident() == owner:
@@ -107,7 +102,6 @@ def sizes_of_one_open() -> Iterator[None]:
     with (
         torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
         patched(node, guard_bool=guard_bool),
-        patched(torch_api.ShapeEnv, create_symbol=create_symbol),
         patched(torch, _debug_has_internal_overlap=has_overlap),
     ):
         yield

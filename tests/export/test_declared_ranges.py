@@ -178,7 +178,7 @@ SERVED = {
     "filled": (Filled, lambda n: (torch.randn(n, 4),), (_rows(),), [(1,), (5,), (MOST,)]),
     "slopes": (Slopes, lambda n: (torch.randn(n, 3),), (_rows(),), [(1,), (5,), (MOST,)]),
     "channels": (LastChannels, lambda n: (torch.randn(n, 4, 4, 4),), (_rows(),), [(1,), (5,), (MOST,)]),
-    "pooled": (Pooled, lambda n: (torch.randn(n),), ({0: 2 * Dim("half", min=1, max=MOST)},), [(2,), (6,), (2 * MOST,)]),
+    "pooled": (Pooled, lambda n: (torch.randn(n),), ({0: 2 * Dim("half", min=2, max=MOST)},), [(4,), (6,), (2 * MOST,)]),
     "neighbours": (
         Neighbours,
         lambda n, m=3: (torch.randn(2, n, 3), torch.randint(n, (2, m, 1))),

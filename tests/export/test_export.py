@@ -56,12 +56,12 @@ def test_what_the_compiler_assumes_of_a_size_is_a_guard_also_from_its_cache(tmp_
     found = []
     for i in range(2):
         path = ab.export_grad(
-            lambda x: x.diagonal().square().sum(), (torch.randn(5, 8),), dynamic_shapes=({0: Dim("rows", min=2)},), path=tmp_path / f"{i}.pt2"
+            lambda x: x.diagonal().square().sum(), (torch.randn(5, 8),), dynamic_shapes=({0: Dim.AUTO(min=2)},), path=tmp_path / f"{i}.pt2"
         )
         found.append(open_package(path).manifest.entries["grad"].variants[0].guards)
         grad, x = load(path).grad(), torch.randn(8, 8, requires_grad=True)
         torch.testing.assert_close(grad(x)[1]["x"], torch.autograd.grad(x.diagonal().square().sum(), x)[0])
-        with pytest.raises(InputError, match="rows"):
+        with pytest.raises(InputError, match=r"x\.shape"):
             grad(torch.randn(9, 8))
     assert found[0] == found[1] and "(s0 <= 8)" in found[0]
 

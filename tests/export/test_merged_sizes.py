@@ -32,7 +32,7 @@ def test_gradients_are_eagers(tmp_path: Path) -> None:
         torch.manual_seed(batch)
         return torch.randn(batch, n, 4, 8, requires_grad=True), torch.randn(32, 5, requires_grad=True)
 
-    shapes = {"x": {0: Dim("batch", max=64), 1: Dim("n", max=64)}, "weight": None}
+    shapes = {"x": {0: Dim("batch", min=2, max=64), 1: Dim("n", min=2, max=64)}, "weight": None}
     path = ab.export_grad(heads, arguments(3, 5), wrt=["x", "weight"], dynamic_shapes=shapes, path=tmp_path / "heads.pt2")
     gradient = load(path).grad()
     for batch, n in ((3, 5), (2, 2), (2, 7), (16, 3), (8, 24)):

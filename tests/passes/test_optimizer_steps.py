@@ -589,7 +589,7 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(replayed.stderr)["optimizer_steps"] == 11
     ran, *more = aot_backward("replay", "bw.pt2", "--", "train.py").stderr.splitlines()
     assert ran == "12 of 12 backward passes (1 binding, 11 hits) and 11 of 12 optimizer steps (1 made the state, in eager) ran compiled"
-    assert len(more) == 1 and more[0].endswith(" against their tapes interpreted, as no eager was timed")
+    assert more[0] == "whether this was faster than eager is not known" and "recorded too briefly" in more[1] and len(more) == 2
     alone = aot_backward("replay", "--json", "--no-optimizer", "bw.pt2", "--", "train.py")
     assert json.loads(alone.stderr)["optimizer_steps"] == 0
     assert float(replayed.stdout) == pytest.approx(float(alone.stdout), rel=1e-5) == pytest.approx(float(recording.stdout), rel=1e-5)

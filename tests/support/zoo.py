@@ -141,7 +141,7 @@ _CASES: dict[str, Callable[[], Case]] = {
         {"item": {0: Dim("batch", min=1, max=64)}, "tags": {0: Dim("batch", min=1, max=64)}},
     ),
     "bert": lambda: Case(_transformers("bert"), lambda n: (torch.randint(0, 60, (n, 7)),), {"input_ids": {0: Dim("batch", min=1, max=64)}}),
-    "llama": lambda: Case(_transformers("llama"), lambda n: (torch.randint(0, 60, (n, 7)),), {"input_ids": {0: Dim("batch", min=1, max=64)}}),
+    "llama": lambda: Case(_transformers("llama"), lambda n: (torch.randint(0, 60, (n, 7)),), {"input_ids": {0: Dim("batch", min=2, max=64)}}),
     "two": lambda: Case(
         Two(),
         lambda n: (torch.randn(n, 8).requires_grad_(), torch.randn(n, 1)),
