@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +25,8 @@ _TRIED = 3
 """Of the sizes for which a guard does not hold, how many are tried in eager: one may be refused for the values that the example happens to have."""
 
 
-def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example: Example) -> VariantSpec:
-    """``spec``, from 1 for each size that may be 0 and that eager refuses at 0: compiled code would read what is not there (``x[0]``).
-    :class:`ExportError` where the code does not serve declared sizes which eager does."""
-    spec = _without_refused_empty_sizes(spec, program, example)
+def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example: Example) -> None:
+    """Raise :class:`ExportError` if ``spec`` does not serve declared sizes that eager serves."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
     first = contract.solve(example.tensors)
 
@@ -56,7 +53,6 @@ def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, exa
                     f"{named}{_where(sizes, guard)}. Declare ranges for which that holds, or a relation (one Dim for both), or say Dim.AUTO, and "
                     "export a variant for other sizes"
                 )
-    return spec
 
 
 def eager_refuses(program: nn.Module, example: Example, declared: Sequence[tuple[int, int, Any]], sizes: Mapping[str, int]) -> bool:
@@ -89,20 +85,6 @@ def _eager_serves(program: nn.Module, example: Example, tried: Sequence[Example]
 
 def _zeros_for_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool else torch.zeros_like(tensor)
-
-
-def _without_refused_empty_sizes(spec: VariantSpec, program: nn.Module, example: Example) -> VariantSpec:
-    """Sizes that must be equal are 0 together."""
-    contract = Contract(spec.inputs, spec.symbols, spec.guards)
-    open_ended = [s.name for s in spec.symbols if s.minimum == 0 and s.offset == 0]
-    refused: set[str] = set()
-    for names in ([[n] for n in open_ended] + [open_ended]) if open_ended else []:
-        values = {**contract.solve(example.tensors), **dict.fromkeys(names, 0)}
-        if not refused.isdisjoint(names) or not all(evaluate(g, values) for g in spec.guards):
-            continue
-        if not _eager_serves(program, example, [resized(spec, example, values)]):
-            refused.update(names)
-    return dataclasses.replace(spec, symbols=tuple(dataclasses.replace(s, minimum=1) if s.name in refused else s for s in spec.symbols))
 
 
 def _beyond(symbol: SymbolSpec, low: int, high: int | None) -> Iterator[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -28,7 +28,7 @@ from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
 
 from . import stored_results
-from .example_sizes import Example, cotangents_at, sizes_to_check
+from .example_sizes import Example, Sized, cotangents_at, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
 from .named_results import Named, Overwritten, Take, Wrt, infers_apart, results_of_eager, results_of_entry
 from .stored_results import Stored, is_large, sketch, sketched_distance
@@ -60,8 +60,8 @@ class Case:
     reduced_precision: bool
 
 
-def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, example: Example, stored: Stored) -> Verdict:
-    """Runs variant ``number`` of ``entry``, which is ``spec``, beside the program at the example's sizes and, where a size is dynamic, at others.
+def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, sizes: Iterable[Sized], stored: Stored) -> Verdict:
+    """Compare variant ``number`` of ``entry``, which is ``spec``, with the program at ``sizes``, whose first must be one that eager serves.
     ``load`` gives the package with weights of its own, which are not kept while eager runs.
 
     Raises :class:`ExportError` naming the tensor that is wrong. What was put in and what came out, and how far off a later run may be,
@@ -69,7 +69,7 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
     """
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     numbers = _number_attributes(case.program)
-    for number_of_size, sized in enumerate(sizes_to_check(spec, example)):
+    for number_of_size, sized in enumerate(sizes):
         where = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}"
         cotangents = cotangents_at(spec, sized.values)
         given = _Given(case, sized.example, spec, cotangents)

@@ -45,12 +45,19 @@ class Sized:
     label: str
 
 
-def sizes_to_check(spec: VariantSpec, example: Example) -> Iterator[Sized]:
-    """Yield the example, then, if sizes are dynamic, others: all larger, all the smallest allowed, and each 1 and 0 by itself.
+def sizes_to_check(spec: VariantSpec, example: Example, zero: SymbolSpec | None = None) -> Iterator[Sized]:
+    """Yield the example, then, if sizes are dynamic, others: all larger, all the smallest allowed but 0, and each 1 by itself.
+    With ``zero``: only the example with that size at 0, and those with it that must be equal to it; nothing if ``spec`` excludes that.
 
     Raise :class:`InputError` if a tensor of size 0 would have to be enlarged."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
     first = contract.solve(example.tensors)
+    if zero is not None:
+        open_ended = {s.name: 0 for s in spec.symbols if s.minimum == 0}
+        alone, together = {**first, zero.name: 0}, {**first, **open_ended}
+        if values := next((v for v in (alone, together) if _allowed(contract, spec.symbols, v)), None):
+            yield Sized(resized(spec, example, values), values, _label(spec, values))
+        return
     yield Sized(example, first, _label(spec, first))
     if not spec.symbols:
         return
@@ -58,9 +65,7 @@ def sizes_to_check(spec: VariantSpec, example: Example) -> Iterator[Sized]:
     for values in (
         _discriminating_sizes(contract, spec.symbols, first),
         _smallest_sizes(contract, spec.symbols),
-        # a trace assumes that no size is 1 (process_state.sizes_of_one_open), and code for any size can fail for none
-        *({**first, s.name: size} for size in (1, 0) for s in spec.symbols),
-        {s.name: s.minimum for s in spec.symbols},
+        *({**first, s.name: 1} for s in spec.symbols),  # a trace assumes that no size is 1 (process_state.sizes_of_one_open)
     ):
         if values is not None and values not in tried and _allowed(contract, spec.symbols, values):
             tried.append(values)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -32,7 +32,7 @@ from ..capture import preserve, program_module
 from ..capture.step import step_graph as steps
 from ..capture.step.optimizer_spec import Settings
 from . import stored_results
-from .example_sizes import SEED, Example, sizes_to_check
+from .example_sizes import SEED, Example, Sized
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
 from .stored_results import LARGE, Stored, sketch
 from .tolerance import (
@@ -106,13 +106,13 @@ Noise = list[dict[str, float]]
 """The norm of what is added to each gradient in each step."""
 
 
-def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, example: Example, stored: Stored) -> Verdict:
-    """Runs variant ``number`` of ``entry``, which is ``spec``, beside eager, at the example's sizes and, where one is dynamic, at others. ``load``
+def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, sizes: Iterable[Sized], stored: Stored) -> Verdict:
+    """Compare variant ``number`` of ``entry``, which is ``spec``, with eager at ``sizes``, whose first must be one that eager serves. ``load``
     gives the package with weights of its own.
 
     Raises :class:`ExportError` naming the tensor that is wrong, and by how much. What ``verify`` needs goes to ``stored``."""
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
-    for number_of_size, sized in enumerate(sizes_to_check(spec, example)):
+    for number_of_size, sized in enumerate(sizes):
         compared = True
         for waiting in (False, True) if case.waiting else (False,):
             where = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}{' with accumulated gradients' if waiting else ''}"

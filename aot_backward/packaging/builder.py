@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import EntrySpec, Manifest, Verdict
+from aot_backward_runtime.format.manifest import EntrySpec, Manifest, VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
 
 from ..checks.example_sizes import SEED
@@ -67,14 +67,29 @@ class Build:
                     progress(f"check {name}", i * len(packages) + len(verdicts), total)
                     not_run = Verdict(f"not run: {package}")
                     try:
-                        verdicts.append(not_run if isinstance(package, str) else self._checks[name](package, i, variant, stored))
+                        verdicts.append(not_run if isinstance(package, str) else self._checks[name](package, i, variant, stored, None))
                     except WrongResult as error:
                         error.variant = name, i
                         raise
+                    if not isinstance(package, str):
+                        variant = self._without_empty_sizes(name, i, variant, package)
                 variants.append(dataclasses.replace(variant, verdict=verdicts[0], verdicts=tuple(verdicts[1:]), seed=SEED))
             progress(f"check {name}", total, total)
             entries[name] = dataclasses.replace(spec, variants=tuple(variants))
-        return dataclasses.replace(manifest, entries=entries)
+        return dataclasses.replace(manifest, entries=entries, notes=self.contents.notes)
+
+    def _without_empty_sizes(self, name: str, number: int, variant: VariantSpec, load: Callable[[], Package]) -> VariantSpec:
+        """``variant``, from 1 for each size that may be 0, if at 0 eager refuses the program or compiled code does not compute what eager does."""
+        for symbol in variant.symbols:
+            if symbol.minimum > 0 or symbol.offset != 0:
+                continue
+            try:
+                self._checks[name](load, number, variant, {}, symbol)
+            except ExportError as error:
+                log.info("%s: %s; it is served from 1", name, error)
+                from_one = dataclasses.replace(symbol, minimum=1)
+                variant = dataclasses.replace(variant, symbols=tuple(from_one if s is symbol else s for s in variant.symbols))
+        return variant
 
     def repair(self, error: WrongResult) -> None:
         """Have eager's kernels compute what the variant of ``error`` gets wrong. Raise ``error`` if that does not help."""
@@ -90,7 +105,7 @@ class Build:
             return package
 
         def check() -> object:
-            return self._checks[name](load, number, entry.variants[number], {})
+            return self._checks[name](load, number, entry.variants[number], {}, None)
 
         done = kernel_search.repair(self.contents, (f"{name}.{number}.", f"{name}.update"), check, error)
         self.contents.notes[f"kernels of {name}{f' variant {number}' if len(entry.variants) > 1 else ''}"] = done

@@ -18,7 +18,7 @@ from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.compatibility import choose, why_incompatible
 from aot_backward_runtime.errors import ExportError, IncompatibleError
-from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, LibrarySpec, Manifest, VariantSpec, Verdict, WeightSpec
+from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, LibrarySpec, Manifest, SymbolSpec, VariantSpec, Verdict, WeightSpec
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.package.targets import seen_as
 
@@ -30,9 +30,9 @@ from .package_writer import library_spec, stem_of, stems_of
 
 _DECOMPOSED = 3
 """How often a graph is decomposed for the standalone backend: a decomposition may consist of operators that it lacks, too."""
-Check = Callable[[Callable[[], Package], int, VariantSpec, Stored], Verdict]
-"""Compares a variant with eager, given what loads the package, the variant's number and what the manifest says of it; what ``verify`` will need is
-stored."""
+Check = Callable[[Callable[[], Package], int, VariantSpec, Stored, SymbolSpec | None], Verdict]
+"""Compare a variant with eager, given what loads the package, the variant's number, what the manifest says of it, where to store what ``verify`` will
+need, and the size that is to be 0, if only that is compared."""
 
 
 class Contents:

@@ -13,7 +13,7 @@ from torch import nn
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, VariantSpec, Verdict
+from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, SymbolSpec, VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.pytree import describe
 
@@ -22,7 +22,7 @@ from ..capture.joint_graph import Joint
 from ..capture.user_code import source_location
 from ..checks import eager_check, speed
 from ..checks.declared_sizes import hold_declared_sizes
-from ..checks.example_sizes import Example
+from ..checks.example_sizes import Example, sizes_to_check
 from ..checks.named_results import Wrt
 from ..checks.stored_results import Stored
 from ..entries import Grad, Module, Variant
@@ -82,13 +82,14 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
             subject = tuning.Subject(name, i, label, speed.ProgramTimed(name, program, compared.wrt), example)
             case = tuning.Case(subject, entry_of, functools.partial(eager_check.is_right, name, compared, example), joint)
             chosen = tuning.choose(contents, case, candidates, functools.partial(_compile, contents, prefix, joint))
-            variants.append(hold_declared_sizes(chosen.spec(), joint.sizes, program, example))
+            hold_declared_sizes(chosen.spec(), joint.sizes, program, example)
+            variants.append(chosen.spec())
             examples.append(example)
             cases.append(compared)
 
-    def check(load: Callable[[], Package], i: int, spec: VariantSpec, stored: Stored) -> Verdict:
+    def check(load: Callable[[], Package], i: int, spec: VariantSpec, stored: Stored, zero: SymbolSpec | None) -> Verdict:
         with source_location.errors_located(program, examples[i].args, examples[i].kwargs):
-            return eager_check.check(load, name, i, spec, cases[i], examples[i], stored)
+            return eager_check.check(load, name, i, spec, cases[i], sizes_to_check(spec, examples[i], zero), stored)
 
     return entry_of(*variants), check
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import EntrySpec, StateSpec
+from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, SymbolSpec, VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
 
 from ..capture import partition, program_module
@@ -20,7 +20,8 @@ from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
 from ..checks import speed, step_check
 from ..checks.declared_sizes import hold_declared_sizes
-from ..checks.example_sizes import Example
+from ..checks.example_sizes import Example, sizes_to_check
+from ..checks.stored_results import Stored
 from ..entries import Step
 from . import tuning
 from .contents import Check, Contents
@@ -85,7 +86,8 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
                     partitions.graphs.append(graph)
                     shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, update=plan))
             contents.compile(partitions.graphs, joint)
-            variants.append(hold_declared_sizes(variant_spec(mode, joint, partitions), joint.sizes, program, example))
+            variants.append(variant_spec(mode, joint, partitions))
+            hold_declared_sizes(variants[-1], joint.sizes, program, example)
             captured.append((example, partitions.graphs, joint))
     assert shared is not None
     for n, tensor in shared.tensors.items():
@@ -102,7 +104,11 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     )
     case = step_check.Case(program, entry.optimizer, settings, names, shared.optimized.trained, bool(shared.gradients), update.reduced_precision)
     timed = _timed(contents, name, spec, case, captured)
-    return timed, lambda load, i, variant, stored: step_check.check(load, name, i, variant, case, captured[i][0], stored)
+
+    def check(load: Callable[[], Package], i: int, variant: VariantSpec, stored: Stored, zero: SymbolSpec | None) -> Verdict:
+        return step_check.check(load, name, i, variant, case, sizes_to_check(variant, captured[i][0], zero), stored)
+
+    return timed, check
 
 
 def _timed(contents: Contents, name: str, spec: EntrySpec, case: step_check.Case, captured: Sequence[_Captured]) -> EntrySpec:

@@ -278,3 +278,16 @@ def test_a_size_of_1_that_eager_refuses_is_left_out(tmp_path: Path) -> None:
     path = ab.export_module(net, (torch.randn(5, 3),), dynamic_shapes=(_rows(),), path=tmp_path / "norm.pt2", tune="none")
     (variant,) = load(path).manifest.entries["module"].variants
     assert [s.minimum for s in variant.symbols] == [2]
+
+
+def test_a_size_of_0_is_served_if_compiled_code_computes_what_eager_does(tmp_path: Path) -> None:
+    """BatchNorm's gradients over no values are 0 in eager and NaN in compiled code."""
+    net, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()), torch.randn(3, 1, 4, 4)
+    least = {}
+    for name, layers in (("norm", net), ("none", net[0])):
+        path = ab.export_module(layers, (x,), dynamic_shapes=({0: Dim("rows")},), path=tmp_path / f"{name}.pt2", tune="none")
+        (variant,) = load(path).manifest.entries["module"].variants
+        least[name] = variant.symbols[0].minimum
+    assert least == {"norm": 1, "none": 0}
+    with pytest.raises(ab.InputError, match=r"rows \(input\.shape\[0\]\) is 0; expected at least 1"):
+        load(tmp_path / "norm.pt2").module()(x[:0])
