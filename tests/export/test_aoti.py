@@ -250,6 +250,32 @@ def test_a_hit_runs_no_compiler(compiled: list[Compiled], monkeypatch: pytest.Mo
     assert again.constants == compiled[0].artifact.constants
 
 
+def test_another_exporter_compiles_no_text_again(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Objects are found by their text and flags; one that is spoilt is compiled again."""
+    root, ran = tmp_path / "cache", list[str]()
+    shutil.copytree(compiled[0].cache / "objects", root / "objects")
+    (root / "shared").symlink_to(compile_cache.cache_root() / "shared")
+    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(root))
+    monkeypatch.setattr(compile, "digest_of_sources", lambda folder: "another exporter")
+    run = gcc.Builder._run
+
+    def seen(self: gcc.Builder, what: str, argv: list[str], folder: Path) -> None:
+        ran.extend(a for a in argv if a.endswith(".cpp"))
+        run(self, what, argv, folder)
+
+    monkeypatch.setattr(gcc.Builder, "_run", seen)
+
+    def again() -> bytes:
+        shutil.rmtree(root / "compiled", ignore_errors=True)
+        graph, mode = captured_layer(torch.ones, source="a")
+        return compile.compile_graphs([graph], folder=tmp_path, fake_mode=mode)[graph.name].library.read_bytes()
+
+    assert again() == compiled[0].artifact.library.read_bytes() and not ran
+    for spoilt in (root / "objects").glob("*/*.o"):
+        spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"\xff")
+    assert again() == compiled[0].artifact.library.read_bytes() and "wrapper.cpp" in ran
+
+
 @pytest.mark.parametrize("file", ["library", "metadata", "entry"])
 def test_a_spoilt_cache_entry_is_none(file: str, compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
     root, key = compiled[1].cache, compiled[1].key

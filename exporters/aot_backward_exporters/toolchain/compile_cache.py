@@ -1,7 +1,8 @@
 """The exporter's cache on disk: folders named by the digest of what they were made from, written whole or not at all.
 
-``compiled/`` holds a library per key and may be shared by processes; ``shared/`` what all libraries of one torch and one compiler have
-in common. Every read is verified; anything may be deleted at any time.
+``compiled/`` holds a library per graph and version of the exporter. ``objects/`` holds an object per C++ file: it is not compiled again if a change
+of the exporter leaves the text as it was. ``shared/`` holds what all libraries of one torch and compiler have in common. Processes may share them.
+Libraries and objects are verified when they are read; anything may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from typing import Any
 
 from aot_backward_runtime.errors import ExportError
 
-LARGEST = 2 << 30  # bytes below compiled/; the least recently used go first
+LARGEST = 2 << 30  # bytes below compiled/, and below objects/; the least recently used go first
 MOST_SHARED = 12  # folders below shared/, up to 150 MB each; a torch, a compiler and a set of flags need three
 
 _ABANDONED = 24 * 3600  # seconds
+OBJECT = "file.o"
 _ENTRY = "entry"  # a line of checksum, then JSON
 _FILES = ("library", "metadata", "extern")
 
@@ -87,6 +89,23 @@ def store(key: str, entry: CachedLibrary) -> None:
     _prune()
 
 
+def stored_object(key: str, build: Callable[[Path], None]) -> bytes:
+    """The object under ``key``. If there is none, or it is not what was stored, ``build`` writes :data:`OBJECT` into the folder that it is given."""
+    folder = cache_root() / "objects" / key
+
+    def build_and_sign(new: Path) -> None:
+        build(new)
+        (new / _ENTRY).write_text(hashlib.sha256((new / OBJECT).read_bytes()).hexdigest())
+
+    while True:
+        store_folder(folder, build_and_sign)
+        with contextlib.suppress(FileNotFoundError):  # another process pruned it, or found it spoilt
+            data, expected = (folder / OBJECT).read_bytes(), (folder / _ENTRY).read_text(errors="replace")
+            if hashlib.sha256(data).hexdigest() == expected:
+                return data
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _checksum(text: bytes, files: Mapping[str, bytes]) -> str:
     return digest([hashlib.sha256(data).hexdigest() for data in (text, *files.values())])
 
@@ -113,7 +132,10 @@ def store_folder(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _prune() -> None:
-    for name, enough in (("compiled", lambda size, count: size > LARGEST), ("shared", lambda size, count: count > MOST_SHARED)):
+    def large(size: int, count: int) -> bool:
+        return size > LARGEST
+
+    for name, enough in (("compiled", large), ("objects", large), ("shared", lambda size, count: count > MOST_SHARED)):
         size = count = 0
         with contextlib.suppress(FileNotFoundError):  # another process prunes too
             for folder in sorted((cache_root() / name).glob("[!.]*"), key=lambda f: f.stat().st_mtime, reverse=True):

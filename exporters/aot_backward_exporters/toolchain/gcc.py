@@ -2,7 +2,7 @@
 
 While a graph is lowered, :func:`record_commands` keeps the commands that Inductor's ``CppBuilder`` would run. :class:`Builder` runs them on all
 usable cores, with two precompiled headers (6 s each to build; 1.4 s off every wrapper and 1.5 s off every kernel file) and the C interface
-of the library compiled beforehand. Those three parts live in the cache, by content.
+of the library compiled beforehand. Those three parts and every object live in the cache, by content.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,12 +25,13 @@ from aot_backward_runtime.errors import ExportError
 from .. import torch_api
 from ..process_state import patched
 from . import cpp_source
-from .compile_cache import cache_root, digest, store_folder
+from .compile_cache import OBJECT, cache_root, digest, store_folder, stored_object
 
 _LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
 _UNUSED = "-ltorch"
 """A library that only names others. In torch's build for CUDA (2.15) it has functions of the C++ library, too, for whose sake the linker would take
 it along, and where packages run without PyTorch there is none."""
+_HEADERS = {"wrapper.cpp": "wrapper.h", "kernel.cpp": "kernel.h"}
 _LINES_SHOWN = 15  # of what a failing compiler says
 
 
@@ -135,6 +137,7 @@ class Builder:
         for command in compiles:
             for file, text in command.sources.items():
                 prepare = {"wrapper.cpp": cpp_source.model_source, "kernel.cpp": cpp_source.kernel_source}.get(file)
+                text = "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
                 (folder / file).write_text(prepare(text) if prepare else text)
                 self._start_parts(file, command)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
@@ -150,14 +153,21 @@ class Builder:
         return self._pool.submit(self._run, name, argv, folder)
 
     def _compile(self, name: str, command: Command, folder: Path) -> None:
+        """Compile one file, or take the object that was compiled from the same text with the same flags, whatever graph it was for."""
         (file,) = command.sources
-        shared: list[str] = []
-        if file == "wrapper.cpp":
-            part = self._parts["wrapper.h"].result()
-            shared = ["-include", str(part / "wrapper.h"), f"-I{part / 'include'}"]
-        elif file == "kernel.cpp":
-            shared = ["-include", str(self._parts["kernel.h"].result() / "kernel.h")]
-        self._run(name, [*command.compiler, *shared, *command.flags, "-w", "-c", file, "-o", _object(file)], folder)
+        before: list[str] = []
+        part = ""
+        if file in _HEADERS:
+            header = self._parts[_HEADERS[file]].result()
+            before, part = ["-include", str(header / _HEADERS[file]), f"-I{header / 'include'}"], header.name
+        argv = [*command.compiler, *before, *command.flags, "-w", "-c", file, "-o", _object(file)]
+        key = digest([file, (folder / file).read_text(), part, _versions(command), *command.compiler, *command.flags])
+
+        def build(built: Path) -> None:
+            self._run(name, argv, folder)
+            shutil.move(folder / _object(file), built / OBJECT)
+
+        (folder / _object(file)).write_bytes(stored_object(key, build))
 
     def _start_parts(self, file: str, command: Command) -> None:
         for part in {"wrapper.cpp": ("wrapper.h", "interface"), "kernel.cpp": ("kernel.h",)}.get(file, ()):
@@ -185,8 +195,7 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
         "kernel.h": lambda: cpp_source.KERNEL_HEADER,
         "interface": cpp_source.interface_source,
     }[part]()
-    version = [torch.__version__, str(torch.version.git_version), str(cpp_source.TORCH_INCLUDE), compiler_version(command.compiler)]
-    key = digest([part, text, Path(cpp_source.__file__).read_text(), version, *command.flags])
+    key = digest([part, text, Path(cpp_source.__file__).read_text(), _versions(command), *command.flags])
 
     def build(folder: Path) -> None:
         source, output = (["-c", "interface.cpp"], "interface.o") if part == "interface" else (["-x", "c++-header", part], f"{part}.gch")
@@ -197,6 +206,11 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
         run(f"the part that all libraries share ({part})", argv, folder)
 
     return store_folder(cache_root() / "shared" / key, build)
+
+
+def _versions(command: Command) -> list[str]:
+    """What compiles, and whose headers."""
+    return [torch.__version__, str(torch.version.git_version), str(cpp_source.TORCH_INCLUDE), compiler_version(command.compiler)]
 
 
 def _object(file: str) -> str:
