@@ -82,7 +82,7 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_row_21_native_code_of_a_damaged_package_is_refused_or_right(package: Path, tmp_path: Path) -> None:
+def test_row_21_native_code_of_a_damaged_package_is_refused_or_right(package: Path, tmp_path: Path, cache: Path) -> None:
     """Bits flipped in the code, its headers, the weights and around them: no wrong number, no signal."""
     code = (
         RUN
