@@ -18,6 +18,8 @@ from aot_backward_runtime.errors import ExportError
 from . import diagnostics
 from .user_code import source_location
 
+aten = torch.ops.aten
+
 
 @contextlib.contextmanager
 def traceable_layers() -> Iterator[None]:
@@ -28,12 +30,34 @@ def traceable_layers() -> Iterator[None]:
         patched(torch_api.decompositions, _rnn_helper=_recurrent_layers(torch_api.decompositions._rnn_helper)),
         patched(torch_api.transformer, _detect_is_causal_mask=_causal_if_declared),
         patched(torch_api._BatchNorm, forward=_cumulative(torch_api._BatchNorm.forward)),
+        patched(
+            torch,
+            max_pool1d=_over_open_lengths(torch.max_pool1d, torch.max_pool2d),
+            max_pool1d_with_indices=_over_open_lengths(torch.max_pool1d_with_indices, aten.max_pool2d_with_indices),
+        ),
         contextlib.ExitStack() as stack,
     ):
         for module, (name, forward) in _FAKE_QUANTIZATION.items():
             if module in sys.modules:  # else no program has such a layer
                 stack.enter_context(patched(getattr(sys.modules[module], name), forward=forward))
         yield
+
+
+def _over_open_lengths(original: Callable[..., Any], images: Callable[..., Any]) -> Callable[..., Any]:
+    """Max pooling of an open length as that of images one pixel high, which is how ATen computes it: on the way its C++ asks for the length."""
+
+    def pooled(input: torch.Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
+        if not isinstance(input.shape[-1], torch.SymInt):
+            return original(input, kernel_size, stride, padding, dilation, ceil_mode)
+        kernel, gap, border, spread = (_single(v) for v in (kernel_size, stride or kernel_size, padding, dilation))
+        results = images(input.unsqueeze(-2), [1, kernel], [1, gap], [0, border], [1, spread], ceil_mode)
+        return pytree.tree_map(lambda result: result.squeeze(-2), results)
+
+    return pooled
+
+
+def _single(value: Any) -> Any:
+    return value[0] if isinstance(value, (tuple, list)) else value
 
 
 @contextlib.contextmanager

@@ -163,6 +163,25 @@ class Pooled(nn.Module):
         return x.view(-1, 2).prod(1).square().sum()
 
 
+class Pictures(nn.Module):
+    """Convolutions one after the other over an open height and width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 2, 3, padding=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().sum()
+
+
+class Signals(nn.Module):
+    """Max pooling of an open length, with and without its indices."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, places = nn.functional.max_pool1d(x, 3, 2, 1, 1, False, True)
+        return (values * places).sum() + nn.functional.max_pool1d(x[0], [2], dilation=2).square().sum()
+
+
 class Neighbours(nn.Module):
     """Two sizes of which one is at most the other, as eager has it, and which may be equal."""
 
@@ -179,6 +198,13 @@ SERVED = {
     "slopes": (Slopes, lambda n: (torch.randn(n, 3),), (_rows(),), [(1,), (5,), (MOST,)]),
     "channels": (LastChannels, lambda n: (torch.randn(n, 4, 4, 4),), (_rows(),), [(1,), (5,), (MOST,)]),
     "pooled": (Pooled, lambda n: (torch.randn(n),), ({0: 2 * Dim("half", min=2, max=MOST)},), [(4,), (6,), (2 * MOST,)]),
+    "pictures": (
+        Pictures,
+        lambda n, m=7: (torch.randn(2, 2, n, m),),
+        ({2: Dim("height", min=4, max=MOST), 3: Dim("width", min=4, max=MOST)},),
+        [(4, 4), (9, 5), (5, 64)],
+    ),
+    "signals": (Signals, lambda n: (torch.randn(2, 3, n),), ({2: Dim("length", min=4, max=MOST)},), [(4,), (9,), (MOST,)]),
     "neighbours": (
         Neighbours,
         lambda n, m=3: (torch.randn(2, n, 3), torch.randint(n, (2, m, 1))),

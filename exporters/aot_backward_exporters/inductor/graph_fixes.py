@@ -37,7 +37,8 @@ def calls_eager_kernels(module: GraphModule) -> bool:
 def call_kernels(module: GraphModule) -> None:
     """Marks the operators that Inductor is to call as they are."""
     for node in module.graph.nodes:
-        if node.meta.get(EAGER_KERNEL) or ((node.target in KERNELS or _miscompiled(node)) and node.args[0].meta["val"].device.type == "cpu"):
+        as_it_is = node.target in KERNELS or _miscompiled(node) or _would_fix_sizes(node)
+        if node.meta.get(EAGER_KERNEL) or (as_it_is and node.args[0].meta["val"].device.type == "cpu"):
             node.meta["should_fallback"] = True
             if node.target is torch.ops.aten.mul.Tensor and type(node.args[1]) in (int, float):
                 node.target = torch.ops.aten.mul.Scalar  # generated code cannot pass a number as a tensor
@@ -54,6 +55,13 @@ def _miscompiled(node: Node) -> bool:
     """
     aten = torch.ops.aten
     return node.target in (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default) and bool(node.args[5])
+
+
+def _would_fix_sizes(node: Node) -> bool:
+    """Whether it is the backward of a convolution over open lengths: to order the strides, Inductor's lowering (torch 2.13) makes them numbers."""
+    return node.target is torch.ops.aten.convolution_backward.default and any(
+        isinstance(s, torch.SymInt) for operand in node.all_input_nodes[:2] for s in operand.meta["val"].stride()
+    )
 
 
 _WRITES_INTO_FIRST = frozenset({

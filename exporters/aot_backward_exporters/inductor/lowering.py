@@ -53,10 +53,13 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
     try:
         try:
             return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=True)
-        except torch_api.InductorError:
+        except torch_api.InductorError as first:
             if not form.symbols:
                 raise
-            return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=False)
+            try:
+                return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=False)
+            except torch_api.InductorError as second:
+                raise second from first
     except torch_api.InductorError as error:
         reason = str(error).partition("\n")[0]
         named = re.search(r"^\s*target: (\S+)", str(error), re.MULTILINE)
