@@ -137,6 +137,7 @@ class Builder:
         for command in compiles:
             for file, text in command.sources.items():
                 prepare = {"wrapper.cpp": cpp_source.model_source, "kernel.cpp": cpp_source.kernel_source}.get(file)
+                # Inductor names its folder, another in each export, in a comment of the kernels.
                 text = "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
                 (folder / file).write_text(prepare(text) if prepare else text)
                 self._start_parts(file, command)
