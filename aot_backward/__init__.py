@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StateError,
         WeightsError,
         load,
+        replay,
     )
 
     from .api import export, export_grad, export_module, export_step
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from .onnx.export import export_onnx
     from .packaging.rebuild import rebuild
     from .recording.record import record
-    from .recording.replay import replay
 
 _HOME = dict.fromkeys(("export", "export_grad", "export_module", "export_step"), "aot_backward.api")
 _HOME |= dict.fromkeys(("Grad", "Module", "Step", "Variant"), "aot_backward.entries")
@@ -58,6 +58,7 @@ _HOME |= dict.fromkeys(
         "StateError",
         "WeightsError",
         "load",
+        "replay",
     ),
     "aot_backward_runtime",
 )
@@ -65,7 +66,6 @@ _HOME |= {"convert": "aot_backward.onnx.convert", "export_onnx": "aot_backward.o
 _HOME |= {
     "rebuild": "aot_backward.packaging.rebuild",
     "record": "aot_backward.recording.record",
-    "replay": "aot_backward.recording.replay",
     "sign": "aot_backward.commands.sign",
 }
 

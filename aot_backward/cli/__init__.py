@@ -6,7 +6,6 @@ import click
 
 from aot_backward_exporters.graph import VERSION
 
-from .compile import compile_command
 from .convert import convert
 from .doctor import doctor
 from .export import export
@@ -30,5 +29,5 @@ def main() -> None:
     """PyTorch gradients, compiled ahead of time into one file that runs without tracing or a compiler."""
 
 
-for command in (export, convert, record, replay, compile_command, inspect, verify, sign, rebuild, run, train, doctor):
+for command in (export, convert, record, replay, inspect, verify, sign, rebuild, run, train, doctor):
     main.add_command(command)

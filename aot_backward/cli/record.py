@@ -11,7 +11,6 @@ from .support import record_report
 from .support.failures import EXIT_CODES, FAILED, ScriptInterrupted, debug_option
 from .support.imports import import_option
 from .support.progress import shown
-from .support.ranks import rank_of_several
 from .support.script import Script, run_script, script_options
 from .support.tables import say
 from .support.tune import tune_option
@@ -77,15 +76,10 @@ def record(
             code = run_script(script, session, lambda: click.echo("compiling what was recorded; Ctrl-C ends that", err=True))
         except (ScriptInterrupted, KeyboardInterrupt) as error:
             interrupt = error
-        except click.exceptions.Exit as end:
-            if not session.of_ranks:
-                raise
-            code = end.exit_code  # it failed since another process was killed; what the rest saw is compiled
-    if as_json:
-        of_ranks = {} if (rank := rank_of_several()) is None else {"rank": rank, "writes": session.writes, "of_ranks": session.of_ranks}
-        click.echo(json.dumps(record_report.to_json(session) | of_ranks), err=True)
+    if as_json and session.writes:
+        click.echo(json.dumps(record_report.to_json(session)), err=True)
     elif session.writes:
-        for line in (*record_report.lines(session, output), *session.of_ranks):
+        for line in record_report.lines(session, output):
             say(line, err=True)
     if isinstance(interrupt, KeyboardInterrupt):
         raise click.Abort from None

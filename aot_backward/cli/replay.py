@@ -10,7 +10,6 @@ import click
 
 from .support.failures import EXIT_CODES, ScriptInterrupted, debug_option
 from .support.imports import import_option
-from .support.ranks import rank_of_several
 from .support.script import Script, run_script, script_options
 from .support.signatures import signature_options
 from .support.tables import say
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 @click.option("--always", is_flag=True, help="Run compiled code also where it was slower than eager, or than interpreting, when it was recorded.")
 @click.option("--no-optimizer", is_flag=True, help="Leave the steps of optimizers to eager.")
 @click.option("--modules", is_flag=True, help="Serve calls of modules that were recorded with --modules, forward and backward; some are audited.")
-@click.option("--save-misses", type=click.Path(path_type=Path), metavar="FILE", help="Where to save those that it has no variant for, for compile.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @signature_options
@@ -40,7 +38,6 @@ def replay(
     always: bool,
     no_optimizer: bool,
     modules: bool,
-    save_misses: Path | None,
     as_json: bool,
     package: Path,
     script: Script,
@@ -53,9 +50,10 @@ def replay(
     A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why. Passes that eager ran faster
     when they were recorded go to eager.
     """
+    from aot_backward_runtime.passes.session import replay as replaying
     from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
-    from ..recording.replay import replay as replaying
+    from ..recording.launcher import rank_here
 
     session = replaying(
         package,
@@ -64,7 +62,6 @@ def replay(
         always=always,
         optimizer=not no_optimizer,
         modules=modules,
-        save_misses=save_misses,
         signature=signature,
         key=key,
         max_structures=max_structures or MAX_STRUCTURES,
@@ -74,14 +71,12 @@ def replay(
         code = run_script(script, session)
     except (ScriptInterrupted, KeyboardInterrupt) as error:
         interrupt = error
-    rank, report = rank_of_several(), session.report
+    rank, report = rank_here(), session.report
     if as_json:
         click.echo(json.dumps(report.to_json() | ({} if rank is None else {"rank": rank})), err=True)
-    elif not rank or report.misses or report.eager:
+    elif not rank or report.misses:
         for line in str(report).splitlines():  # reasons hold names from the package
             say(f"rank {rank}: {line}" if rank else line, err=True)
-    if isinstance(interrupt, KeyboardInterrupt):  # while missed passes were saved
-        raise click.Abort from None
     if interrupt is not None:
         raise interrupt
     context.exit(code)

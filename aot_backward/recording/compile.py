@@ -100,23 +100,11 @@ def _in_words(batch: Sequence[RecordedStructure], added: Added, share: str) -> s
     return f"compile {len(added.settled) + len(batch)} of {added.chosen} {what}{called}, {share} of the backward time"
 
 
-def add_programs(
-    path: Path, entry: str, programs: list[TracedProgram], mode: Any, *, target: str = "cpu", progress: Progress | None = None
-) -> Counter[str]:
-    """:func:`add_passes` of what is traced already, in the fake mode ``mode``."""
-    added = Added()
-    with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        job = _Job(PackageUpdate.read(path, entry, target), added, target, "none", progress or silent, Path(folder))
-        job.compile(programs, mode)
-        job.end()
-    return added.skipped
-
-
 class _Job:
     """Adds to a package, part after part; what is right is written when its part ends. New structures come in the order in which they were met,
     which is the same for every recording."""
 
-    def __init__(self, package: PackageUpdate, added: Added, target: str, tune: str, say: Progress, folder: Path, new: Sequence[str] = ()):
+    def __init__(self, package: PackageUpdate, added: Added, target: str, tune: str, say: Progress, folder: Path, new: Sequence[str]):
         """``new``: fingerprints that the package does not have, in order."""
         self.package, self.added = package, added
         self._target, self._tune, self._say, self._folder = target, tune, say, folder

@@ -90,11 +90,11 @@ class ObservedReplay(Replaying):
     def interpreted(self, times: PassTimes, seconds: float) -> None:
         """``times``: of passes that look like the one which was just interpreted, in ``seconds``; inf where that says nothing."""
 
-    def note_if_full(self, rest: str = "") -> None:
+    def note_if_full(self) -> None:
         """Says in ``skipped`` that ``max_structures`` was reached, where it was."""
         if self.table.full:
             most = f"after {self.table.max_structures} structures (max_structures), further ones were left to eager"
-            self.skipped[f"the structure kept changing: {most}{rest}. {_CONSTANTS}"] += 1
+            self.skipped[f"the structure kept changing: {most}. {_CONSTANTS}"] += 1
 
     def _recorded_structure(self, tape: Tape, operands: Operands) -> RecordedStructure:
         fingerprint = tape.fingerprint()

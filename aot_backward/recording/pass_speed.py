@@ -56,8 +56,7 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
         except Exception as error:  # no reason to lose a pass that is right
             log.info("%s could not be timed: %s", program.name, error)
             continue
-        engine, interpreted = seen.engine * 1e6, seen.interpreted * 1e6
-        eager = max(seen.eager - seen.reduced, 0.0) * 1e6  # its time in the script includes what reducers did in it
+        engine, interpreted, eager = seen.engine * 1e6, seen.interpreted * 1e6, seen.eager * 1e6
         if calls:  # what they took is in the script's time alone
             compiled = max(interpreted - here[INTERPRETED] + here[COMPILED], here[COMPILED])
         else:

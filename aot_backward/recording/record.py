@@ -27,13 +27,13 @@ from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
 from ..packaging.tuning import tune_of
+from .launcher import rank_here
 from .limits.added import Added
 from .limits.batches import check_time_limit
 from .limits.selection import MIN_SEEN, check_min_seen, percent
 from .modules.observed_modules import ObservedModules, leaves_of
 from .observed_replay import ObservedReplay
 from .optimizer_steps.observed_steps import ObservedSteps
-from .processes.ranks import Ranks, ranks_here
 from .recorded_structure import DEFAULT_ENTRY, PassTimes
 from .timed_passes import Row, TimedPasses
 
@@ -44,8 +44,8 @@ Asked = tuple[Row, Sequence[Any], Sequence[Any]]
 class Recording(ObservedReplay):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted;
     ``in_eager``: how many were timed in eager instead; ``added``: what was compiled when it closed, and what was not; ``compiled_modules``: the
-    classes of modules of which calls were compiled, and their time beside eager's. Of several processes one ``writes``, whose ``of_ranks`` says in
-    words what the others gave."""
+    classes of modules of which calls were compiled, and their time beside eager's. ``writes``: whether this process records; of several on a machine,
+    the first alone."""
 
     def __init__(
         self,
@@ -76,9 +76,7 @@ class Recording(ObservedReplay):
         self.in_eager = 0
         self.added = Added(skipped=self.skipped)
         self.compiled_modules: list[str] = []
-        self.ranks = ranks_here(path) if path is not None else None
-        self.writes = True
-        self.of_ranks: list[str] = []
+        self.writes = path is None or not rank_here()
         self.steps = ObservedSteps() if optimizer and target.startswith("cpu") else None
         self.observed_modules = ObservedModules() if modules and target.startswith("cpu") else None
         self._served = self._in_eager = 0.0  # seconds of passes that the package had, as interpreted, and of those left to eager
@@ -153,7 +151,7 @@ class Recording(ObservedReplay):
         self.timed.interpreted(times, seconds)
 
     def ended(self) -> None:
-        self.timed.ended(self.reached - self.began + time.perf_counter() - self.left, self.reduced)
+        self.timed.ended(self.reached - self.began + time.perf_counter() - self.left)
 
     def was_left_to_eager(self, seconds: float) -> None:
         self._in_eager += seconds
@@ -169,15 +167,13 @@ class Recording(ObservedReplay):
         self.recorded += 1
 
     def __enter__(self) -> Recording:
-        with contextlib.ExitStack() as undo:
-            if self.ranks is not None:
-                self.ranks.enter()
-                undo.callback(self.ranks.leave)
+        if self.writes:
             super().__enter__()
-            undo.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self.writes:
+            return
         super().__exit__(*error)
         if self.steps is not None:
             for words, reason in self.steps.refused.items():
@@ -189,12 +185,7 @@ class Recording(ObservedReplay):
         ended = kind is None or (
             isinstance(kind, type) and issubclass(kind, (SystemExit, KeyboardInterrupt))
         )  # a script that calls sys.exit has, too
-        if self.ranks is not None:
-            try:
-                self._compile_of_ranks(self.ranks, ended)
-            finally:
-                self.ranks.leave()
-        elif ended and self.path is not None:
+        if ended and self.path is not None:
             self._compile(self.path)
 
     def _compile(self, path: Path) -> None:
@@ -233,28 +224,6 @@ class Recording(ObservedReplay):
         made = AddedModules(self.compiled_modules, self.skipped)
         add_modules(path, self.entry, self.observed_modules, made, target=self.target, tune=self.tune, progress=self.progress)
 
-    def _compile_of_ranks(self, ranks: Ranks, ended: bool) -> None:
-        """What all processes saw, where this is the one that writes."""
-        assert self.path is not None
-        self.writes = False
-        if not ended and not ranks.failed_for_another():
-            ranks.fail()
-            return
-        gathered = ranks.gather(self.structures, self.recorded)
-        if gathered is None:
-            return
-        self.writes, self.of_ranks = True, gathered.lines
-        self.structures = gathered.structures
-        self.skipped += gathered.skipped
-        try:
-            self._compile(self.path)
-            for file in gathered.files:
-                from .miss_file import compile_misses
-
-                self.skipped += compile_misses(file, self.path, entry=self.entry, target=self.target, progress=self.progress)
-        finally:
-            ranks.say_done()
-
 
 def record(
     path: str | os.PathLike[str] | None = None,
@@ -286,6 +255,9 @@ def record(
 
     ``modules``: the outermost calls of modules with their backward are compiled too, or where those cannot be, the calls within them: as ``module``
     entries that :func:`replay` serves such calls with when it is told to (``docs/replay.md``).
+
+    Where a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records; in the others the context does
+    nothing. Passes of ``DistributedDataParallel`` are left to eager.
 
     ``tune``, on a CPU: "quick" times up to forty passes of each kind in eager, between the others, and each compiled pass beside its tape
     interpreted ("full" takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else

@@ -30,7 +30,6 @@ class PassTimes:
     eager: float = math.inf
     times_interpreted: int = 0
     times_in_eager: int = 0
-    reduced: float = math.inf  # what the reducers of DistributedDataParallel took behind an interpreted one
     rows: int = 0  # of passes in eager that were begun
     passes_in_eager: int = 0  # those of a row that has not ended, too
 

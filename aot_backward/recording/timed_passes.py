@@ -95,13 +95,12 @@ class TimedPasses:
             del self._times[next(iter(self._times))]
         self._here.interpreted = times, seconds
 
-    def ended(self, engine: float, reduced: float) -> None:
-        """What the engine and the reducers took for that pass."""
+    def ended(self, engine: float) -> None:
+        """What the engine took for that pass."""
         times, interpreted = getattr(self._here, "interpreted", None) or (None, math.inf)
         self._here.interpreted = None
         if times is not None and interpreted < math.inf:
             times.interpreted, times.engine = min(times.interpreted, interpreted), min(times.engine, engine)
-            times.reduced = min(times.reduced, reduced)
             times.times_interpreted += 1
 
 

@@ -70,12 +70,10 @@ __all__ = [
     "AOTIModelContainerRunnerCpu",
     "DeviceContext",
     "InterceptZeros",
-    "ObservedReducer",
     "Runner",
     "Stated",
     "TensorGuards",
     "adopt_functional",
-    "autograd_hook_of",
     "backward_hooks",
     "call_cpp_tensor_pre_hooks",
     "call_hooks",
@@ -111,7 +109,6 @@ __all__ = [
     "matmul_precision",
     "opaque_to_dynamo",
     "post_accumulate_grad_hooks",
-    "reducers_are",
     "refuse_duals",
     "requires_grad",
     "saved_tensors_hooks",
@@ -264,46 +261,6 @@ class InterceptZeros:
         if function is torch.ops.aten.zeros.default:
             return self._zeros(args[0], kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device") or torch.device("cpu"))
         return function(*args, **kwargs)
-
-
-_Reducer: Any = torch.distributed.Reducer if torch.distributed.is_available() else object
-_USE_PYTHON_REDUCER = 11  # its place among the arguments of a Reducer
-
-
-class ObservedReducer(_Reducer):
-    """The reducer of ``DistributedDataParallel``, whose hooks on the leaves let the engine's compilers pass: they are then nobody's to call but
-    :func:`autograd_hook_of`'s caller's. That is all that the argument which it is made with changes; in eager it does what it always does.
-
-    ``made``: called with it and its parameters; ``lowered``: called with it where it is for parameters in lower precision."""
-
-    made: Callable[[Any, Sequence[Tensor]], None]
-    lowered: Callable[[Any], None]
-
-    def __init__(self, parameters: Sequence[Tensor], *args: Any, **kwargs: Any):
-        place = _USE_PYTHON_REDUCER - 1  # without the parameters
-        if len(args) > place:
-            args = (*args[:place], True, *args[place + 1 :])
-        else:
-            kwargs["use_python_reducer"] = True
-        super().__init__(parameters, *args, **kwargs)
-        ObservedReducer.made(self, parameters)
-
-    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        super()._set_mixed_precision_param_dtype(dtype)
-        ObservedReducer.lowered(self)
-
-
-def reducers_are(kind: Any) -> Any:
-    """From now on ``DistributedDataParallel`` makes reducers of this class; what it was before."""
-    if not torch.distributed.is_available():
-        return kind
-    before, torch.distributed.Reducer = torch.distributed.Reducer, kind  # type: ignore[misc]
-    return before
-
-
-def autograd_hook_of(reducer: Any) -> Callable[[int], None]:
-    """What the reducer's hooks on the leaves call, by the number of the parameter."""
-    return reducer._autograd_hook
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -686,7 +686,6 @@ _LOADING: dict[str, list[object]] = {
     "train": ["--data", "INPUTS", "--epochs", 1, "--save", "OUT"],
     "replay": ["SCRIPT"],
     "rebuild": ["-o", "OUT"],
-    "replay --save-misses": ["--save-misses", "OUT", "SCRIPT"],
 }
 
 
@@ -712,14 +711,12 @@ def test_commands_that_load_a_package(command: str, tiny: Path, keys: Path, own:
     assert fails(tried("--key", own, "--signature", "if-present"), 1) == after == fails(tried(), 1)
 
 
-def test_replay_takes_a_policy(tiny: Path, keys: Path, tmp_path: Path) -> None:
+def test_replay_takes_a_policy(tiny: Path, keys: Path) -> None:
     for door in (aot_backward_runtime.replay, ab.replay):
         with pytest.raises(SignatureError, match="is by another key"):
             door(tiny, key=keys / "other.pub")
         with pytest.raises(AotBackwardError, match="expected a replay entry, got "):
             door(tiny, signature="if-present", key=keys / "own.pub")
-    with pytest.raises(SignatureError, match="is by another key"):
-        ab.replay(tiny, save_misses=tmp_path / "misses", key=keys / "other.pub")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns of forks among threads

@@ -275,14 +275,6 @@ def test_eager_is_preferred_in_threads_too() -> None:
     same(expected, got[0])
 
 
-def test_saved_misses_are_all_looked_at(tmp_path: Path) -> None:
-    path, net, other = recorded("eager"), small(), nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
-    with ab.replay(path, save_misses=tmp_path / "missed.bw") as replaying:
-        passes(net, [3] * 8)
-        passes(other, [3] * 3)
-    assert sum(replaying.report.misses.values()) == 3 and replaying.report.hits == 7
-
-
 def test_the_command_line_says_it(tmp_path: Path) -> None:
     script, path = tmp_path / "train.py", tmp_path / "bw.pt2"
     script.write_text(

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import aot_backward as ab
-from aot_backward.recording.miss_file import compile_misses
 from aot_backward_runtime.entries import autograd_function
 from aot_backward_runtime.native.library import Library
-from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.tapes.custom_function import digest_of
 
 from ..conftest import aot_backward
@@ -447,35 +445,6 @@ def test_gradients_that_were_absent_and_come(tmp_path: Path, package: Path) -> N
     torch.testing.assert_close(actual, expected)
     assert ["is defined" in r for r in replaying.report.misses] == [True]
 
-    # the same by way of a file of misses
-    given[0] = None
-    other = shutil.copy(package, tmp_path / "other.pt2")
-    with ab.replay(other, save_misses=tmp_path / "missed"):
-        step()
-    assert not compile_misses(tmp_path / "missed", other)
-    given[0] = 3.0
-    with ab.replay(other) as replaying:
-        actual = step()
-    torch.testing.assert_close(actual, expected)
-    assert ["is defined" in r for r in replaying.report.misses] == [True]
-
-
-def test_two_files_of_misses_of_one_structure(tmp_path: Path) -> None:
-    """A batch of one row is another kind of pass than one of four, so each file holds a variant, and they are in one package."""
-    package = tmp_path / "bw.pt2"
-    with ab.record(package, min_seen=1):
-        nn.Linear(3, 3)(torch.randn(2, 3)).sum().backward()
-    for rows in (4, 1):
-        with ab.replay(package, save_misses=tmp_path / f"{rows}"):
-            mlp((rows,))
-    for rows in (4, 1):
-        assert not compile_misses(tmp_path / f"{rows}", package)
-    with ab.replay(package) as replaying:
-        mlp((4, 1))
-    assert replaying.report.bindings + replaying.report.hits == 2 and not replaying.report.misses
-    (_, structure) = open_package(package).manifest.entries["backward"].structures
-    assert len(structure.variants) == 2 and structure.seconds == 0  # none was interpreted a second time, which is what is timed
-
 
 def test_a_variant_for_each_precision(tmp_path: Path) -> None:
     """Ambient state is a guard of its own: what was accepted before must not stand in the way of another variant."""
@@ -654,7 +623,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_the_command_line(script: Path, tmp_path: Path) -> None:
-    package, missed = tmp_path / "bw.pt2", tmp_path / "missed"
+    package = tmp_path / "bw.pt2"
     eager = subprocess.run([sys.executable, script, "tanh", "3"], capture_output=True, text=True)
     done = aot_backward("record", "-o", package, "--json", "--", script, "tanh", "3")
     assert (done.returncode, done.stdout) == (3, eager.stdout), done.stderr
@@ -664,26 +633,22 @@ def test_the_command_line(script: Path, tmp_path: Path) -> None:
 
     done = aot_backward("replay", package, "--strict", "--", script, "sigmoid", "0")
     assert done.returncode == 1 and done.stderr.startswith("error: the structure"), done.stderr
-    done = aot_backward("replay", package, "--save-misses", missed, "--", script, "sigmoid", "0")
+    done = aot_backward("replay", package, "--", script, "sigmoid", "0")
     assert done.returncode == 0 and "miss x3: the structure" in done.stderr, done.stderr
-    done = aot_backward("compile", missed, "-o", package)
-    assert done.returncode == 0 and done.stdout.startswith(f"wrote {package}"), done.stderr
+    done = aot_backward("record", "-o", package, "--", script, "sigmoid", "0")  # onto the same file
+    assert done.returncode == 0 and f"wrote {package}" in done.stderr, done.stderr
     for activation in ("tanh", "sigmoid"):
         done = aot_backward("replay", package, "--strict", "--json", "--", script, activation, "0")
         assert done.returncode == 0 and json.loads(done.stderr)["misses"] == {}, done.stderr
 
     done = aot_backward("record", "-o", tmp_path / "none.pt2", "--", tmp_path / "absent.py")
     assert done.returncode == 2 and "absent.py does not exist" in done.stderr
-    done = aot_backward("compile", script, "-o", package)
-    assert done.returncode == 1 and "as a file of missed passes" in done.stderr
 
 
 def test_what_cannot_be_written_is_found_out_first(tmp_path: Path, package: Path) -> None:
     for path, said in ((tmp_path / "none" / "bw.pt2", "does not exist"), (tmp_path, "is a directory")):
         with pytest.raises(ab.ExportError, match=said):
             ab.record(path)
-        with pytest.raises(ab.ExportError, match=said):
-            ab.replay(package, save_misses=path)
     with pytest.raises(ab.PackageError, match="cannot open package"):
         ab.replay(tmp_path / "none.pt2")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +104,6 @@ def run_script(script: Script, context: AbstractContextManager[Any], on_interrup
     raises, a strict replay's :class:`MissError` included, is raised.
     """
     from aot_backward_runtime.errors import MissError
-    from aot_backward_runtime.passes.data_parallel import reducers
 
     code, interrupted = 0, False
     try:
@@ -131,10 +129,6 @@ def run_script(script: Script, context: AbstractContextManager[Any], on_interrup
         if interrupted:
             raise ScriptInterrupted from None
         raise
-    if reducers.known:
-        # What is left of the script goes now: where the process group of a DistributedDataParallel goes while Python shuts down, a thread of it that
-        # then asks for the GIL ends the process by SIGABRT.
-        gc.collect()
     return code
 
 

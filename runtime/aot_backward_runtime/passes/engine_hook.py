@@ -10,7 +10,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ import torch
 from .. import torch_api
 from ..errors import AotBackwardError, MissError
 from ..tapes.interpreter import MATERIALIZE
-from .data_parallel import MIXED_PRECISION, in_our_words, reducers
 
+DATA_PARALLEL = (
+    "passes of DistributedDataParallel, which averages gradients while eager's backward runs: "
+    "wrap a module that was loaded from a package in it, or train with a step that was exported with distributed=True"
+)
 _hooks: list[EngineHook] = []
 _eager: Callable[..., Any] = torch_api.engine_run_backward
 _engine = torch_api.execution_engine
@@ -58,7 +61,6 @@ class EngineHook:
         self.roots: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
         self.began = self.reached = self.left = 0.0  # when the pass was called, when the engine called what is bound, and when that returned
-        self.reduced = 0.0  # seconds that the reducers of the pass took
         self.largest = 0  # nodes of the largest structure that was recorded
         self._left = 0  # walks since the engine's cache was empty that ended without a program
         self._resting = self._rest = 0  # passes until one is looked at, and what that was in the beginning
@@ -124,7 +126,6 @@ class EngineHook:
                 module._engine_run_backward = _run  # type: ignore[attr-defined]
             torch.autograd.function.FunctionCtx.set_materialize_grads = _record_materialize_grads  # type: ignore[method-assign, assignment]
             torch_api.set_execution_engine(_Engine())
-            reducers.observe()
         _hooks.append(self)
         return self
 
@@ -138,7 +139,6 @@ class EngineHook:
                 module._engine_run_backward = _eager  # type: ignore[attr-defined]
             torch.autograd.function.FunctionCtx.set_materialize_grads = _set_materialize_grads  # type: ignore[method-assign]
             torch_api.set_execution_engine(_engine)
-            reducers.stop()
         self.clear_cache()
         torch_api.set_autograd_compiler(*self._prior)
         self._prior = (None, False)
@@ -157,12 +157,6 @@ class EngineHook:
         while self.callbacks:
             with self.calling_out():
                 self.callbacks.pop(0)()
-
-    def reduce(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Calls the reducers of the leaves that a pass has reached, in that order."""
-        start = time.perf_counter()
-        reducers.reduce(leaves, self._without)
-        self.reduced = time.perf_counter() - start
 
     # -- one pass
 
@@ -200,8 +194,6 @@ class EngineHook:
             return self._leave_to_eager("batched gradients (is_grads_batched=True), or within a transform of functorch", roots, args, kwargs)
         if torch_api.in_forward_mode():
             return self._leave_to_eager("within forward-mode differentiation, whose tangents native code would drop", roots, args, kwargs)
-        if reducers.known and reducers.in_mixed_precision:
-            return self._leave_to_eager(MIXED_PRECISION, roots, args, kwargs)
         while not self._turn.acquire(timeout=0.02):
             if self.outside:  # the thread whose turn it is may be waiting for this very pass
                 return self._leave_to_eager("ran while another thread's hook was called", roots, args, kwargs)
@@ -213,7 +205,7 @@ class EngineHook:
                 return self._leave_to_eager(reason, roots, args, kwargs)
             if self._left >= _LEFT_LEAST and (self._left >= _LEFT_BEHIND or self._left * self.largest >= _LEFT_NODES):
                 self.clear_cache()
-            self.inside, self.running, self.runs_in, self.reduced = True, False, threading.get_ident(), 0.0
+            self.inside, self.running, self.runs_in = True, False, threading.get_ident()
             self.roots, self.targets, self.began = roots, args[3], time.perf_counter()
             try:
                 result = _eager(roots, *args, **kwargs)
@@ -238,7 +230,9 @@ class EngineHook:
                 reason = reason.partition(rest)[0]
             if reason.startswith("!vlogger"):  # it walks to where a recording was given up, and has nothing to say about it
                 reason = "a structure that was left to eager before"
-            self.left_to_eager(in_our_words(reason))
+            if reason.startswith("Compiled autograd is not compatible with C++ DDP Reducer"):
+                reason = DATA_PARALLEL
+            self.left_to_eager(reason)
             self.was_left_to_eager(seconds)
             return result
         finally:

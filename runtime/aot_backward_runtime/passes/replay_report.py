@@ -176,4 +176,3 @@ class Report:
 _RECORD = "record 20 passes or more of a size, into a new file"
 TOO_BRIEF = f"recorded too briefly to know whether compiled code is faster than eager, or not timed (--tune none, a GPU): {_RECORD}"
 OTHER_SIZES = f"recorded too briefly at these sizes to know whether compiled code is faster than eager: {_RECORD}"
-DATA_PARALLEL = "passes of DistributedDataParallel, whose reducer works beside eager's backward"

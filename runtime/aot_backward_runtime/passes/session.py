@@ -41,11 +41,10 @@ from ..tapes.tape import Slot, Tape
 from . import origin
 from .call_sites import CallSites
 from .compiled_pass import Match
-from .data_parallel import reducers
 from .engine_hook import EngineHook
 from .fastest_way import AROUND, SLOWER, FastestWay
 from .pass_contract import Operands, why_unsupported
-from .replay_report import DATA_PARALLEL, OTHER_SIZES, TOO_BRIEF, Report
+from .replay_report import OTHER_SIZES, TOO_BRIEF, Report
 from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
 
@@ -346,11 +345,11 @@ class Replaying(EngineHook):
     def _compare_with_eager(self, fastest: FastestWay) -> None:
         """The pass under way has run: counts what it gained or lost, or that this is not known."""
         seconds = time.perf_counter() - self.began
-        if fastest.times and not fastest.nearby and not reducers.known:
+        if fastest.times and not fastest.nearby:
             self.report.saved_against_eager += fastest.times["eager"] * 1e-6 - seconds
             self.report.margin += (SLOWER - 1) * seconds + AROUND * 1e-6
         else:
-            self.report.untimed.note(DATA_PARALLEL if reducers.known else OTHER_SIZES if fastest.times else TOO_BRIEF)
+            self.report.untimed.note(OTHER_SIZES if fastest.times else TOO_BRIEF)
             self.report.untimed_seconds += seconds
 
     def place(self, tape: Tape, operands: Operands, node: int | None) -> str:
@@ -433,8 +432,6 @@ class _BoundPass:
         if len(self.recorded.picked) != len(inputs):
             inputs = [inputs[i] for i in self.recorded.picked]
         results = session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)
-        if reducers.known:
-            session.reduce([inputs[i] for i in self.tape.leaves])
         if session.callbacks:
             session.final_callbacks()
         session.left = time.perf_counter()

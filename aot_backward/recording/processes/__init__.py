@@ -1,1 +1,0 @@
-"""Several processes that record one package."""
