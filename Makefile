@@ -14,7 +14,7 @@ JOBS ?= $(shell nproc)
 
 C_SOURCES := $(wildcard runtime/native/*/*.[ch] runtime/native/*/*.inc)
 
-.PHONY: demo test test-slow native bench coverage models fuzz fuzz-native sanitize-native endurance rebuild-matrix cross gpu docs lint venv clean _cross
+.PHONY: demo check test test-all native bench coverage models fuzz fuzz-native sanitize-native endurance rebuild-matrix cross gpu docs lint venv clean _cross
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -29,13 +29,15 @@ demo: $(STAMP)
 	@$(BIN)/aot-backward inspect build/digits.pt2 --html build/digits.html
 	@echo "open file://$(CURDIR)/build/digits.html"
 
-# Whole files go to one worker, so that what a file compiles is compiled once. TESTS=tests/project/test_torch_api.py: only these.
+# Whole files go to one worker, so that what a file compiles is compiled once; it is kept in ~/.cache/aot-backward-tests for the next run.
+# TESTS=tests/project/test_torch_api.py: only these.
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(TESTS)
+	@$(PYTEST) $(TESTS)
 
-# Clients that train in three processes each: minutes, so not part of `make test`.
-test-slow: $(STAMP)
-	@$(BIN)/python -m pytest -q -m slow
+# With the tests that are marked `slow`: pages and tools that run for minutes, and what other tests try in fewer forms.
+test-all: $(STAMP)
+	@$(PYTEST) -m "" $(TESTS)
 
 # The C library, by gcc alone, and its tests.
 native: $(STAMP)

@@ -16,6 +16,7 @@ import torch
 CACHE = "AOT_BACKWARD_CACHE"
 SHARED = "AOT_BACKWARD_TEST_FOLDER"  # packages that tests share (exports.py), for all workers of a run
 PROGRAM = Path(__file__).parent / "support" / "cli_program.py"
+SLOW = Path(__file__).with_name("slow.txt")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores; OpenMP's threads wait for each other by spinning, and a step that takes 3 ms alone takes 100 then.
@@ -23,13 +24,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run starts with an empty cache, unless one is given (``AOT_BACKWARD_CACHE=… make test``); parallel workers inherit it."""
+    """What a run compiles is kept for the next one, beside the user's own cache or where ``AOT_BACKWARD_CACHE`` says; parallel workers inherit it."""
     if SHARED not in os.environ:
         config.stash[_MADE] = os.environ[SHARED] = tempfile.mkdtemp(prefix="aot-backward-tests-")
-    os.environ.setdefault(CACHE, f"{os.environ[SHARED]}/cache")
+    os.environ.setdefault(CACHE, str(Path.home() / ".cache" / "aot-backward-tests"))
     os.environ.setdefault("AOT_BACKWARD_TUNE", "none")  # what is timed takes time; test_tuning.py asks for it
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # each process that exports would compile 840 modules of PyTorch, 2 s: once in a run
         os.environ["PYTHONPYCACHEPREFIX"] = f"{os.environ[SHARED]}/bytecode"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as ``slow`` what slow.txt names: files, tests, and single cases of tests."""
+    named = set(SLOW.read_text().split("\n"))
+    for item in items:
+        if not named.isdisjoint((item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0])):
+            item.add_marker("slow")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

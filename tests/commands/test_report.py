@@ -648,7 +648,6 @@ def browser() -> Iterator[Browser]:
     found.driver.quit()
 
 
-@pytest.mark.slow
 def test_a_line_is_highlighted_forward_and_backward(browser: Browser, conv: Path, tmp_path: Path) -> None:
     browser.show(conv, tmp_path / "conv.html")
     assert browser.texts("#title0, #title1")[0].startswith("forward") and browser.texts("#title1")[0].startswith("backward")
@@ -672,7 +671,6 @@ def source_line(text: str) -> int:
     return next(n for n, line in enumerate(lines, 1) if text in line and line.strip().startswith("pooled ="))
 
 
-@pytest.mark.slow
 def test_a_node_shows_what_it_reads_and_who_reads_it(browser: Browser, conv: Path, tmp_path: Path) -> None:
     browser.show(conv, tmp_path / "conv.html")
     browser.keys("#query", "sigmoid")
@@ -705,7 +703,6 @@ def test_a_node_shows_what_it_reads_and_who_reads_it(browser: Browser, conv: Pat
     assert peak and browser.texts("#list1 .row.pick .index") == [peak[1]] and browser.texts("#list1 .row.pick .name") == [peak[2]]
 
 
-@pytest.mark.slow
 def test_search_and_keys(browser: Browser, conv: Path, tmp_path: Path) -> None:
     browser.show(conv, tmp_path / "conv.html")
     before = len(browser.texts(".row"))
@@ -729,7 +726,6 @@ def test_search_and_keys(browser: Browser, conv: Path, tmp_path: Path) -> None:
     assert browser.js("return document.activeElement.id") == "list1"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "views"),
     [
@@ -750,7 +746,6 @@ def test_every_view_can_be_chosen(browser: Browser, made: str, views: list[str],
     browser.quiet((tmp_path / "page.html").as_uri())
 
 
-@pytest.mark.slow
 def test_three_thousand_nodes_scroll(browser: Browser, big: Path, tmp_path: Path) -> None:
     browser.show(big, tmp_path / "big.html")
     assert browser.js("return performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000  # 200 ms on an idle machine
@@ -769,7 +764,6 @@ def test_three_thousand_nodes_scroll(browser: Browser, big: Path, tmp_path: Path
     browser.quiet((tmp_path / "big.html").as_uri())
 
 
-@pytest.mark.slow
 def test_hostile_strings_stay_text(browser: Browser, package: Path, tmp_path: Path) -> None:
     browser.show(evil(package, tmp_path / "evil.pt2"), tmp_path / "evil.html")
     browser.js("document.querySelectorAll('#list0 .row')[2].click(); document.querySelector('#places button').click()")
@@ -778,7 +772,6 @@ def test_hostile_strings_stay_text(browser: Browser, package: Path, tmp_path: Pa
     assert "onerror" in browser.texts("#detail")[0]
 
 
-@pytest.mark.slow
 def test_light_dark_narrow_and_printed(browser: Browser, conv: Path, tmp_path: Path) -> None:
     browser.show(conv, tmp_path / "conv.html")
     grounds = []

@@ -101,7 +101,6 @@ def test_ten_steps_equal_eagers(name: str) -> None:
     assert (replaying.report.steps, dict(replaying.report.eager_steps)) == (10 - first, {"the optimizer has no state yet": 1} if first else {})
 
 
-@pytest.mark.slow
 def test_ten_steps_of_the_others(tmp_path: Path) -> None:
     recorded(SLOW, tmp_path / "slow.pt2")
     for name, make in SLOW.items():

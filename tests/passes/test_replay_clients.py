@@ -29,7 +29,6 @@ def largest_difference(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("client", ["trainer_gpt2", "trainer_bert", "loop_digits", "loop_sequences"])
 def test_a_client_trains_as_in_eager(client: str, tmp_path: Path) -> None:
     eager = run(client, "eager", tmp_path)

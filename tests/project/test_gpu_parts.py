@@ -15,7 +15,6 @@ from ..tools.gpu.parts import PARTS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.tools.gpu", "--device", "cpu", "--quick", "--docs", str(tmp_path / "page")]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
