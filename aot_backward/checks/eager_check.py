@@ -265,26 +265,28 @@ def _with_largest_moves(given: _Given, reference: Reference[Named], eager: Named
     for name in names:
         e, t = eager[name], reference.results[name]
         assert e is not None and t is not None
-        further = torch.finfo(e.dtype).eps * _largest_move(given, int(name[len("output[") : -1]), e.device.type) / 8
+        further = _largest_move(given, int(name[len("output[") : -1]), e) / 8
         moved[name] = max(moved[name], min(further, 1e-3 * max(norm(t), largest)))
     return dataclasses.replace(reference, moved=moved)
 
 
-def _largest_move(given: _Given, output: int, device: str) -> float:
-    """Σ|x·∂t/∂x| over all numbers x of parameters and inputs, t being output number ``output``, which is one number: times a small relative change
-    of each x, to first order the most that t moves by. 0 where t cannot be differentiated by them."""
+def _largest_move(given: _Given, output: int, eager: torch.Tensor) -> float:
+    """Σ eps·|x·∂t/∂x| over all numbers x of parameters and inputs, t being output number ``output``, which is one number: to first order the most that
+    t moves by if each x changes by eps of its dtype, or of that of ``eager``, which t is in eager, if that is coarser. 0 where t cannot be
+    differentiated by them."""
     parameters = {n: p for n, p in given.case.program.named_parameters() if p.is_floating_point()}
     inputs = {i: t for i, t in enumerate(given.example.tensors) if t.is_floating_point()}
     wrt = (*(("parameter", n) for n in parameters), *(("input", i) for i in inputs))
     example = given.example.with_tensors([t.requires_grad_() if i in inputs else t for i, t in enumerate(to_float64(given.example.tensors))])
     try:
-        with in_float64(given.case.program), torch.autocast(device, enabled=False):
+        with in_float64(given.case.program), torch.autocast(eager.device.type, enabled=False):
             results = results_of_eager(given.case.program, example, wrt, given.spec, (), root=output)
     except RuntimeError:  # it has no gradient, or what is an input is written to
         return 0.0
     values = {n: t.detach() for n, t in [*parameters.items(), *((given.spec.inputs[i].name, t) for i, t in inputs.items())]}
     gradients = {n: results[f"gradient of {n}"] for n in values}
-    return sum(float((g * values[n]).abs().sum()) for n, g in gradients.items() if g is not None)
+    eps = {n: max(torch.finfo(t.dtype).eps, torch.finfo(eager.dtype).eps) for n, t in values.items()}
+    return sum(eps[n] * float((g * values[n]).abs().sum()) for n, g in gradients.items() if g is not None)
 
 
 def _error_of_eager(name: str, eager: torch.Tensor, reference: Reference[Named]) -> float:

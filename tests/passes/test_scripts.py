@@ -124,7 +124,6 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     fails(called("record", "-o", tmp_path / "bw.pt2", "--", tmp_path), 2, f"the script {tmp_path} is not a file")
     fails(called("replay", tmp_path / "absent.pt2", "--", script), 1, str(tmp_path / "absent.pt2"))
     fails(called("record", "-o", tmp_path / "none" / "bw.pt2", "--", script), 1, str(tmp_path / "none"))
-    fails(called("compile", tmp_path / "absent.bw", "-o", tmp_path / "bw.pt2"), 1, str(tmp_path / "absent.bw"))
 
 
 BACKWARD = """
