@@ -35,6 +35,13 @@ PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 test: $(STAMP)
 	@$(PYTEST) $(TESTS)
 
+# A minute, without a compiler: packages as files, tapes, the C library, the command line around scripts, and what may import what.
+CHECK := $(addprefix tests/package/test_,contradictions.py devices.py golden.py missing_entries.py state_file.py) \
+  $(addprefix tests/passes/test_,tape.py scripts.py) $(addprefix tests/native/test_,calls.py null_arguments.py packages.py signatures.py state_files.py) \
+  $(addprefix tests/project/test_,house.py torch_api.py)
+check: $(STAMP)
+	@CXX=/no/compiler $(PYTEST) $(CHECK)
+
 # With the tests that are marked `slow`: pages and tools that run for minutes, and what other tests try in fewer forms.
 test-all: $(STAMP)
 	@$(PYTEST) -m "" $(TESTS)

@@ -271,8 +271,8 @@ def _with_largest_moves(given: _Given, reference: Reference[Named], eager: Named
 
 
 def _largest_move(given: _Given, output: int, eager: torch.Tensor) -> float:
-    """Σ eps·|x·∂t/∂x| over all numbers x of parameters and inputs, t being output number ``output``, which is one number: to first order the most that
-    t moves by if each x changes by eps of its dtype, or of that of ``eager``, which t is in eager, if that is coarser. 0 where t cannot be
+    """Σ eps·|x·∂t/∂x| over all numbers x of parameters and inputs, t being output number ``output``, which is one number: to first order the most
+    that t moves by if each x changes by eps of its dtype, or of that of ``eager``, which t is in eager, if that is coarser. 0 where t cannot be
     differentiated by them."""
     parameters = {n: p for n, p in given.case.program.named_parameters() if p.is_floating_point()}
     inputs = {i: t for i, t in enumerate(given.example.tensors) if t.is_floating_point()}

@@ -261,7 +261,7 @@ def test_a_sum_of_many_terms_that_cancel(tmp_path: Path, factor: float, monkeypa
 
 @pytest.mark.parametrize("seed", [4, 11, 17])
 def test_a_sum_of_few_16_bit_numbers_that_cancel(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With these seeds eager's sum, in float32, is by chance nearer to float64's than numbers of 16 bits are. Before, the multiplication was blamed."""
+    """With these seeds eager's sum is by chance nearer to float64's than numbers of 16 bits are; the multiplication was blamed for the difference."""
     torch.manual_seed(seed)
     numbers = tuple(torch.randn(40, dtype=torch.float16, requires_grad=True) for _ in range(2))
     length = {0: Dim("length", min=2)}

@@ -130,6 +130,14 @@ def test_the_fault_table_and_the_tests_agree() -> None:
     assert sorted(rows) == list(range(1, len(rows) + 1))
 
 
+def test_what_slow_txt_names_is_there() -> None:
+    """Files and tests; not the single cases of a test."""
+    named = {line.partition("[")[0] for line in (ROOT / "tests" / "slow.txt").read_text().splitlines()}
+    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    there |= {f"{path.relative_to(ROOT).as_posix()}::{name}" for name, paths in files_of_tests().items() for path in paths}
+    assert named - there == set()
+
+
 def test_the_check_of_the_fault_table_can_fail() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text()
     assert wrong_tests(text.replace("[test_nan_and_inf_are_as_in_eager]", "[test_nan_and_inf_are_not]"))
