@@ -27,7 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """What a run compiles is kept for the next one, beside the user's own cache or where ``AOT_BACKWARD_CACHE`` says; parallel workers inherit it."""
     if SHARED not in os.environ:
         config.stash[_MADE] = os.environ[SHARED] = tempfile.mkdtemp(prefix="aot-backward-tests-")
-    os.environ.setdefault(CACHE, str(Path.home() / ".cache" / "aot-backward-tests"))
+    kept = Path.home() / ".cache" / "aot-backward-tests"
+    writable = os.access(next(folder for folder in kept.parents if folder.exists()), os.W_OK)
+    os.environ.setdefault(CACHE, str(kept) if writable else f"{os.environ[SHARED]}/cache")
     os.environ.setdefault("AOT_BACKWARD_TUNE", "none")  # what is timed takes time; test_tuning.py asks for it
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # each process that exports would compile 840 modules of PyTorch, 2 s: once in a run
         os.environ["PYTHONPYCACHEPREFIX"] = f"{os.environ[SHARED]}/bytecode"

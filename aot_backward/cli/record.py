@@ -58,6 +58,9 @@ def record(
 
     from ..recording.record import record as recording
 
+    def say_compiling() -> None:
+        click.echo("compiling what was recorded; Ctrl-C ends that", err=True)
+
     with shown() as progress:
         session = recording(
             output,
@@ -73,7 +76,7 @@ def record(
         )
         code, interrupt = 0, None
         try:
-            code = run_script(script, session, lambda: click.echo("compiling what was recorded; Ctrl-C ends that", err=True))
+            code = run_script(script, session, say_compiling if session.writes else lambda: None)
         except (ScriptInterrupted, KeyboardInterrupt) as error:
             interrupt = error
     if as_json and session.writes:
