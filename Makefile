@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 test: $(STAMP)
 	@$(PYTEST) $(TESTS)
 
-# A minute, without a compiler: packages as files, tapes, the C library, the command line around scripts, and what may import what.
+# A minute, and nothing is exported: packages as files, tapes, the C library, the command line around scripts, and what may import what.
 CHECK := $(addprefix tests/package/test_,contradictions.py devices.py golden.py missing_entries.py state_file.py) \
   $(addprefix tests/passes/test_,tape.py scripts.py) $(addprefix tests/native/test_,calls.py null_arguments.py packages.py signatures.py state_files.py) \
   $(addprefix tests/project/test_,house.py torch_api.py)
@@ -49,7 +49,7 @@ test-all: $(STAMP)
 # The C library, by gcc alone, and its tests.
 native: $(STAMP)
 	@$(MAKE) --no-print-directory -C runtime/native BUILD=$(CURDIR)/build/native
-	@$(BIN)/python -m pytest tests/native -n 2
+	@$(BIN)/python -m pytest tests/native -n 2 -m ""
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.tools.benchmarks $(if $(QUICK),--quick)
@@ -75,7 +75,7 @@ sanitize-native: $(STAMP)
 	@CFLAGS="$(SANITIZERS)" $(BIN)/python -m pip install --quiet --no-compile --no-deps --disable-pip-version-check --target build/sanitized ./runtime/native
 	@CFLAGS="$(SANITIZERS)" PYTHONPATH=build/sanitized ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
-	  $(BIN)/python -m pytest -s tests/native -k "not too_little_memory and not again_and_again and not memory_stays_flat"
+	  $(BIN)/python -m pytest -s tests/native -m "" -k "not too_little_memory and not again_and_again and not memory_stays_flat"
 
 # The same through the C library, under sanitizers: a million in an hour and a half on one core.
 fuzz-native: $(STAMP)

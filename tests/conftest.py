@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if SHARED not in os.environ:
         config.stash[_MADE] = os.environ[SHARED] = tempfile.mkdtemp(prefix="aot-backward-tests-")
     kept = Path.home() / ".cache" / "aot-backward-tests"
-    writable = os.access(next(folder for folder in kept.parents if folder.exists()), os.W_OK)
+    writable = os.access(next(folder for folder in (kept, *kept.parents) if folder.exists()), os.W_OK)
     os.environ.setdefault(CACHE, str(kept) if writable else f"{os.environ[SHARED]}/cache")
     os.environ.setdefault("AOT_BACKWARD_TUNE", "none")  # what is timed takes time; test_tuning.py asks for it
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # each process that exports would compile 840 modules of PyTorch, 2 s: once in a run

@@ -53,7 +53,7 @@ def replay(
     from aot_backward_runtime.passes.session import replay as replaying
     from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
-    from ..recording.launcher import rank_here
+    from ..recording.launcher import rank_of_all
 
     session = replaying(
         package,
@@ -71,10 +71,10 @@ def replay(
         code = run_script(script, session)
     except (ScriptInterrupted, KeyboardInterrupt) as error:
         interrupt = error
-    rank, report = rank_here(), session.report
+    rank, report = rank_of_all(), session.report
     if as_json:
         click.echo(json.dumps(report.to_json() | ({} if rank is None else {"rank": rank})), err=True)
-    elif not rank or report.misses:
+    elif not rank or report.misses or report.differed:
         for line in str(report).splitlines():  # reasons hold names from the package
             say(f"rank {rank}: {line}" if rank else line, err=True)
     if interrupt is not None:

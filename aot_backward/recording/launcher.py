@@ -7,5 +7,14 @@ import os
 
 def rank_here() -> int | None:
     """The number of this process among those of this machine; None if it is the only one."""
-    number, count = (os.environ.get(f"LOCAL_{name}", os.environ.get(name, "")) for name in ("RANK", "WORLD_SIZE"))
+    return _number("LOCAL_RANK", "LOCAL_WORLD_SIZE") if "LOCAL_RANK" in os.environ else rank_of_all()
+
+
+def rank_of_all() -> int | None:
+    """The number of this process among those of all machines; None if it is the only one."""
+    return _number("RANK", "WORLD_SIZE")
+
+
+def _number(rank: str, size: str) -> int | None:
+    number, count = os.environ.get(rank, ""), os.environ.get(size, "")
     return int(number) if number.isdecimal() and count.isdecimal() and int(number) < int(count) and int(count) > 1 else None

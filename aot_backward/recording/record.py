@@ -256,8 +256,8 @@ def record(
     ``modules``: the outermost calls of modules with their backward are compiled too, or where those cannot be, the calls within them: as ``module``
     entries that :func:`replay` serves such calls with when it is told to (``docs/replay.md``).
 
-    Where a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records; in the others the context does
-    nothing. Passes of ``DistributedDataParallel`` are left to eager.
+    Where a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records into ``path``; in the others
+    the context does nothing. Passes of ``DistributedDataParallel`` are left to eager.
 
     ``tune``, on a CPU: "quick" times up to forty passes of each kind in eager, between the others, and each compiled pass beside its tape
     interpreted ("full" takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else

@@ -83,6 +83,7 @@ __all__ = [
     "end_allocating_to_pool",
     "engine_run_backward",
     "execution_engine",
+    "fires_reducer",
     "foreach_add_",
     "foreach_copy_",
     "function_modes",
@@ -261,6 +262,12 @@ class InterceptZeros:
         if function is torch.ops.aten.zeros.default:
             return self._zeros(args[0], kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device") or torch.device("cpu"))
         return function(*args, **kwargs)
+
+
+def fires_reducer(hook: Any) -> bool:
+    """Whether a hook is one by which ``DistributedDataParallel(…, mixed_precision=…)`` calls its reducer: the engine knows nothing of those."""
+    called = getattr(getattr(hook, "func", None), "__func__", None)  # functools.partial of a method
+    return called is not None and called is torch.nn.parallel.DistributedDataParallel._fire_reducer_autograd_hook
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -269,6 +269,19 @@ def test_a_sum_of_few_16_bit_numbers_that_cancel(seed: int, tmp_path: Path, caps
     assert "gave other numbers" not in capsys.readouterr().err
 
 
+def test_a_sum_of_few_16_bit_numbers_that_is_off_by_a_hundredth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_of = eager_check.results_of_entry
+
+    def results(*args: Any, inference: bool) -> Any:
+        return {n: t if t is None or t.numel() != 1 else t * 1.01 for n, t in sum_of(*args, inference=inference).items()}
+
+    monkeypatch.setattr(eager_check, "results_of_entry", results)
+    torch.manual_seed(4)
+    numbers = tuple(torch.rand(40, dtype=torch.float16, requires_grad=True) for _ in range(2))
+    with pytest.raises(ExportError, match=r"output\[0\] is wrong: off by .* is allowed"):
+        ab.export_grad(lambda x, weight: (torch.tanh(x) * weight).float().sum(), numbers, path=tmp_path / "grad.pt2")
+
+
 def test_a_number_that_is_no_float_and_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sum_of = eager_check.results_of_entry
 

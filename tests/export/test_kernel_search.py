@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import aot_backward as ab
 from aot_backward_exporters.inductor import graph_fixes
+from aot_backward_exporters.toolchain import compile_cache
 from aot_backward_runtime import load
 
 
@@ -41,6 +42,11 @@ def said() -> Iterator[list[str]]:
 
 
 def test_the_operator_at_fault_is_found_and_named(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = compile_cache.cache_root() / "shared"
+    shared.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))  # what is compiled wrong is kept nowhere
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "shared").symlink_to(shared)
     monkeypatch.setattr(graph_fixes, "_miscompiled", lambda node: False)
     net, x = Scaled(), torch.randn(2, 2, 6, 6)
     entries = {

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -95,13 +97,24 @@ def test_a_pass_of_ddp_is_left_to_eager_by_name(made: str) -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
 
 
+def test_a_pass_whose_hooks_call_a_reducer_is_an_error() -> None:
+    """As ``DistributedDataParallel(…, mixed_precision=…)`` calls it, which needs a GPU's events; the engine does not refuse such a pass."""
+    ddp = SimpleNamespace(reducer=SimpleNamespace(_autograd_hook=lambda number: None))
+    net = nn.Linear(4, 2)
+    accumulator = net.weight.expand_as(net.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    accumulator.register_hook(partial(MethodType(DDP._fire_reducer_autograd_hook, ddp), 7))  # type: ignore[union-attr]
+    with ab.record(None), pytest.raises(ab.AotBackwardError, match="mixed_precision"):
+        net(torch.ones(2, 4)).sum().backward()
+    assert net.weight.grad is None and net.bias.grad is None
+
+
 @pytest.mark.usefixtures("group")
 def test_what_a_communication_hook_raises_comes_out_of_backward() -> None:
     def fail(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         raise ZeroDivisionError("in the hook")
 
     fail.__annotations__.clear()  # DDP compares them with classes
-    with ab.record(None):
+    with ab.record(None) as recording:
         net = DDP(nn.Linear(4, 2))
         net.register_comm_hook(None, fail)
         with pytest.raises(ZeroDivisionError, match="in the hook"):
@@ -109,6 +122,7 @@ def test_what_a_communication_hook_raises_comes_out_of_backward() -> None:
         plain = nn.Linear(4, 2)
         plain(torch.ones(2, 4)).sum().backward()
         assert plain.weight.grad is not None
+    assert recording.recorded == 1 and not recording.report.eager
 
 
 def test_a_record_context_in_another_process_than_the_first_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,10 @@ DATA_PARALLEL = (
     "passes of DistributedDataParallel, which averages gradients while eager's backward runs: "
     "wrap a module that was loaded from a package in it, or train with a step that was exported with distributed=True"
 )
+MIXED_PRECISION = (
+    "DistributedDataParallel(…, mixed_precision=…) averages gradients from hooks within the pass, which neither record nor replay can run as "
+    "eager does: run this script without them"
+)
 _hooks: list[EngineHook] = []
 _eager: Callable[..., Any] = torch_api.engine_run_backward
 _engine = torch_api.execution_engine

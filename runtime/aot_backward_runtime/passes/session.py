@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import torch_api
-from ..errors import InputError, MissError
+from ..errors import AotBackwardError, InputError, MissError
 from ..format.manifest import Speed
 from ..loader import Package, load
 from ..module_calls import interception as module_interception
@@ -41,7 +41,7 @@ from ..tapes.tape import Slot, Tape
 from . import origin
 from .call_sites import CallSites
 from .compiled_pass import Match
-from .engine_hook import EngineHook
+from .engine_hook import MIXED_PRECISION, EngineHook
 from .fastest_way import AROUND, SLOWER, FastestWay
 from .pass_contract import Operands, why_unsupported
 from .replay_report import OTHER_SIZES, TOO_BRIEF, Report
@@ -423,6 +423,8 @@ class _BoundPass:
     ) -> list[torch.Tensor | None]:
         session = self.session
         session.running, session.reached = True, time.perf_counter()
+        if hooks and any(map(torch_api.fires_reducer, hooks)):  # too late for eager: the engine has let go of what the graph saved
+            raise AotBackwardError(MIXED_PRECISION)
         binding, self.binding = self.binding, False
         self.served = not binding
         if not binding and (self.tape.order_matters or (self.structure.spec is None and self.tape.order_rounds)):
