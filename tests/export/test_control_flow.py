@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch._higher_order_ops import map as mapped
 from torch._higher_order_ops import scan, while_loop
-from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
 from aot_backward_runtime import ExportError, load
+
+from ..support.packages import python
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo, which control flow calls
 
@@ -46,11 +47,27 @@ class Recurrent(nn.Module):
         return h, gate, *results
 
 
+EXPORT_RECURRENT = """
+import sys, warnings
+import torch
+from torch.export import Dim
+import aot_backward as ab
+from tests.export.test_control_flow import Recurrent
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+torch.manual_seed(0)
+module, sizes = Recurrent(), {"x": {0: Dim("length", min=1, max=20), 1: Dim("batch", min=1, max=9)}}
+ab.export_module(module, (torch.randn(6, 3, 4, requires_grad=True),), dynamic_shapes=sizes, path=sys.argv[1])
+"""
+
+
 @pytest.mark.skipif(not torch_api.at_least("2.13"), reason="a loop's body takes other inputs than it is given")
 def test_a_scan_whose_step_ends_in_tanh_sigmoid_or_exp(tmp_path: Path) -> None:
+    # In a process of its own: in one that has exported many programs before, Inductor refused it in 2 of 5 runs of all tests ("A subgraph argument
+    # other than striding has been modified"), for a reason that is not found yet.
+    done = python(EXPORT_RECURRENT, tmp_path / "scan.pt2")
+    assert done.returncode == 0, done.stderr
     torch.manual_seed(0)
-    module, sizes = Recurrent(), {"x": {0: Dim("length", min=1, max=20), 1: Dim("batch", min=1, max=9)}}
-    ab.export_module(module, (torch.randn(6, 3, 4, requires_grad=True),), dynamic_shapes=sizes, path=tmp_path / "scan.pt2")
+    module = Recurrent()
     loaded = load(tmp_path / "scan.pt2").module()
     for shape in ((6, 3, 4), (1, 1, 4), (20, 9, 4)):
         x, found = torch.randn(shape), []
