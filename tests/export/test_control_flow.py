@@ -14,7 +14,7 @@ from torch._higher_order_ops import scan, while_loop
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
-from aot_backward_runtime import ExportError, load
+from aot_backward_runtime import ExportError
 
 from ..support.packages import python
 
@@ -47,36 +47,36 @@ class Recurrent(nn.Module):
         return h, gate, *results
 
 
-EXPORT_RECURRENT = """
+RECURRENT = """
 import sys, warnings
 import torch
 from torch.export import Dim
 import aot_backward as ab
+from aot_backward_runtime import load
 from tests.export.test_control_flow import Recurrent
-warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # of Dynamo, which control flow calls
 torch.manual_seed(0)
 module, sizes = Recurrent(), {"x": {0: Dim("length", min=1, max=20), 1: Dim("batch", min=1, max=9)}}
 ab.export_module(module, (torch.randn(6, 3, 4, requires_grad=True),), dynamic_shapes=sizes, path=sys.argv[1])
+loaded = load(sys.argv[1]).module()
+for shape in ((6, 3, 4), (1, 1, 4), (20, 9, 4)):
+    x, found = torch.randn(shape), []
+    for one in (module, loaded):
+        leaf = x.clone().requires_grad_()
+        results = one(leaf)
+        loss = sum((r * torch.arange(4).cos()).sum() for r in results)
+        found.append([*results, *torch.autograd.grad(loss, [leaf, *one.parameters()])])
+    torch.testing.assert_close(found[1], found[0])
 """
 
 
 @pytest.mark.skipif(not torch_api.at_least("2.13"), reason="a loop's body takes other inputs than it is given")
 def test_a_scan_whose_step_ends_in_tanh_sigmoid_or_exp(tmp_path: Path) -> None:
-    # In a process of its own: in one that has exported many programs before, Inductor refused it in 2 of 5 runs of all tests ("A subgraph argument
-    # other than striding has been modified"), for a reason that is not found yet.
-    done = python(EXPORT_RECURRENT, tmp_path / "scan.pt2")
+    """In a process of its own: in one that has exported many programs before, Inductor refused it in 2 of 5 runs of all tests ("A subgraph argument
+    other than striding has been modified"), for a reason that is not found yet. Eager's scan, which Dynamo compiles, depends on what ran before, too."""
+    done = python(RECURRENT, tmp_path / "scan.pt2")
     assert done.returncode == 0, done.stderr
-    torch.manual_seed(0)
-    module = Recurrent()
-    loaded = load(tmp_path / "scan.pt2").module()
-    for shape in ((6, 3, 4), (1, 1, 4), (20, 9, 4)):
-        x, found = torch.randn(shape), []
-        for one in (module, loaded):
-            leaf = x.clone().requires_grad_()
-            results = one(leaf)
-            loss = sum((r * torch.arange(4).cos()).sum() for r in results)
-            found.append([*results, *torch.autograd.grad(loss, [leaf, *one.parameters()])])
-        torch.testing.assert_close(found[1], found[0])
 
 
 def _twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
