@@ -74,7 +74,7 @@ for shape in ((6, 3, 4), (1, 1, 4), (20, 9, 4)):
 @pytest.mark.skipif(not torch_api.at_least("2.13"), reason="a loop's body takes other inputs than it is given")
 def test_a_scan_whose_step_ends_in_tanh_sigmoid_or_exp(tmp_path: Path) -> None:
     """In a process of its own: in one that has exported many programs before, Inductor refused it in 2 of 5 runs of all tests ("A subgraph argument
-    other than striding has been modified"), for a reason that is not found yet. Eager's scan, which Dynamo compiles, depends on what ran before, too."""
+    other than striding has been modified"), for a reason that is not found yet. Eager's scan, which Dynamo compiles, depends on it, too."""
     done = python(RECURRENT, tmp_path / "scan.pt2")
     assert done.returncode == 0, done.stderr
 
