@@ -14,7 +14,6 @@ from aot_backward_runtime.passes import origin
 from aot_backward_runtime.passes.pass_contract import Operands
 from aot_backward_runtime.passes.session import Replaying
 from aot_backward_runtime.passes.structure import Structure
-from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 from aot_backward_runtime.tapes.custom_function import PlainContext
 from aot_backward_runtime.tapes.interpreter import Run
 from aot_backward_runtime.tapes.tape import Tape, slots
@@ -41,13 +40,10 @@ class ObservedReplay(Replaying):
         package: Package | None,
         entry: str | None,
         *,
-        strict: bool = False,
-        max_structures: int = MAX_STRUCTURES,
-        always: bool = False,
-        optimizer: bool = True,
-        modules: bool = False,
+        max_structures: int,
+        optimizer: bool,
     ):
-        super().__init__(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer, modules=modules)
+        super().__init__(package, entry, max_structures=max_structures, always=True, optimizer=optimizer)
         self.structures: dict[str, RecordedStructure] = {}
         self.skipped: Counter[str] = Counter()
 

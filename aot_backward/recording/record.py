@@ -69,7 +69,7 @@ class Recording(ObservedReplay):
             package = load(path)
         if package is not None and entry not in package.entries:
             package = None
-        super().__init__(package, entry, max_structures=max_structures, always=True, optimizer=optimizer)
+        super().__init__(package, entry, max_structures=max_structures, optimizer=optimizer)
         self.tune, self.timed = tune, TimedPasses()
         self.path, self.entry, self.target, self.progress = path, entry, target, progress
         self.recorded = 0

@@ -120,10 +120,9 @@ def graph_of(
     )
 
 
-def graph_to_json(module: GraphModule, weights: Mapping[str, str] | None = None, spell: Spell | None = None) -> dict[str, Any]:
+def graph_to_json(module: GraphModule, weights: Mapping[str, str], spell: Spell) -> dict[str, Any]:
     """``module``: placeholders, operators, constants, and one output of a flat tuple of tensors. ``weights``: attribute -> weight key, of those
     constants that are not part of the graph. :class:`ExportError` names what has no form."""
-    weights = weights or {}
     numbers: dict[Node, int] = {}
     nodes: list[Any] = []
     constants: dict[str, Any] = {}
@@ -142,7 +141,7 @@ def graph_to_json(module: GraphModule, weights: Mapping[str, str] | None = None,
         else:
             raise ExportError(f"the graph holds a {node.op} node, which cannot be written")
         names.append(node.name)
-        looks.append(_looks(node.meta.get("val"), spell) if spell else None)
+        looks.append(_looks(node.meta.get("val"), spell))
         line = node.meta.get(LINE)
         places.append(-1 if line is None else lines.setdefault(line, len(lines)))
     return {
@@ -161,14 +160,14 @@ def graph_from_json(
     form: Mapping[str, Any],
     inputs: Sequence[torch.Tensor],
     fake_mode: Any,
-    weights: Mapping[str, torch.Tensor] | None = None,
-    sizes: Mapping[str, Any] | None = None,
+    weights: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, Any],
 ) -> GraphModule:
     """The graph, its shapes from running it on ``inputs`` (fake, one for each placeholder). :class:`PackageError` where it is no graph."""
     try:
         # without the Python dispatcher, operators that C++ makes of others (a Fourier transform's) would fix a dynamic size, and say nothing
         with fake_mode, torch.no_grad(), without_convolution_libraries(), torch_api.enable_python_dispatcher():
-            return _graph(form, inputs, fake_mode, weights or {}, sizes or {})
+            return _graph(form, inputs, fake_mode, weights, sizes)
     except PackageError:
         raise
     except Exception as error:  # whatever an operator raises that is given what does not fit it
@@ -232,13 +231,13 @@ def _graph(
     return GraphModule(root, graph)
 
 
-def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], constants: dict[str, Any], n: int, spell: Spell | None) -> list[Any]:
+def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], constants: dict[str, Any], n: int, spell: Spell) -> list[Any]:
     target = str(node.target)
     if target in weights:
         return ["weight", weights[target]]
     value = operator.attrgetter(target)(module)
     if isinstance(value, GraphModule):
-        form = graph_to_json(value, None, spell)
+        form = graph_to_json(value, {}, spell)
         form["inputs"] = [_looks(p.meta.get("val"), spell, body=True) for p in value.graph.find_nodes(op="placeholder")]
         return ["graph", form]
     if not isinstance(value, torch.Tensor) or value.numel() > 1024:
@@ -247,18 +246,16 @@ def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], const
     return ["constant"]
 
 
-def _looks(value: Any, spell: Spell | None, *, body: bool = False) -> Any:
+def _looks(value: Any, spell: Spell, *, body: bool = False) -> Any:
     """dtype, sizes and strides of a tensor; of several a list; of what is none, null. ``body``: they are what the body of a control-flow operator
     takes, and will be run again."""
     if isinstance(value, (list, tuple)) and not body:
         return [_looks(v, spell) for v in value]
-    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else ()
-    fixed = all(isinstance(s, int) for s in sizes)
-    if not isinstance(value, torch.Tensor) or (spell is None and not (body and fixed)):
+    if not isinstance(value, torch.Tensor):
         if body:
-            raise ExportError("the body of a control-flow operator takes something that is no tensor, or of a dynamic size, and cannot be written")
+            raise ExportError("the body of a control-flow operator takes something that is no tensor, and cannot be written")
         return None
-    words = [s if isinstance(s, int) or spell is None else spell(s) for s in sizes]
+    words = [s if isinstance(s, int) else spell(s) for s in (*value.shape, *value.stride())]
     return [str(value.dtype).removeprefix("torch."), words[: value.dim()], words[value.dim() :]]
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from .. import torch_api
-from ..errors import PackageError
 from .tape import CALLS_OUT, Derived, Op, Slot
 
 Tensors = list[torch.Tensor | None]
@@ -81,7 +80,7 @@ class Run:
     def apply(self, op: Op) -> Sequence[Any]:
         grads, *args = op.operands
         self.latest = op
-        results = _bound(op.name)(self.get(grads), *self.get(tuple(args)))
+        results = functional[op.name](self.get(grads), *self.get(tuple(args)))
         if self.check_nans:
             for i, result in enumerate(results):
                 if result is not None and torch.isnan(result).any():
@@ -93,7 +92,7 @@ class Run:
         if not op.results:
             return ()
         try:
-            return _bound("validate_outputs")(self.get(grads), self.get(metadata))
+            return functional["validate_outputs"](self.get(grads), self.get(metadata))
         except RuntimeError as error:
             text = str(error)
             if not text.startswith(_TRACING):
@@ -115,7 +114,7 @@ class Run:
         leaf, grad = self.get(op.operands[0]), self.get(op.operands[1])
         if grad is not None:
             # the engine's own function: its rules of stealing, copying, adding in place and laying out
-            (updated,) = _bound("AccumulateGrad")([grad], leaf, leaf.grad, False)
+            (updated,) = functional["AccumulateGrad"]([grad], leaf, leaf.grad, False)
             if updated is not leaf.grad:
                 leaf.grad = updated
         return ()
@@ -235,15 +234,6 @@ def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differ
 def backward_of(function: Any) -> Any:
     """What the author of an ``autograd.Function`` wrote: ``backward``, or ``vjp`` by its other name."""
     return function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
-
-
-def _bound(name: str) -> Callable[..., Any]:
-    try:
-        return functional[name]
-    except KeyError:
-        raise PackageError(
-            f"the backward of {name} is not known to this process: a tape that was read from a file can be compared, not run"
-        ) from None
 
 
 def _check_replacement(hook: Any, old: torch.Tensor | None, new: Any) -> None:

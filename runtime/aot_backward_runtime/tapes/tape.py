@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from ..errors import PackageError
-
 VERSION = 1
 """Of the canonical form; it is part of every fingerprint.
 
@@ -196,28 +194,6 @@ class Tape:
         ops = tuple(replace(op, operands=(*op.operands[:4], digests[n])) if n in digests else op for n, op in enumerate(self.ops))
         return replace(self, ops=ops)
 
-    def to_json(self) -> str:
-        """The canonical form with the nodes' names, to keep or to send; see :func:`tape_from_json`."""
-        form = json.loads(self.canonical)
-        form["nodes"] = list(self.nodes)
-        form["node_of"] = [op.node for op in self.ops]
-        return json.dumps(form, sort_keys=True, separators=(",", ":"))
-
-
-def tape_from_json(text: str) -> Tape:
-    """The inverse of :meth:`Tape.to_json`; :class:`PackageError` where ``text`` is something else."""
-    try:
-        form = json.loads(text)
-        if form["version"] != VERSION:
-            raise PackageError(f"tape of version {form['version']}; this reader knows {VERSION}")
-        ops = tuple(_op_of(op, node) for op, node in zip(form["ops"], form["node_of"], strict=True))
-        counts = {n: form[n] for n in ("inputs", "sizes", "hooks", "packed")}
-        if not all(type(v) is int for v in counts.values()):
-            raise PackageError("tape: a number of slots is not an integer")
-        return Tape(ops=ops, outputs=decode(form["outputs"]), scalars=decode(form["scalars"]), nodes=tuple(form["nodes"]), **counts)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise PackageError(f"this is no tape: {type(error).__name__}: {error}") from error
-
 
 _POSITIONS = {"SliceBackward0": (3, 5), "SelectBackward0": (3,), "AsStridedBackward0": (2, 4)}
 """By node type: which operands are positions; of the last one's first, a geometry, the last part alone."""
@@ -263,46 +239,8 @@ def encode(value: Any) -> Any:
     raise TypeError(f"a tape cannot hold a {type(value).__module__}.{type(value).__qualname__}")
 
 
-def decode(form: Any) -> Any:
-    """The inverse of :func:`encode`."""
-    if isinstance(form, list):
-        return [decode(v) for v in form]
-    if not isinstance(form, dict):
-        return form
-    ((key, value),) = form.items()
-    if key in _LETTER:
-        if type(value) is not int or value < 0:
-            raise ValueError(f"slot {key} {value!r}")
-        return Slot(key, value)
-    if key == "op":
-        return Derived(str(value[0]), tuple(map(decode, value[1:])))
-    if key == "tuple":
-        return tuple(map(decode, value))
-    if key == "float":
-        return float.fromhex(value)
-    if key == "complex":
-        return complex(*map(float.fromhex, value))
-    if key == "device":
-        return torch.device(value)
-    if key in ("dtype", "layout", "memory_format"):
-        found = getattr(torch, value)
-        if type(found) is not getattr(torch, key):
-            raise ValueError(f"{key} {value!r}")
-        return found
-    raise ValueError(f"unknown operand {key!r}")
-
-
 def _op_json(op: Op) -> dict[str, Any]:
     return {"kind": op.kind, "name": op.name, "operands": [encode(o) for o in op.operands], "results": list(op.results)}
-
-
-def _op_of(form: dict[str, Any], node: int) -> Op:
-    if form["kind"] not in KINDS:
-        raise PackageError(f"unknown operation {form['kind']!r}; this reader knows {', '.join(KINDS)}")
-    results = tuple(form["results"])
-    if not all(type(r) is int for r in results):
-        raise ValueError("results")
-    return Op(form["kind"], str(form["name"]), tuple(map(decode, form["operands"])), results, int(node))
 
 
 def _show(value: Any) -> str:
