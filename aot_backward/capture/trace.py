@@ -86,11 +86,10 @@ def _traced_with_retries(example: _Example, eager_refuses: Callable[[Mapping[str
     - A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it. Where it
       does not, and no ``Dim`` would be narrowed, the sizes from 2 on are served.
     - A size of 0 or 1 that eager itself refuses is left out of what was declared.
-    - What ``torch.cond`` and its like compiled when they ran in eager before is in the way of tracing them. It is made again when it is needed.
     - Outputs that turn out to be views get memory of their own.
     """
     copied: frozenset[int] = frozenset()
-    size_one, reset = example.dynamic_shapes is not None, False
+    size_one = example.dynamic_shapes is not None
     refused: Exception | None = None
     while True:
         try:
@@ -106,12 +105,6 @@ def _traced_with_retries(example: _Example, eager_refuses: Callable[[Mapping[str
                     raise
                 raise refused from error
             size_one, refused = False, error
-            continue
-        except torch_api.Unsupported:
-            if reset:
-                raise
-            torch.compiler.reset()
-            reset = True
             continue
         if joint is not None:
             if refused is not None and any(joint.sizes.narrowed()):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from aot_backward_exporters import fake_quantization, sixteen_bits, torch_api
-from aot_backward_exporters.process_state import without_convolution_libraries
+from aot_backward_exporters.process_state import patched, without_convolution_libraries
 from aot_backward_runtime.errors import ExportError
 
 from . import interpolation
@@ -34,9 +36,29 @@ def tracing() -> Iterator[None]:
         fake_quantization.shapes_known(),
         interpolation.axis_by_axis(),
         numeric_sizes.carried(),
+        _control_flow_compiled_anew(),
     ):
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond
         warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")  # torch's own rules for forward mode are scripted
+        yield
+
+
+@contextlib.contextmanager
+def _control_flow_compiled_anew() -> Iterator[None]:
+    """A context in which ``torch.cond``, ``scan`` and their like, which Dynamo compiles to trace them, share nothing with what it compiled before.
+
+    Dynamo keeps what it compiled by the code object of the operator's wrapper. The guards of an earlier call (eager's, or another export's) would fix
+    open sizes when they are tried on them, and sizes that changed between calls would become symbols that Inductor does not know."""
+    compile, owner = torch.compile, threading.get_ident()
+
+    def compile_anew(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, FunctionType) and threading.get_ident() == owner:
+            copy = FunctionType(model.__code__.replace(), model.__globals__, model.__name__, model.__defaults__, model.__closure__)
+            copy.__kwdefaults__ = model.__kwdefaults__
+            model = copy
+        return compile(model, *args, **kwargs)
+
+    with torch_api.dynamo_config.patch(automatic_dynamic_shapes=False), patched(torch, compile=compile_anew):
         yield
 
 

@@ -31,7 +31,6 @@ _NAMES = {
     "GradAOTOutput": "torch._functorch._aot_autograd.descriptors",
     "OutputType": "torch._functorch._aot_autograd.schemas",
     "ConstraintViolationError": "torch.fx.experimental.symbolic_shapes",
-    "Unsupported": "torch._dynamo.exc",
     "GuardOnDataDependentSymNode": "torch.fx.experimental.symbolic_shapes",
     "compute_unbacked_bindings": "torch.fx.experimental.symbolic_shapes",
     "free_unbacked_symbols": "torch.fx.experimental.symbolic_shapes",
@@ -102,6 +101,7 @@ _NAMES = {
     # compilation (aot_backward_exporters)
     "OperatorBase": "torch._ops",
     "functorch_config": "torch._functorch.config",  # the module itself
+    "dynamo_config": "torch._dynamo.config",  # the module itself
     "compile_fx_inner": "torch._inductor.compile_fx",
     "get_cpp_wrapper_config": "torch._inductor.compile_fx",
     "V": "torch._inductor.virtualized",
@@ -139,6 +139,7 @@ _MODULES = {
     "inductor_config",
     "fake_impls",
     "functorch_config",
+    "dynamo_config",
     "cpu_vec_isa",
 }
 
