@@ -29,7 +29,6 @@ from .support.tune import tune_option
     help="Begin to compile no further structure after so long: the most expensive come first, and one is always compiled.",
 )
 @click.option("--no-optimizer", is_flag=True, help="Compile backward passes alone, and no steps of optimizers.")
-@click.option("--modules", is_flag=True, help="Compile calls of modules too, forward and backward, for replay --modules.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @debug_option
@@ -44,7 +43,6 @@ def record(
     min_seen: int,
     time_limit: float | None,
     no_optimizer: bool,
-    modules: bool,
     as_json: bool,
     script: Script,
     max_structures: int | None,
@@ -70,7 +68,6 @@ def record(
             max_structures=max_structures or MAX_STRUCTURES,
             tune=tune,
             optimizer=not no_optimizer,
-            modules=modules,
             min_seen=min_seen,
             time_limit=time_limit,
         )

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 @click.option("--strict", is_flag=True, help="A backward pass that the package has no variant for is an error.")
 @click.option("--always", is_flag=True, help="Run compiled code also where it was slower than eager, or than interpreting, when it was recorded.")
 @click.option("--no-optimizer", is_flag=True, help="Leave the steps of optimizers to eager.")
-@click.option("--modules", is_flag=True, help="Serve calls of modules that were recorded with --modules, forward and backward; some are audited.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @signature_options
@@ -37,7 +36,6 @@ def replay(
     strict: bool,
     always: bool,
     no_optimizer: bool,
-    modules: bool,
     as_json: bool,
     package: Path,
     script: Script,
@@ -61,7 +59,6 @@ def replay(
         strict=strict,
         always=always,
         optimizer=not no_optimizer,
-        modules=modules,
         signature=signature,
         key=key,
         max_structures=max_structures or MAX_STRUCTURES,
@@ -74,7 +71,7 @@ def replay(
     rank, report = rank_of_all(), session.report
     if as_json:
         click.echo(json.dumps(report.to_json() | ({} if rank is None else {"rank": rank})), err=True)
-    elif not rank or report.misses or report.differed:
+    elif not rank or report.misses:
         for line in str(report).splitlines():  # reasons hold names from the package
             say(f"rank {rank}: {line}" if rank else line, err=True)
     if interrupt is not None:

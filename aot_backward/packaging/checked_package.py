@@ -36,14 +36,12 @@ def checked_package(
     tune: str,
     progress: Progress,
     runtime: str | None = None,
-    qualified: bool = False,
 ) -> Manifest:
-    """Writes the package, for targets of which one is this machine's kind. ``qualified``: weights are called after their entry, so that the package
-    can become part of another one."""
+    """Writes the package, for targets of which one is this machine's kind."""
     parameters = [t for program in _programs(entries) for t in program.parameters()]
     size = sum(t.nbytes for t in parameters if t.layout is torch.strided and not nn.parameter.is_lazy(t))
     with everything_kept(entries), allocator.freed_at_once(size), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        contents = Contents(target, Path(folder), progress, portable=portable, tune=tune, standalone=runtime == "standalone", qualified=qualified)
+        contents = Contents(target, Path(folder), progress, portable=portable, tune=tune, standalone=runtime == "standalone")
         build = Build(contents)
         for name, entry in entries.items():
             build.add(name, entry)

@@ -47,13 +47,11 @@ class Contents:
         portable: bool = True,
         tune: str = "none",
         standalone: bool = False,
-        qualified: bool = False,
     ):
         """``target``: one or several (:func:`targets.parsed`). ``portable``: whether the graphs go into the package as data, too. ``tune``: how many
-        ways to compile a variant are tried (:data:`.tuning.TUNES`). ``standalone``: whether operators that run with PyTorch alone are decomposed.
-        ``qualified``: whether weights are called after their entry, also where no other one has the name."""
+        ways to compile a variant are tried (:data:`.tuning.TUNES`). ``standalone``: whether operators that run with PyTorch alone are decomposed."""
         self.targets, self.folder, self.progress, self.portable, self.tune = targets.parsed(target), folder, progress, portable, tune
-        self.standalone, self.qualified = standalone, qualified
+        self.standalone = standalone
         self.specs = tuple(targets.target_spec(name) for name in self.targets)
         self.graphs: dict[str, Graph] = {}
         self.joints: dict[str, Joint] = {}  # of each graph the joint graph that it is a part of
@@ -73,7 +71,7 @@ class Contents:
         """The weight's key: one per distinct tensor, however many names and entries it has."""
         if id(tensor) not in self._keys:
             self._refuse_overlap(name, tensor)
-            key = name if name not in self.weights and not self.qualified else f"{entry}.{name}"
+            key = name if name not in self.weights else f"{entry}.{name}"
             self._keys[id(tensor)] = key
             self._keyed.append((name, tensor))  # also keeps it, so that no other tensor gets its id
             self.weights[key] = tensor.detach()

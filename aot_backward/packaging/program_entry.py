@@ -12,6 +12,7 @@ from torch import nn
 
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.graph import Graph
+from aot_backward_runtime.entries.layers import layers_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, SymbolSpec, VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
@@ -43,6 +44,7 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
     state = program_module.state_of(program)
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
     persistent = set(program.state_dict(keep_vars=True))
+    layers = layers_of(program) if program is fn and isinstance(entry, Module) else ()
     variants, examples, cases = list[VariantSpec](), list[Example](), list[eager_check.Case]()
     wrt: Wrt = ()
 
@@ -53,6 +55,7 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
             variants=variants,
             modules=tuple(n for n, _ in program.named_modules(remove_duplicate=False) if n),
             training=program.training,
+            layers=layers,
         )
         return spec if isinstance(entry, Module) else _grad_entry(spec, entry, wrt)
 

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -137,30 +136,6 @@ class PackageUpdate:
         entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, updates=updates, clippings=clippings)}
         manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries)
         return dataclasses.replace(self, manifest=manifest, artifacts=files, graphs=graphs)
-
-    def with_entries(self, other: PackageUpdate) -> PackageUpdate:
-        """The entries of ``other``, in the place of those of the same name. Its graphs, weights and examples are called after their entries."""
-        replaced = tuple(f"{name}." for name in other.manifest.entries)
-
-        def together(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in mine.items() if not name.startswith(replaced)} | dict(theirs)
-
-        manifest = dataclasses.replace(
-            self.manifest,
-            entries={**self.manifest.entries, **other.manifest.entries},
-            libraries=together(self.manifest.libraries, other.manifest.libraries),
-            weights=together(self.manifest.weights, other.manifest.weights),
-            required_features=tuple(sorted({*self.manifest.required_features, *other.manifest.required_features})),
-            notes={**self.manifest.notes, **other.manifest.notes},
-        )
-        return dataclasses.replace(
-            self,
-            manifest=manifest,
-            artifacts=together(self.artifacts, other.artifacts),
-            weights=together(self.weights, other.weights),
-            examples=together(self.examples, other.examples),
-            graphs=together(self.graphs, other.graphs),
-        )
 
     def write(self) -> None:
         write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs)

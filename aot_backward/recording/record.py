@@ -14,7 +14,6 @@ import torch
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.loader import load
-from aot_backward_runtime.module_calls.interception import Plain
 from aot_backward_runtime.optimizer_steps.compiled_clipping import Kind
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
@@ -31,7 +30,6 @@ from .launcher import rank_here
 from .limits.added import Added
 from .limits.batches import check_time_limit
 from .limits.selection import MIN_SEEN, check_min_seen, percent
-from .modules.observed_modules import ObservedModules, leaves_of
 from .observed_replay import ObservedReplay
 from .optimizer_steps.observed_steps import ObservedSteps
 from .recorded_structure import DEFAULT_ENTRY, PassTimes
@@ -43,9 +41,8 @@ Asked = tuple[Row, Sequence[Any], Sequence[Any]]
 
 class Recording(ObservedReplay):
     """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted;
-    ``in_eager``: how many were timed in eager instead; ``added``: what was compiled when it closed, and what was not; ``compiled_modules``: the
-    classes of modules of which calls were compiled, and their time beside eager's. ``writes``: whether this process records; of several on a machine,
-    the first alone."""
+    ``in_eager``: how many were timed in eager instead; ``added``: what was compiled when it closed, and what was not.
+    ``writes``: whether this process records; of several on a machine, the first alone."""
 
     def __init__(
         self,
@@ -58,7 +55,6 @@ class Recording(ObservedReplay):
         optimizer: bool,
         min_seen: int,
         time_limit: float | None,
-        modules: bool,
     ):
         self.min_seen, self.time_limit = check_min_seen(min_seen), check_time_limit(time_limit)
         if path is not None:
@@ -75,22 +71,9 @@ class Recording(ObservedReplay):
         self.recorded = 0
         self.in_eager = 0
         self.added = Added(skipped=self.skipped)
-        self.compiled_modules: list[str] = []
         self.writes = path is None or not rank_here()
         self.steps = ObservedSteps() if optimizer and target.startswith("cpu") else None
-        self.observed_modules = ObservedModules() if modules and target.startswith("cpu") else None
         self._served = self._in_eager = 0.0  # seconds of passes that the package had, as interpreted, and of those left to eager
-
-    def intercepts_modules(self) -> bool:
-        return self.observed_modules is not None
-
-    def module_call(self, module: torch.nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self.observed_modules is not None
-        return self.observed_modules.call(module, plain, args, kwargs)
-
-    def differentiable(self, roots: Sequence[Any]) -> None:
-        if self.observed_modules is not None:
-            self.observed_modules.differentiated_again(leaves_of(roots))
 
     @property
     def slower(self) -> tuple[str, ...]:
@@ -191,7 +174,6 @@ class Recording(ObservedReplay):
     def _compile(self, path: Path) -> None:
         try:
             self._compile_passes(path)
-            self._compile_modules(path)
         except KeyboardInterrupt:
             self.added.stopped = "interrupt"
             raise
@@ -216,14 +198,6 @@ class Recording(ObservedReplay):
             total=self.backward_seconds,
         )
 
-    def _compile_modules(self, path: Path) -> None:
-        if self.observed_modules is None or not self.observed_modules.modules:
-            return
-        from .modules.compiled_modules import AddedModules, add_modules
-
-        made = AddedModules(self.compiled_modules, self.skipped)
-        add_modules(path, self.entry, self.observed_modules, made, target=self.target, tune=self.tune, progress=self.progress)
-
 
 def record(
     path: str | os.PathLike[str] | None = None,
@@ -236,7 +210,6 @@ def record(
     optimizer: bool = True,
     min_seen: int = MIN_SEEN,
     time_limit: float | None = None,
-    modules: bool = False,
 ) -> Recording:
     """A context in which every backward pass is observed; when it closes, those that are new are compiled and added to the package at ``path``.
 
@@ -253,9 +226,6 @@ def record(
     Steps of ``torch.optim`` optimizers on a CPU, of a kind that comes more than once after the one that makes the state, are compiled too, and so are
     ``clip_grad_norm_`` and ``clip_grad_value_``, unless ``optimizer`` is False.
 
-    ``modules``: the outermost calls of modules with their backward are compiled too, or where those cannot be, the calls within them: as ``module``
-    entries that :func:`replay` serves such calls with when it is told to (``docs/replay.md``).
-
     Where a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records into ``path``; in the others
     the context does nothing. Passes of ``DistributedDataParallel`` are left to eager.
 
@@ -264,7 +234,7 @@ def record(
     "quick". What was slower compiled than by eager is in the package all the same, ``slower`` says which, and a replay leaves such passes to eager.
     """
     file = Path(path) if path is not None else None
-    return Recording(file, entry, target, progress, max_structures, tune_of(tune), optimizer, min_seen, time_limit, modules)
+    return Recording(file, entry, target, progress, max_structures, tune_of(tune), optimizer, min_seen, time_limit)
 
 
 def _refuse_several_targets(path: Path) -> None:

@@ -10,6 +10,7 @@ from aot_backward_runtime.format.manifest import (
     ClippingSpec,
     EntrySpec,
     GroupSpec,
+    LayerSpec,
     NumberSpec,
     PassSpec,
     StructureSpec,
@@ -35,6 +36,11 @@ def entries(archive: Archive) -> Html:
     return section("entries", "Entries", [_entry(name, entry, archive) for name, entry in archive.manifest.entries.items()])
 
 
+def _layer(layer: LayerSpec) -> str:
+    settings = ", ".join(f"{name}={value}" for name, value in layer.settings.items())
+    return f"{layer.name or '(the module)'}: {layer.kind}({settings})"
+
+
 def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
     own = program_state(entry)
     parameters, frozen = [s for s in own if s.parameter], [s.name for s in own if s.parameter and not s.requires_grad]
@@ -46,8 +52,7 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
         ("Frozen", folded(list(map(code, frozen)), "parameters") if frozen else None),
         ("Gradients of", folded(list(map(code, entry.names)), "gradients") if entry.names else None),
         *_step(entry),
-        ("Recorded from", ["calls of ", code(entry.source.module), f" at {entry.source.line}"] if entry.source else None),
-        ("It depends on", folded([code(f"{k}: {v}") for k, v in entry.source.facts.items()], "facts") if entry.source else None),
+        ("Layers", folded([code(_layer(layer)) for layer in entry.layers], "layers") if entry.layers else None),
         ("Without PyTorch", standalone_in_words(entry.standalone) if entry.kind != "replay" else None),
     ]
     parts = [_variant(number, v, entry, archive) for number, v in enumerate(entry.variants)]

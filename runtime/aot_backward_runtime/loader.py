@@ -92,10 +92,6 @@ class Package:
         libraries = self._open(c.library for c in spec.clippings)
         return [(c, libraries[c.library]) for c in spec.clippings]
 
-    def recorded_modules(self) -> list[Entry]:
-        """The ``module`` entries that were recorded from a script."""
-        return [self._entry(name, spec)[0] for name, spec in self.manifest.entries.items() if spec.source is not None]
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise AotBackwardError(
             f"a loaded package ({self._archive.path}) can be neither copied nor pickled: load it again where it is needed, and take the weights "

@@ -32,7 +32,6 @@ from torch._C._dynamo.eval_frame import (
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 from torch.optim import optimizer as _optimizers
-from torch.utils._device import DeviceContext  # the mode of torch.set_default_device and ``with torch.device``
 
 from .errors import GradientError
 
@@ -59,16 +58,12 @@ keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # of the backward
 saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
 in_a_mode = _C._len_torch_dispatch_stack  # how many dispatch modes are at work in this thread
 push_dispatch_mode = _C._push_on_torch_dispatch_stack
-in_a_function_mode = _C._len_torch_function_stack  # how many TorchFunctionModes are at work in this thread
-is_jit_traced = _C._is_tracing  # whether torch.jit.trace runs
-function_modes = torch.overrides._get_current_function_mode_stack  # the TorchFunctionModes at work in this thread
 pop_dispatch_mode = _C._pop_torch_dispatch_stack
 
 __all__ = [
     "CONSTANT_LAYOUTS",
     "SUPPORTED",
     "AOTIModelContainerRunnerCpu",
-    "DeviceContext",
     "InterceptZeros",
     "Runner",
     "Stated",
@@ -86,19 +81,15 @@ __all__ = [
     "fires_reducer",
     "foreach_add_",
     "foreach_copy_",
-    "function_modes",
     "has_loading_hooks",
     "has_memory",
     "has_step_hooks",
-    "in_a_function_mode",
-    "in_a_mode",
     "in_backward",
     "in_forward_mode",
     "in_functorch",
     "is_batched",
     "is_cache_empty",
     "is_functorch_wrapped",
-    "is_jit_traced",
     "is_profiled",
     "is_registered",
     "is_traced",

@@ -43,10 +43,6 @@ def call(kind, path):
         from aot_backward_runtime import replay
         with replay(path, always=True):
             return golden.clipped(5)
-    if kind == "modules":
-        from aot_backward_runtime import replay
-        with replay(path, modules=True, always=True):
-            return golden.gated_gradients(golden.Gated())
     package = load(path)
     if kind == "step":
         step = package.step()
@@ -90,7 +86,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 FILES = {"pair": "1.0-pair", "passes": "1.1-passes", "step": "1.2-step", "orders": "1.3-orders", "targets": "1.4-targets", "timed": "1.9-passes"}
-FILES |= {"updates": "1.11-updates", "modules": "1.12-modules", "clippings": "1.13-clippings"}
+FILES |= {"updates": "1.11-updates", "clippings": "1.13-clippings"}
 Edit = Callable[[Any], object]
 
 
@@ -143,7 +139,6 @@ def both(*edits: Edit) -> Edit:
 
 
 V, LOSS, FIT, TWICE = "entries/pair/variants/0", "entries/loss", "entries/fit", "entries/curved/variants/0"
-MODULE = "entries/module_6344855ac6330f6c"
 PASS, UPDATE, CLIPPING = "entries/backward/structures/0/variants/0", "entries/backward/updates/0", "entries/backward/clippings/0"
 LIES: Mapping[str, tuple[str, Edit, str]] = {
     # what ended the process, or gave wrong numbers
@@ -217,9 +212,6 @@ LIES: Mapping[str, tuple[str, Edit, str]] = {
     "another clipping's code": ("clippings", swap(f"{CLIPPING}/library", "entries/backward/clippings/1/library"), "compiled for another function"),
     "a clipping's vector too short": ("clippings", put("libraries/clipping.617935fb5ff1/inputs/3/shape", [1]), "expected float64"),
     "a clipping timed in another way": ("clippings", put(f"{CLIPPING}/speed/timings/1/name", "foreach"), "was timed as"),
-    "a module of another class": ("modules", put(f"{MODULE}/source/module", "torch.nn.Linear"), "recorded from another module than it says"),
-    "a fact of a module changed": ("modules", put(f"{MODULE}/source/facts/sharpness", "4.0"), "recorded from another module than it says"),
-    "a fact of a module left out": ("modules", drop(f"{MODULE}/source/facts/options"), "recorded from another module than it says"),
     "an optimizer timed in another way": ("updates", put(f"{UPDATE}/speed/timings/1/name", "foreach"), "was timed as"),
     "a pass that was timed in another way": ("timed", put(f"{PASS}/speed/timings/2/name", "min_cut"), "was timed as"),
     "a pass that was chosen for other symbols": ("timed", put(f"{PASS}/speed/choices/0/symbols", {"s1": 6}), "its symbols are s0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import threading
@@ -19,7 +18,6 @@ from aot_backward.recording import pass_speed
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import MissError
 from aot_backward_runtime.format.manifest import Choice, PassSpec, Speed, Timing
-from aot_backward_runtime.module_calls.passes_or_modules import better_as_passes
 
 from ..conftest import aot_backward
 from ..support.exports import shared
@@ -416,46 +414,3 @@ def test_new_structures_in_one_thread_beside_passes_in_eager_in_another() -> Non
         for thread in threads:
             thread.join()
     assert sum(replaying.report.slower.values()) > 0
-
-
-def test_a_module_is_left_to_eager_where_its_backward_pass_gains_more(tmp_path: Path) -> None:
-    """Behind a compiled module, the pass would go through the engine. The weight of a normalization is a tensor that its node has saved, too."""
-    path, batches, net = tmp_path / "bw.pt2", [6] * 8, nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-
-    def much_faster(*_: object) -> Speed:
-        timings = (Timing("eager", (1e6,)), Timing("interpreted", (1e6,)), Timing("compiled", (10.0,)))
-        return Speed("compiled", timings, ("",), 1, "a processor", "quick", "cpu", torch.__version__, 0)
-
-    expected = passes(net, batches)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pass_speed, "measure", much_faster)
-        with ab.record(path, tune="quick", modules=True) as recording:
-            same(expected, passes(net, batches))
-    assert not recording.skipped
-    with ab.replay(path, modules=True) as replaying:
-        same(expected, passes(net, batches))
-    assert (replaying.report.modules, replaying.report.hits) == (0, 7)
-    (reason,) = replaying.report.modules_left
-    assert "its backward pass gains more where it is compiled whole" in reason and f"module left to eager: {reason}" in str(replaying.report)
-    with ab.replay(path, modules=True, always=True) as replaying:
-        same(expected, passes(net, batches))
-    assert (replaying.report.modules, replaying.report.hits) == (8, 0)
-
-    package = load(path)
-    modules, weights, (structure,) = package.recorded_modules(), package.manifest.weights, package.recorded()[0].values()
-    assert list(better_as_passes([structure], modules, weights)) == [modules[0].name]
-    untimed = dataclasses.replace(structure, variants=tuple(dataclasses.replace(v, speed=None) for v in structure.variants))
-    assert not better_as_passes([untimed], modules, weights)
-    others = {name: dataclasses.replace(w, shape=(*w.shape, 9)) for name, w in weights.items()}
-    assert not better_as_passes([structure], modules, others)  # of another module
-
-    def timed(eager: float, chosen: str, ours: float) -> Speed:
-        return Speed(chosen, (Timing("eager", (eager,)), Timing(chosen, (ours,))), ("",), 1, "a processor", "quick", "cpu", torch.__version__, 0)
-
-    for variant in modules[0].variants:
-        variant.spec = dataclasses.replace(variant.spec, speed=timed(135.0, "default", 103.0))
-    little = dataclasses.replace(structure, variants=tuple(dataclasses.replace(v, speed=timed(120.0, "compiled", 110.0)) for v in structure.variants))
-    assert better_as_passes([little], modules, weights)  # the module gains more in a loop, too little to be served
-    for variant in modules[0].variants:
-        variant.spec = dataclasses.replace(variant.spec, speed=timed(200.0, "default", 103.0))
-    assert not better_as_passes([little], modules, weights)

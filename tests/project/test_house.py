@@ -40,11 +40,7 @@ ALLOWED = {
     f"{_RUNTIME}.loader": (*_CALLS, f"{_RUNTIME}.compatibility", f"{_RUNTIME}.entries", f"{_RUNTIME}.training"),
     f"{_RUNTIME}.tapes": _CALLS,
     f"{_RUNTIME}.optimizer_steps": (*_CALLS, f"{_RUNTIME}.training"),
-    f"{_RUNTIME}.module_calls": (*_CALLS, f"{_RUNTIME}.entries"),
-    f"{_RUNTIME}.passes": (
-        *(*_CALLS, f"{_RUNTIME}.tapes", f"{_RUNTIME}.loader", f"{_RUNTIME}.optimizer_steps"),
-        f"{_RUNTIME}.module_calls",
-    ),
+    f"{_RUNTIME}.passes": (*_CALLS, f"{_RUNTIME}.tapes", f"{_RUNTIME}.loader", f"{_RUNTIME}.optimizer_steps"),
     _RUNTIME: (),  # the façade: see _HOME, which is not an import
     f"{_EXPORTERS}.graph": (f"{_RUNTIME}.format",),
     f"{_EXPORTERS}.progress": (),

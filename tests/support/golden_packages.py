@@ -195,7 +195,7 @@ def write_clippings(path: Path) -> None:
 
 
 class Gated(nn.Module):
-    """A module of a recorded script, with attributes and a submodule in another mode."""
+    """Attributes of its own, and a submodule in another mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,10 +215,9 @@ def gated_gradients(net: nn.Module, batches: Sequence[int] = (4, 4, 6, 6)) -> li
     return [p.grad for p in net.parameters()]
 
 
-def write_modules(path: Path) -> None:
-    """A module's calls, recorded."""
-    with ab.record(path, tune="quick", modules=True):
-        gated_gradients(Gated())
+def write_layers(path: Path) -> None:
+    rows = {"x": {0: Dim("rows", min=2)}}
+    ab.export_module(Gated(), (torch.linspace(-1, 1, 16).view(4, 4),), dynamic_shapes=rows, path=path)
 
 
 WRITERS = {
@@ -232,7 +231,7 @@ WRITERS = {
     "speed": write_speed,
     "standalone": write_standalone,
     "updates": write_updates,
-    "modules": write_modules,
+    "layers": write_layers,
     "clippings": write_clippings,
 }
 

@@ -62,7 +62,7 @@ def describe(archive: Archive) -> dict[str, Any]:
             "updates": [_update(u) for u in entry.updates],
             "clippings": [_clipping(c, manifest.libraries[c.library]) for c in entry.clippings],
             "step": _step(entry, entry.step, manifest) if entry.step else None,
-            "source": dataclasses.asdict(entry.source) if entry.source else None,
+            "layers": [dataclasses.asdict(layer) for layer in entry.layers],
             "standalone": entry.standalone,
         }
         for name, entry in manifest.entries.items()

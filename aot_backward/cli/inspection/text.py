@@ -40,8 +40,6 @@ def print_description(d: dict[str, Any]) -> None:
         say(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
         if entry["gradients"]:
             say(f"  gradients of {', '.join(entry['gradients'])}")
-        if source := entry["source"]:
-            say(f"  recorded from {source['module']}, called at {source['line']}; serves such calls under replay --modules")
         say(f"  without PyTorch: {standalone_in_words(entry['standalone'])}")
         if entry["step"]:
             _show_step(entry["step"])

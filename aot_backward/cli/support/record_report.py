@@ -25,7 +25,6 @@ def to_json(session: Recording) -> dict[str, Any]:
         "written": bool(added.contents),
         "structures_compiled": len(added.contents.structures),
         "optimizer_steps_compiled": list(added.contents.steps),
-        "modules_compiled": session.compiled_modules,
         "backward_time_covered": round(session.covered_seconds / total, 6) if total else 0.0,
         "seen_too_seldom": added.seldom,
         "unfinished": added.unfinished,
@@ -38,7 +37,7 @@ def to_json(session: Recording) -> dict[str, Any]:
 
 def serves_anything(session: Recording) -> bool:
     """Whether the package holds code for something that the script did, from now on or before."""
-    return bool(session.added.contents or session.compiled_modules or session.report.compiled)
+    return bool(session.added.contents or session.report.compiled)
 
 
 def lines(session: Recording, output: Path) -> Iterator[str]:
@@ -51,8 +50,6 @@ def lines(session: Recording, output: Path) -> Iterator[str]:
     yield _written(session, output)
     for why, variants in added.contents.untimed.items():
         yield f"{variants} of {count(len(added.contents.variants), 'kind')} of passes {'was' if variants == 1 else 'were'} {why}"
-    if session.compiled_modules:
-        yield f"calls of modules compiled: {'; '.join(session.compiled_modules)}"
     if added.seldom:
         seen = "once" if session.min_seen == 2 else f"less than {session.min_seen} times"
         are, them = ("is", "it") if added.seldom == 1 else ("are", "them")
@@ -75,8 +72,6 @@ def _written(session: Recording, output: Path) -> str:
         parts += [f"{'' if parts else 'compiled '}{_steps_in_words(contents.steps)}"] if contents.steps else []
         slower = f"; {len(contents.slower)} of these not faster than eager, where replay leaves them (--always)" if contents.slower else ""
         return f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB), which {covers}: {' and '.join(parts)}{slower}"
-    if session.compiled_modules:
-        return f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)"
     if session.report.compiled and not session.structures:
         return f"nothing is new: {output} {covers}"
     return f"nothing was written: {_why_not(session)}"

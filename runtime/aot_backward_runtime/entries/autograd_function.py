@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -21,22 +21,11 @@ _NO_SECOND_DERIVATIVE = (
 )
 
 
-class Audit(Protocol):
-    """Compares the gradients of a call with those of another computation."""
-
-    def gradients(self, found: list[torch.Tensor | None], given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        """``found``, or what the call is to give in its place. ``given``: the incoming gradients of the differentiable results."""
-
-    def instead(self, error: RuntimeError, given: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        """What the call is to give where what its backward needs was written to meanwhile; raises ``error`` if there is nothing."""
-
-
 class DifferentiableCall:
     """One forward call, kept for its backward."""
 
     __slots__ = (
         "__weakref__",
-        "audit",
         "binding",
         "consumed",
         "current",
@@ -54,7 +43,6 @@ class DifferentiableCall:
         self.matched, self.differentiated, self.binding, self.current = matched, differentiated, binding, current
         self.shared = False  # whether hooks have got hold of the saved tensors
         self.consumed = False  # whether a backward may have overwritten them
-        self.audit: Audit | None = None
         self.pooled: PooledOutputs | None = None  # the saved tensors, where they stay in a memory pool
         self.random: Sequence[torch.Tensor] = ()  # the generators' states before the forward, where a second derivative draws the same numbers
 
@@ -111,12 +99,7 @@ class _Native(torch.autograd.Function):
         call = ctx.call
         of = call.differentiated
         given = [incoming[i] for i in of.variant.incoming]
-        try:
-            saved = ctx.saved_tensors
-        except RuntimeError as error:
-            if call.audit is None or torch.is_grad_enabled():
-                raise
-            return (None, *call.audit.instead(error, given, ctx.needs_input_grad[1:]))
+        saved = ctx.saved_tensors
         if call.consumed:
             raise GradientError(
                 "an earlier backward of this graph failed half-way, and may have overwritten what it had saved: run the forward again"
@@ -126,8 +109,7 @@ class _Native(torch.autograd.Function):
                 raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
         needed = ctx.needs_input_grad[1:]
         if not torch.is_grad_enabled():
-            gradients = _gradients(call, saved, given, needed)
-            return (None, *(gradients if call.audit is None else call.audit.gradients(gradients, given, needed)))
+            return (None, *_gradients(call, saved, given, needed))
         if of.double is not None:
             return (None, *_differentiable_gradients(call, saved[len(saved) - len(call.sources) :], given, needed))
         with torch.no_grad():
@@ -135,12 +117,6 @@ class _Native(torch.autograd.Function):
         there = [g for g in gradients if g is not None]
         refusing = iter(_Refusing.apply(there, *call.sources, *(t for t in given if t is not None)))
         return (None, *(None if g is None else next(refusing) for g in gradients))
-
-
-def is_through_script(contexts: Iterable[Any]) -> bool:
-    """Whether one of the contexts of a backward pass's custom functions is that of a compiled call of a script's own module."""
-    calls = (getattr(c, "call", None) for c in contexts if isinstance(c, torch.autograd.function.BackwardCFunction))
-    return any(isinstance(call, DifferentiableCall) and call.differentiated.variant.of_script for call in calls)
 
 
 def _gradients(

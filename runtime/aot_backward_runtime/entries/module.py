@@ -13,6 +13,7 @@ from .. import torch_api
 from ..errors import InputError, StateDictError, WeightsError
 from ..format.manifest import StateSpec
 from ..native import tensor_values
+from .attachment import Attachment, Otherwise, detach
 from .dispatch import Entry
 from .module_call import call_entry
 
@@ -108,6 +109,29 @@ class LoadedModule(nn.Module):
             if name not in out._modules:
                 out.add_module(name, copy.deepcopy(module, memo))
         return out
+
+    def attach(self, net: nn.Module, *, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0) -> Attachment:
+        """From here on ``net(x)`` runs this entry's compiled code, on the parameters and buffers that ``net`` has itself.
+
+        ``net`` is a live module like the one that was exported: with the same tensors (names, shapes, dtypes, strides, device), the same layers, and
+        no more of them trained. Its ``forward`` alone is replaced: its hooks, ``train()``, ``state_dict()``, ``.to()``, optimizers and
+        ``DistributedDataParallel`` work as before, and a copy or pickle of it has its own forward. Tensors that move are bound again.
+
+        :class:`InputError`, :class:`WeightsError` or :class:`GradientError` name what does not fit, when it is attached or in a later call.
+        Where the source or the attributes of classes that are not PyTorch's differ from those that were exported, which may mean nothing, there is a
+        warning; with ``strict`` it is an error. Attributes of such classes are not looked at again: after a change, attach anew.
+
+        ``otherwise="eager"``: a call that no exported variant serves runs the module's own forward, and is counted by reason in
+        :attr:`Attachment.in_eager`. ``compare``: so many calls are first made both ways, on copies, and :class:`ExecutionError` names the result,
+        buffer or gradient that differs; for tests.
+
+        Returns the :class:`Attachment`, which is a context manager, too: compiled code runs until the block ends.
+        """
+        return Attachment(self._aot_entry, net, otherwise, strict, compare)
+
+    def detach(self, net: nn.Module) -> None:
+        """``net`` has its own forward again; :class:`InputError` where nothing is attached to it."""
+        detach(net)
 
     def extra_repr(self) -> str:
         entry = self._aot_entry

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import torch_api
-from ..errors import InputError
 from ..native.library import Binding
 from ..native.plan import Runnable
 from ..native.pytree import unflatten
@@ -17,25 +16,14 @@ from .autograd_function import DifferentiableCall, apply, differentiated
 from .dispatch import Entry, MatchedCall
 
 
-def call_entry(
-    entry: Entry,
-    current: Sequence[torch.Tensor],
-    mode: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    made: Callable[[DifferentiableCall], None] | None = None,
-    least: int = 0,
-) -> Any:
-    """``current``: the entry's state. ``made``: called with a call whose backward is to come, before it runs. ``least``: of open sizes."""
-    matched, binding, runnable = bound_call(entry, current, mode, args, kwargs, least)
+def call_entry(entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``current``: the entry's state. :class:`InputError`, :class:`WeightsError` and :class:`GradientError` come before anything runs."""
+    matched, binding, runnable = _bound_call(entry, current, mode, args, kwargs)
     variant = matched.variant
     if torch.is_grad_enabled():
         of, sources = _differentiated(entry, current, matched, binding)
         if of is not None:
-            call = DifferentiableCall(matched, of, binding, current)
-            if made is not None:
-                made(call)
-            return _assembled(entry, of.forward, matched, current, apply(call, sources))
+            return _assembled(entry, of.forward, matched, current, apply(DifferentiableCall(matched, of, binding, current), sources))
     with torch.no_grad():
         runnable.increment_versions(current)
         values = runnable.call(binding, matched.flat, matched.sizes)
@@ -44,18 +32,16 @@ def call_entry(
     return _assembled(entry, runnable, matched, current, [values[i] for i in runnable.results])
 
 
-def bound_call(
-    entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], least: int = 0
+def _bound_call(
+    entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[MatchedCall, Binding, Runnable]:
-    """What serves a call, and nothing is run; :class:`InputError` says why nothing does."""
+    """What serves a call."""
     if torch_api.in_forward_mode():
         torch_api.refuse_duals(current)
     asked = None
     if entry.specialised and torch.is_grad_enabled():
         asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
     matched = entry.match(mode, args, kwargs, asked)
-    if least and matched.sizes and min(matched.sizes.values()) < least:
-        raise InputError(f"an open size is {min(matched.sizes.values())}; recorded were sizes of {least} and more")
     variant = matched.variant
     binding = entry.state.refresh(current)
     runnable = variant.called

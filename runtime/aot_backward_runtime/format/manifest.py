@@ -4,6 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
+    1.14 2026-11-27  ``EntrySpec.layers``; ``EntrySpec.source`` of 1.12 is no longer written, and ignored
     1.13 2026-11-25  ``EntrySpec.clippings`` of a replay entry
     1.12 2026-11-24  ``EntrySpec.source``: modules of a recorded script
     1.11 2026-11-24  ``EntrySpec.updates`` of a replay entry
@@ -27,7 +28,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 13)
+FORMAT_VERSION = (1, 14)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -443,17 +444,17 @@ class ClippingSpec:
 
 
 @dataclass(frozen=True)
-class ModuleSource:
-    """What a ``module`` entry was recorded from, a module of a script, whose calls it serves in a replay.
+class LayerSpec:
+    """A submodule of an exported module, or itself (name ""), as ``attach`` compares it with a live one.
 
-    ``facts``: what the call depends on beside tensors, by name, as text: "default dtype"; "class of NAME" of the module and each submodule; plain
-    attributes ("NAME.eps") that this code reads by name; "class attribute CLASS.NAME"; "code of MODULE:FUNCTION", a SHA-256, of each function of
-    user code that ran; and
-    "global MODULE:NAME". A module of which one differs is not served."""
+    ``settings``: its attributes that are numbers, texts, tuples of such or None, as Python writes them: {"p": "0.1", "inplace": "False"}. ``source``:
+    SHA-256 of the source of its class and the bases of that, "" of PyTorch's own. ``hooks``: whether calls of it run hooks."""
 
-    module: str  # its class, "__main__.Net"
-    line: str  # where it was called, "train.py:12", for people
-    facts: dict[str, str]
+    name: str
+    kind: str  # its class, "Dropout"
+    settings: dict[str, str] = field(default_factory=dict)
+    source: str = ""
+    hooks: bool = False
 
 
 @dataclass(frozen=True)
@@ -471,7 +472,7 @@ class EntrySpec:
     step: StepSpec | None = None  # of a step entry
     updates: tuple[UpdateSpec, ...] = ()  # of a replay entry
     clippings: tuple[ClippingSpec, ...] = ()  # of a replay entry
-    source: ModuleSource | None = None  # of a module entry that was recorded from a script
+    layers: tuple[LayerSpec, ...] = ()  # of a module entry: itself and every submodule
     standalone: str = ""  # "verified": the C library gave the stored results without PyTorch; else why not, or "" where it was not tried
 
     @property

@@ -35,8 +35,6 @@ class Variant:
         backward = spec.backward
         self.wrt = frozenset(g.of for g in backward.gradients) if backward else frozenset()
         self.covered = self.wrt.union(spec.unreached)
-        self.of_script = False
-        """Whether it serves calls of a script's own module (``replay --modules``)."""
         self.differentiable = frozenset(spec.differentiable)
         self._differentiated: dict[tuple[str, ...], Differentiated] = {}
         forward = self.plans.get("forward")

@@ -17,7 +17,6 @@ from pathlib import Path
 from ..errors import PackageError
 from ..format.elf import numeric, read_elf
 from ..format.manifest import GRAPH_FOLDER, MANIFEST_MEMBER, WEIGHTS_MEMBER, BuildSpec, EntrySpec, LibrarySpec, Manifest, Target
-from ..format.module_source import name_of
 from .clipping_checks import check_clippings
 from .entry_checks import check_entry, state_names
 from .recorded_pass_checks import check_structures
@@ -123,22 +122,11 @@ def _check_entries(manifest: Manifest) -> None:
             for number, variant in enumerate(entry.variants):
                 check_orders(f"variant {number}", variant)
             check_entry(entry, manifest, named)
-            _check_source(name, entry, manifest)
             check_structures(entry, manifest.libraries)
             check_updates(entry, manifest.libraries)
             check_clippings(entry, manifest.libraries)
         except PackageError as error:
             raise PackageError(f"entry {name}: {error}") from error
-
-
-def _check_source(name: str, entry: EntrySpec, manifest: Manifest) -> None:
-    """That an entry which was recorded from a module is called after what it was recorded from."""
-    if entry.source is None:
-        return
-    if entry.kind != "module":
-        raise PackageError(f"it is of kind {entry.kind!r}, and has the source of a module")
-    if name != (wanted := name_of(entry, manifest.weights)):
-        raise PackageError(f"it was recorded from another module than it says: of that one it would be called {wanted}")
 
 
 def _check_targets(targets: Sequence[Target]) -> None:

@@ -90,19 +90,8 @@ class EngineHook:
         """Whether a pass that is called now goes to eager before the engine looks at it: None, or what :meth:`ran_in_eager` is to be told."""
         return None
 
-    def is_through_modules(self) -> bool:
-        """Whether a pass that is called now goes through modules whose forward was compiled with its backward: eager's engine has little to do."""
-        return False
-
-    def differentiable(self, roots: Sequence[Any]) -> None:
-        """Before a pass with create_graph=True, which goes to eager."""
-
     def ran_in_eager(self, what: Any, seconds: float) -> None:
         """``what``: of :meth:`prefers_eager`."""
-
-    def rests_for(self, roots: Sequence[Any], inputs: Sequence[Any]) -> bool:
-        """Whether a pass within a rest goes to eager, too, and does not end it."""
-        return True
 
     def rested(self, count: int) -> None:
         """After a rest, of how many passes."""
@@ -167,7 +156,7 @@ class EngineHook:
     def run(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
         if self._resting > 0 and not args[2]:
-            if self._resting > 1 and self.rests_for(roots, args[3]):
+            if self._resting > 1:
                 self._resting -= 1
                 return _eager(roots, *args, **kwargs)
             if torch_api.in_backward():  # what is called within a pass belongs to it
@@ -176,12 +165,6 @@ class EngineHook:
                 return _eager(roots, *args, **kwargs)
             self._resting -= 1
             self._wake()
-        if not self.inside and not args[2] and self.is_through_modules():
-            self.in_a_row += 1
-            result = self._without(roots, args, kwargs)
-            if self.may_rest and self.in_a_row >= _IN_A_ROW:
-                self._fall_asleep()
-            return result
         if not args[2] and not self._looks and (what := self.prefers_eager(roots, args[3])) is not None:
             start = time.perf_counter()
             result = self._without(roots, args, kwargs)
@@ -192,7 +175,6 @@ class EngineHook:
             return result
         self._looks = False
         if args[2]:
-            self.differentiable(roots)
             return self._leave_to_eager("create_graph=True: its results are differentiated again, and no compiled pass can be", roots, args, kwargs)
         if torch_api.in_functorch() or any(g is not None and torch_api.is_batched(g) for g in args[0]):
             return self._leave_to_eager("batched gradients (is_grads_batched=True), or within a transform of functorch", roots, args, kwargs)
@@ -264,14 +246,6 @@ class EngineHook:
             self._off -= 1
             if self._off == 0 and not leaves:
                 torch_api.set_autograd_compiler(self.recorder, True)
-
-    def grad_in_eager(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor | None]:
-        """Gradients by eager, within a pass of eager's or outside of any."""
-        arguments = tuple(incoming), False, False, tuple(inputs)
-        found: Sequence[torch.Tensor | None] = self._without(outputs, arguments, {"allow_unreachable": True, "accumulate_grad": False})
-        return found
 
     def _take_turn(self) -> bool:
         """Waits until no other thread's pass is in the engine, which would crash where its compiler is taken away; not for one whose hook is being

@@ -45,12 +45,8 @@ class Report:
     faster than eager was when they were recorded, and optimizer steps and clippings then, less what it took to record the misses; ``margin``: by how
     much that may be too much, as it was measured for the choice of the way (``fastest_way.py``); ``untimed``: passes
     that ran compiled and whose time in eager is not known, by reason, and ``untimed_seconds``, what they took; ``interpreted``: seconds that the
-    misses then took; ``audited``: those of audits, in which eager makes the call, too. ``steps``: optimizer steps by compiled code;
-    ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients. ``modules``: calls of modules by compiled
-    code, of which ``audits`` were made by eager, too; ``eager_modules``: others of modules with parameters, by reason; ``modules_left``: what was
-    recorded of modules and serves no call, because eager, or the compiled backward pass, gains more; ``differed``: what the audits found;
-    ``through_modules``: those of the compiled passes whose forward was such a call. ``modules``, ``audits`` and ``differed`` are
-    counted when the context ends.
+    misses then took. ``steps``: optimizer steps by compiled code;
+    ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients.
     """
 
     passes: int = 0
@@ -70,13 +66,6 @@ class Report:
     untimed: Reasons = field(default_factory=Reasons)
     untimed_seconds: float = 0.0
     interpreted: float = 0.0
-    audited: float = 0.0
-    modules: int = 0
-    audits: int = 0
-    through_modules: int = 0
-    eager_modules: Reasons = field(default_factory=Reasons)
-    modules_left: list[str] = field(default_factory=list)
-    differed: list[str] = field(default_factory=list)
 
     @property
     def saved(self) -> float | None:
@@ -92,7 +81,7 @@ class Report:
     @property
     def _unknown(self) -> float:
         """Seconds of which it is not known what eager would have taken."""
-        return self.untimed_seconds + self.interpreted + self.audited
+        return self.untimed_seconds + self.interpreted
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -108,28 +97,19 @@ class Report:
             "optimizer_steps_in_eager": self.eager_steps.shown(),
             "clippings": self.clippings,
             "clippings_in_eager": self.eager_clippings.shown(),
-            "module_calls": self.modules,
-            "module_calls_audited": self.audits,
-            "module_calls_in_eager": self.eager_modules.shown(),
-            "modules_left_to_eager": self.modules_left,
-            "audits_that_differed": self.differed,
-            "passes_through_modules": self.through_modules,
             "untimed": self.untimed.shown(),
             "seconds_saved": round(self.saved, 6) if self.saved is not None else None,
             "seconds_untimed": round(self.untimed_seconds, 6),
             "seconds_interpreted": round(self.interpreted, 6),
-            "seconds_audited": round(self.audited, 6),
         }
 
     def __str__(self) -> str:
-        audits = (f"  AUDIT: {words}" for words in self.differed)
-        left = (f"  module left to eager: {words}" for words in self.modules_left)
-        return "\n".join([self._what_ran(), *self._slower_ones(), *self._time_saved(), *audits, *left, *self.reasons()])
+        return "\n".join([self._what_ran(), *self._slower_ones(), *self._time_saved(), *self.reasons()])
 
     def reasons(self) -> Iterator[str]:
         """Why something was not compiled: of each kind the most frequent reasons, a line each."""
         steps = Reasons({reason: count for reason, count in self.eager_steps.items() if reason != NO_STATE})
-        kinds = ("miss", self.misses), ("eager", self.eager), ("optimizer", steps), ("clipping", self.eager_clippings), ("module", self.eager_modules)
+        kinds = ("miss", self.misses), ("eager", self.eager), ("optimizer", steps), ("clipping", self.eager_clippings)
         for what, reasons in kinds:
             yield from (f"  {what} x{count}: {reason}" for reason, count in reasons.shown(_IN_TEXT).items())
 
@@ -141,18 +121,13 @@ class Report:
             parts.append(f"{self.steps} of {self.steps + in_eager} optimizer steps{first}")
         if self.clippings or self.eager_clippings:
             parts.append(f"{self.clippings} of {self.clippings + sum(self.eager_clippings.values())} clippings of gradients")
-        if self.modules or self.eager_modules:
-            parts.append(f"{self.modules} of {self.modules + sum(self.eager_modules.values())} module calls ({self.audits} audited)")
         *others, last = parts
         return f"{', '.join(others)}{' and ' if others else ''}{last} ran compiled"
 
     def _how(self) -> str:
-        """Of the passes that ran compiled, those that bound their structure (others did that, too, and were misses), the later ones, and those
-        through modules."""
-        bound = self.compiled - self.hits - self.through_modules
-        ways = [f"{bound} binding{'' if bound == 1 else 's'}, {self.hits} hit{'' if self.hits == 1 else 's'}"] if bound or self.hits else []
-        ways += [f"{self.through_modules} through modules"] if self.through_modules else []
-        return f" ({', '.join(ways)})" if ways else ""
+        """Of the passes that ran compiled, those that bound their structure (others did that, too, and were misses), and the later ones."""
+        bound = self.compiled - self.hits
+        return f" ({bound} binding{'' if bound == 1 else 's'}, {self.hits} hit{'' if self.hits == 1 else 's'})" if bound or self.hits else ""
 
     def _slower_ones(self) -> Iterator[str]:
         if self.slower:
@@ -161,7 +136,7 @@ class Report:
 
     def _time_saved(self) -> Iterator[str]:
         """Nothing where nothing ran compiled."""
-        if not (self.compiled or self.steps or self.clippings or self.modules):
+        if not (self.compiled or self.steps or self.clippings):
             return
         if self.saved is None:
             words = "whether this was faster than eager is not known"

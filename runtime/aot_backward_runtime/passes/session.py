@@ -21,11 +21,6 @@ from .. import torch_api
 from ..errors import AotBackwardError, InputError, MissError
 from ..format.manifest import Speed
 from ..loader import Package, load
-from ..module_calls import interception as module_interception
-from ..module_calls.calls import ModuleCalls
-from ..module_calls.interception import Plain
-from ..module_calls.module_table import ModuleTable
-from ..module_calls.passes_or_modules import better_as_passes
 from ..operators import describe_missing_operators, unregistered
 from ..optimizer_steps import interception
 from ..optimizer_steps.compiled_clipping import ClippingTable, CompiledClipping, Kind
@@ -70,7 +65,6 @@ class Replaying(EngineHook):
         max_structures: int = MAX_STRUCTURES,
         always: bool = False,
         optimizer: bool = True,
-        modules: bool = False,
     ):
         super().__init__()
         self.always = always
@@ -82,10 +76,6 @@ class Replaying(EngineHook):
         self.table = StructureTable(package, entry, max_structures, self._stop_explaining, by_nodes=not self.observes)
         self.strict = strict
         self.report = Report()
-        recorded = package.recorded_modules() if modules and package is not None else ()
-        left = better_as_passes(self.table.recorded, recorded, package.manifest.weights) if recorded and package is not None and not always else {}
-        self.modules = ModuleCalls(ModuleTable(recorded, left, always=always), self.module_in_eager, self.grad_in_eager, strict=strict)
-        self.report.modules_left = self.modules.table.left
         self.tapes = self.table.tapes
         self.layers = origin.Layers()
         self._logged: set[str] = set()
@@ -95,9 +85,7 @@ class Replaying(EngineHook):
         self._to_rebind = 0  # structures that the cache held when it was last emptied, and had a hit, less those bound since
         self._attempts_left = 0  # passes to record until all of those are bound again
         self._skip = 0  # passes until the next attempt after those
-        self._intercepts = self._intercepts_modules = False
-        self._rests_on_modules = False  # whether one of those that are in a row was through modules
-        self._rested_through = 0  # passes through modules in this rest
+        self._intercepts = False
 
     def __enter__(self) -> Replaying:
         super().__enter__()
@@ -105,9 +93,6 @@ class Replaying(EngineHook):
         self._intercepts = self.intercepts_steps()
         if self._intercepts:
             interception.enter(self)
-        self._intercepts_modules = self.intercepts_modules()
-        if self._intercepts_modules:
-            module_interception.enter(self)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -116,26 +101,6 @@ class Replaying(EngineHook):
         if self._intercepts:
             self._intercepts = False
             interception.leave(self)
-        if self._intercepts_modules:
-            self._intercepts_modules = False
-            module_interception.leave(self)
-        self.report.modules, self.report.audits = self.modules.compiled, self.modules.audits
-        self.report.differed = list(self.modules.differed)
-        self.report.saved_against_eager += self.modules.saved
-        self.report.audited += self.modules.auditing
-        self.modules.saved = self.modules.auditing = 0.0
-
-    def intercepts_modules(self) -> bool:
-        """Whether calls of modules are to come to :meth:`module_call`."""
-        return bool(self.modules.table)
-
-    def module_call(self, module: torch.nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """By compiled code where the package has an entry that serves it, else by eager."""
-        return self.modules.call(module, plain, args, kwargs)
-
-    def module_in_eager(self, reason: str) -> None:
-        """Called before eager makes a module's call, for that reason."""
-        self.report.eager_modules.note(reason)
 
     def intercepts_steps(self) -> bool:
         """Whether steps of optimizers, and clippings of gradients, are to come to :meth:`optimizer_step` and :meth:`clip_gradients`."""
@@ -207,41 +172,12 @@ class Replaying(EngineHook):
         return None if self.looks_at_all else self.sites.why_eager(roots)
 
     def ran_in_eager(self, what: Any, seconds: float) -> None:
-        if what == _THROUGH_MODULES:
-            self._rests_on_modules = True
-            self._note_through_modules(1)
-        else:
-            self.report.passes += 1
-            self.report.slower.note(what)
-
-    def is_through_modules(self) -> bool:
-        through, self.modules.since_backward = self.modules.since_backward, False
-        if through:
-            self._rests_on_modules = True
-            self._note_through_modules(1)
-        return through
-
-    def _note_through_modules(self, count: int) -> None:
-        self.report.passes += count
-        self.report.compiled += count
-        self.report.through_modules += count
-
-    def rests_for(self, roots: Sequence[Any], inputs: Sequence[Any]) -> bool:
-        if self.modules.since_backward:
-            self.modules.since_backward = False
-            self._rested_through += 1
-            return True
-        if not self._rests_on_modules:
-            return True
-        why = self.prefers_eager(roots, inputs)
-        self._rested_through += why == _THROUGH_MODULES
-        return why is not None
+        self.report.passes += 1
+        self.report.slower.note(what)
 
     def rested(self, count: int) -> None:
-        through, self._rested_through = self._rested_through, 0
-        self._note_through_modules(through)
-        self.report.passes += count - through
-        self.report.slower.note("left to eager without a look, as all before them were", count - through)
+        self.report.passes += count
+        self.report.slower.note("left to eager without a look, as all before them were", count)
 
     def gave_up(self, seconds: float) -> None:
         self.report.saved_against_eager -= seconds
@@ -286,11 +222,6 @@ class Replaying(EngineHook):
         """Runs one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
         start = time.perf_counter()
         overhead = start - self.began  # the engine's walk and, of a new structure, the recorder's
-        if structure.spec is None and self.modules.made_one_of(operands.hooks):
-            self.report.saved_against_eager -= overhead
-            self._note_site(_THROUGH_MODULES)
-            self._note_through_modules(1)
-            return self.run_tape(structure, operands)
         self.report.passes += 1
         try:
             if torch.is_anomaly_enabled():
@@ -329,7 +260,7 @@ class Replaying(EngineHook):
                 self._break_row()
 
     def _break_row(self) -> None:
-        self.in_a_row, self._rests_on_modules = 0, False
+        self.in_a_row = 0
 
     def _run_compiled(self, structure: Structure, operands: Operands, match: Match, fastest: FastestWay, binding: bool) -> list[torch.Tensor | None]:
         results = match.variant.run(operands, match, self.calling_out, self._missed)
@@ -451,7 +382,6 @@ def replay(
     max_structures: int = MAX_STRUCTURES,
     always: bool = False,
     optimizer: bool = True,
-    modules: bool = False,
 ) -> Replaying:
     """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
 
@@ -466,16 +396,12 @@ def replay(
     ``clip_grad_norm_`` and ``clip_grad_value_``, unless ``optimizer`` is False; what it does not fit (the first step, which makes the
     state; a gradient that is absent) runs in eager.
 
-    ``modules``: calls of modules that were recorded so (``record(modules=True)``) run from the package, forward and backward, on the script's own
-    parameters; the Python code in them does not run. The 1st, 2nd, 4th, 8th … call of each runs in eager too, and is compared: where it differs,
-    the module is left to eager from then on, and the report says so (``strict``: :class:`MissError`).
-
     The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are those of
     :func:`load`; a pass that calls operators which nobody has registered when it runs is interpreted. Raises what that raises, and
     :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
     """
     package = load(path, imports=imports, signature=signature, key=key)
-    return Replaying(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer, modules=modules)
+    return Replaying(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
 
 
 def _updates(package: Package, entry: str | None, always: bool) -> Iterator[CompiledUpdate]:
@@ -507,7 +433,6 @@ _IGNORING_LOGGER = _IgnoringLogger()
 _ADVICE = "record such a pass too, onto the same file"
 
 _FASTER = "left to eager, which ran passes called from there faster when they were recorded"
-_THROUGH_MODULES = "its forward was a compiled call of a module"
 
 
 def _node_in(reason: str) -> int | None:

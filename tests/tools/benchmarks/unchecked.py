@@ -1,5 +1,6 @@
-"""``python -m tests.tools.benchmarks.unchecked MODEL PACKAGE STEPS``: the steps of ``unmodified.py`` by the native code that was recorded of
-them, with nothing around it. No replay that leaves its loss and its ``backward()`` to the script could be faster.
+"""``python -m tests.tools.benchmarks.unchecked MODEL EXPORTED PACKAGE STEPS``: the steps of ``unmodified.py`` by the native code of its exported
+module and of its recorded optimizer steps, with nothing around it. No replay that leaves its loss and its
+``backward()`` to the script could be faster.
 
 Of the module's call PyTorch's part is left: an ``autograd.Function`` that takes its parameters and saves what its backward reads. Nothing is
 looked at: not what the arguments are, not whether parameters, gradients or state are what they were, no hooks, no modes. Prints what
@@ -72,11 +73,9 @@ class _Made:
         return results[0] if len(results) == 1 else results
 
 
-def main(name: str, package: str, steps: int) -> None:
-    loaded = load(package)
-    (entry,) = (n for n, e in loaded.manifest.entries.items() if e.source is not None)
-    module: Any = loaded.module(entry).train()
-    session = Replaying(loaded, always=True)
+def main(name: str, exported: str, package: str, steps: int) -> None:
+    module: Any = load(exported).module().train()
+    session = Replaying(load(package), always=True)
     torch.manual_seed(0)
     make, batch, rows, loss_of = unmodified.MODELS[name]
     module.load_state_dict(make().state_dict())
@@ -119,4 +118,4 @@ def main(name: str, package: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -114,10 +114,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], int, Ca
 }
 
 
-def main(name: str, how: str, steps: int) -> None:
+def main(name: str, how: str, steps: int, prepare: Callable[[nn.Module], object] = lambda net: None) -> None:
+    """``prepare``: what the script does with its module before it trains."""
     torch.manual_seed(0)
     make, batch, rows, loss_of = MODELS[name]
     net = make()
+    prepare(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True if how == "fused" else None)
     times, losses, after_ten = [], [], 0.0
     for step in range(steps):

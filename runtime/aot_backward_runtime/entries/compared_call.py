@@ -1,0 +1,105 @@
+"""One call of a live module made twice, by its own forward and by compiled code, on copies: results, buffers and gradients compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import ExecutionError
+from .dispatch import Entry
+from .module_call import call_entry
+
+_RESULTS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+_OTHERS = 1e-4
+"""How far results may be off, relative to their norm: what rounding in another order explains in networks of some hundred layers."""
+_GRADIENTS = 10
+"""Times that, for gradients, which pass through twice as many operations, and are compared after sums over the batch."""
+_SMALL = 0.1
+"""Of the largest gradient's norm: what is smaller may be as far off as one of that size, because its own terms may cancel."""
+
+Values = Mapping[str, "torch.Tensor | None"]
+
+
+def compare_call(entry: Entry, net: nn.Module, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """:class:`ExecutionError` names the first result, buffer or gradient that compiled code and the forward of ``net``'s class do not agree on.
+
+    Both run on deep copies of ``net`` and of the arguments, from the same random state, with the same random incoming gradients; ``net``, its
+    ``.grad``\\ s and the random state stay as they are. Needs memory for two copies."""
+
+    def by_eager(twin: nn.Module, args: Any, kwargs: Any) -> Any:
+        return type(net).forward(twin, *args, **kwargs)
+
+    def compiled(twin: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))}
+        return call_entry(entry, [tensors[n] for n in entry.state.names], mode, args, kwargs)
+
+    expected, expected_gradients = _run(by_eager, net, args, kwargs)
+    found, gradients = _run(compiled, net, args, kwargs)
+    largest = max((_norm(g) for g in expected_gradients.values() if g is not None), default=0.0)
+    words = _difference(found, expected, 1, 0.0) or _difference(gradients, expected_gradients, _GRADIENTS, largest)
+    if words:
+        raise ExecutionError(f"compiled code and the module's own forward differ: {words}. Export the module as it is now.")
+
+
+def _run(call: Callable[..., Any], net: nn.Module, args: Any, kwargs: Any) -> tuple[Values, Values]:
+    """Results and buffers, and gradients of what requires some."""
+    twin = copy.deepcopy(net)
+    given: dict[int, torch.Tensor] = {}
+    args, kwargs = pytree.tree_map(lambda value: _apart(value, given), (args, kwargs))
+    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []):
+        results = pytree.tree_leaves(call(twin, args, kwargs))
+        tensors = {f"result {i}": r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
+        values = {**{n: t.detach() for n, t in tensors.items()}, **{f"the buffer {n}": b.detach().clone() for n, b in twin.named_buffers()}}
+        outputs = [t for t in tensors.values() if t.requires_grad]
+        values |= {f"whether {n} requires a gradient": torch.tensor(t.requires_grad) for n, t in tensors.items()}
+        sources: dict[str, torch.Tensor] = {f"the gradient of {n}": p for n, p in twin.named_parameters() if p.requires_grad}
+        sources |= {f"the gradient of tensor {i} of the arguments": t for i, t in enumerate(given.values()) if t.requires_grad}
+        if not outputs or not sources:
+            return values, {}
+        gradients = torch.autograd.grad(outputs, list(sources.values()), _incoming(outputs), allow_unused=True)
+    return values, dict(zip(sources, gradients, strict=True))
+
+
+def _apart(value: Any, given: dict[int, torch.Tensor]) -> Any:
+    """A tensor as a leaf of its own, the same for the same; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if id(value) not in given:
+        given[id(value)] = value.detach().clone(memory_format=torch.preserve_format).requires_grad_(value.requires_grad)
+    return given[id(value)]
+
+
+def _incoming(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Random gradients, the same for the same shapes."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype).to(o.device) for o in outputs]
+
+
+def _difference(found: Values, expected: Values, factor: float, largest: float) -> str:
+    if odd := [n for n in {**expected, **found} if n not in found or n not in expected]:
+        return f"{odd[0]} is {'compiled' if odd[0] in found else 'eager'} code's alone"
+    return next((f"{n} {words}" for n in expected if (words := _compared(found[n], expected[n], factor, largest))), "")
+
+
+def _compared(found: torch.Tensor | None, expected: torch.Tensor | None, factor: float, largest: float) -> str:
+    if found is None or expected is None:
+        return "" if found is expected else f"is {'None' if found is None else 'a tensor'} compiled, and eager's is not"
+    if found.dtype is not expected.dtype or found.shape != expected.shape:
+        return f"is {found.dtype} {tuple(found.shape)} compiled; eager's is {expected.dtype} {tuple(expected.shape)}"
+    if not (found.is_floating_point() or found.is_complex()):
+        return "" if torch.equal(found, expected) else "has other values compiled"
+    odd = ~torch.isfinite(expected)
+    if not torch.equal(~torch.isfinite(found), odd):
+        return "is finite in one of both alone"
+    allowed = factor * _RESULTS.get(found.dtype, _OTHERS) * max(_norm(expected[~odd]), _SMALL * largest)
+    off = _norm(found[~odd] - expected[~odd])
+    return "" if off <= allowed else f"is off by {off:.3g}; {allowed:.3g} is allowed"
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)))

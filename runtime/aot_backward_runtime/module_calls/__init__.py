@@ -1,1 +1,0 @@
-"""Calls of an unmodified script's modules by compiled code, over the script's live parameters."""
