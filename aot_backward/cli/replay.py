@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 @click.command(epilog=EXIT_CODES)
 @click.option("--entry", metavar="NAME", help="Which replay entry; a sole one needs no name.")
 @click.option("--strict", is_flag=True, help="A backward pass that the package has no variant for is an error.")
-@click.option("--always", is_flag=True, help="Run compiled code also where it was slower than eager, or than interpreting, when it was recorded.")
 @click.option("--no-optimizer", is_flag=True, help="Leave the steps of optimizers to eager.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
@@ -34,7 +33,6 @@ def replay(
     context: click.Context,
     entry: str | None,
     strict: bool,
-    always: bool,
     no_optimizer: bool,
     as_json: bool,
     package: Path,
@@ -45,8 +43,8 @@ def replay(
 ) -> None:
     """Run TRAIN.py as it is, its backward passes and optimizer steps from BW.pt2: no tracing, no compiler.
 
-    A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why. Passes that eager ran faster
-    when they were recorded go to eager.
+    A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why. After three such
+    passes from one place, others from there run in eager.
     """
     from aot_backward_runtime.passes.session import replay as replaying
     from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
@@ -57,7 +55,6 @@ def replay(
         package,
         entry=entry,
         strict=strict,
-        always=always,
         optimizer=not no_optimizer,
         signature=signature,
         key=key,

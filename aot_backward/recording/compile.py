@@ -17,6 +17,7 @@ from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError, InputError, PackageError
 from aot_backward_runtime.format.manifest import PassSpec
+from aot_backward_runtime.passes.recorded_times import is_served
 
 from ..capture.shapes.symbolic_shapes import Sizes
 from . import pass_speed
@@ -119,14 +120,16 @@ class _Job:
         done = 0
         for fingerprint, group in itertools.groupby(programs, key=lambda program: program.fingerprint):
             right: list[tuple[TracedProgram, PassSpec]] = []
-            words: list[str] = []
             untimed: list[str] = []
             for program in group:
                 self._say("check", done, len(programs))
                 spec = self._checked(program, artifacts, mode)
-                if spec is not None:
+                if spec is not None and spec.speed is not None and not is_served(spec.speed):
+                    self.added.slower.append(pass_speed.slower(program, spec.speed))
+                elif spec is not None and spec.speed is None and self._tune != "none" and not pass_speed.why_untimed(program, spec, self._target):
+                    self.added.skipped[f"{program.name}: {pass_speed.TOO_FEW}{program.structure.location()}"] += 1
+                elif spec is not None:
                     right.append((program, spec))
-                    words += pass_speed.slower(program, spec.speed) if spec.speed is not None else ()
                     untimed += [pass_speed.why_untimed(program, spec, self._target)] if spec.speed is None and self._tune != "none" else []
                 done += 1
             if right:
@@ -134,18 +137,17 @@ class _Job:
                 variants = {**contents.variants, **{(fingerprint, p.name): p.seconds for p, _ in right}}
                 self._next = (
                     package.with_passes(right, artifacts, self._places),
-                    replace(contents, variants=variants, slower=(*contents.slower, *words), untimed=Counter(contents.untimed) + Counter(untimed)),
+                    replace(contents, variants=variants, untimed=Counter(contents.untimed) + Counter(untimed)),
                 )
         self._say("check", len(programs), len(programs))
         self.write()
 
     def compile_steps(self, observed: ObservedSteps) -> None:
         steps = list(compile_steps(observed, self._subfolder(), self._target, self._say, self._tune, self.added.skipped))
-        if steps:
+        self.added.slower += [slower(step.spec) for step in steps if not is_served(step.spec.speed)]
+        if faster := [step for step in steps if is_served(step.spec.speed)]:
             contents = self.added.contents
-            names = tuple(step.name for step in steps)
-            words = tuple(words for step in steps for words in slower(step.spec))
-            self._next = self.package.with_steps(steps), replace(contents, steps=(*contents.steps, *names), slower=(*contents.slower, *words))
+            self._next = self.package.with_steps(faster), replace(contents, steps=(*contents.steps, *(step.name for step in faster)))
         self.write()
 
     def write(self) -> None:

@@ -43,7 +43,7 @@ class ObservedReplay(Replaying):
         max_structures: int,
         optimizer: bool,
     ):
-        super().__init__(package, entry, max_structures=max_structures, always=True, optimizer=optimizer)
+        super().__init__(package, entry, max_structures=max_structures, optimizer=optimizer)
         self.structures: dict[str, RecordedStructure] = {}
         self.skipped: Counter[str] = Counter()
 

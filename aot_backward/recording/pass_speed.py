@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,24 +16,25 @@ import torch
 from aot_backward_runtime.compatibility import processor_name
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.expressions import evaluate
-from aot_backward_runtime.format.manifest import Choice, PassSpec, Speed, StructureSpec, Timing
+from aot_backward_runtime.format.manifest import PassSpec, Speed, StructureSpec, Timing
 from aot_backward_runtime.native.guards import dtype_of
 from aot_backward_runtime.native.library import Library
-from aot_backward_runtime.passes.fastest_way import AROUND, SLOWER
 from aot_backward_runtime.passes.pass_contract import Operands, PassContract
+from aot_backward_runtime.passes.recorded_times import AROUND, SLOWER, sizes_in_words
 from aot_backward_runtime.passes.structure import Structure
 from aot_backward_runtime.tapes.interpreter import Run
 from aot_backward_runtime.tapes.tape import CALLS_OUT, Op, Tape
 
 from ..capture.ambient import current_ambient
 from ..checks import stopwatch
-from ..packaging.tuning import SECONDS, TIE
+from ..packaging.tuning import SECONDS
 from .pass_check import holds_for
 from .recorded_structure import ExamplePass
 from .trace import TracedProgram
 
 EAGER, INTERPRETED, COMPILED = "eager", "interpreted", "compiled"
 _LEAST = 2, 4  # passes that were timed in the script, interpreted and in eager
+TOO_FEW = "too few passes of one size to time it beside eager; record 20 or more of a size, or keep what is not timed by --tune none"
 log = logging.getLogger("aot_backward")
 
 
@@ -43,9 +44,8 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
     calls = [op for op in tape.ops if op.kind in CALLS_OUT]
     if _reads_contexts(tape, spec):
         return None
-    times: dict[str, list[float]] = {EAGER: [], INTERPRETED: [], COMPILED: []}
+    times: dict[str, list[float]] = {EAGER: [], COMPILED: []}
     labels: list[str] = []
-    choices: list[Choice] = []
     for example in program.examples:
         seen = example.times
         values = PassContract(spec).symbol_values(example.shapes, example.sizes)
@@ -61,10 +61,9 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
             compiled = max(interpreted - here[INTERPRETED] + here[COMPILED], here[COMPILED])
         else:
             compiled = interpreted * here[COMPILED] / here[INTERPRETED]
-        for name, microseconds in ((EAGER, eager), (INTERPRETED, engine + interpreted), (COMPILED, engine + compiled)):
+        for name, microseconds in ((EAGER, eager), (COMPILED, engine + compiled)):
             times[name].append(round(microseconds, 1))
-        labels.append(", ".join(f"{k}={v}" for k, v in values.items()))
-        choices.append(Choice(dict(values), _fastest({name: each[-1:] for name, each in times.items()})))
+        labels.append(sizes_in_words(values))
     if not labels:
         return None
     return Speed(
@@ -77,17 +76,16 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
         target=target,
         torch=torch.__version__,
         others=stopwatch.others_running(),
-        choices=tuple(choices),
     )
 
 
 def why_untimed(program: TracedProgram, spec: PassSpec, target: str) -> str:
-    """Why :func:`measure` gives nothing, as the report of ``record`` says it of a number of passes."""
+    """Why :func:`measure` gives nothing of a pass, however often it came, as the report of ``record`` says it of a number of them; or ""."""
     if not target.startswith("cpu"):
         return "not timed beside eager, which is done on a CPU alone"
     if _reads_contexts(program.structure.tape, spec):
         return "not timed beside eager, as custom functions of the script are part of the code"
-    return "recorded too briefly to know whether compiled code is faster than eager: record 20 passes or more of a size, into a new file"
+    return ""
 
 
 def _reads_contexts(tape: Tape, spec: PassSpec) -> bool:
@@ -96,22 +94,14 @@ def _reads_contexts(tape: Tape, spec: PassSpec) -> bool:
 
 
 def _fastest(times: Mapping[str, Sequence[float]]) -> str:
-    """In the geometric mean over the sizes. A tie of interpreted and compiled goes to what is compiled."""
-    total = {name: math.prod(t if name == EAGER else SLOWER * t + AROUND for t in each) for name, each in times.items()}
-    best = min(total, key=lambda name: total[name])
-    return COMPILED if best == INTERPRETED and total[best] > TIE ** len(times[best]) * total[COMPILED] else best
+    """In the geometric mean over the sizes."""
+    return COMPILED if math.prod(SLOWER * t + AROUND for t in times[COMPILED]) < math.prod(times[EAGER]) else EAGER
 
 
-def slower(program: TracedProgram, speed: Speed) -> Iterator[str]:
-    """In words, where the compiled pass is not the fastest."""
-    ways = {choice.chosen for choice in speed.choices} or {speed.chosen}
-    if len(ways) == 1 and ways != {COMPILED}:
-        took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in speed.means.items())
-        yield f"{program.name}: {took}{program.structure.location()}"
-    for i, choice in enumerate(speed.choices if len(ways) > 1 else ()):
-        if choice.chosen != COMPILED:
-            took = ", ".join(f"{t.name} {t.microseconds[i]:,.0f} µs" for t in speed.timings)
-            yield f"{program.name} at {speed.sizes[i]}: {took}{program.structure.location()}"
+def slower(program: TracedProgram, speed: Speed) -> str:
+    """In words, what a pass took of which the compiled code is not faster."""
+    took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in speed.means.items())
+    return f"{program.name}: {took}{program.structure.location()}"
 
 
 def _calls(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], example: ExamplePass) -> dict[str, stopwatch.Call]:

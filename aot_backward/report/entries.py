@@ -68,7 +68,7 @@ def _update(update: UpdateSpec, archive: Archive) -> Html:
     rows: list[tuple[str, Child]] = [
         ("Parameters", f"{len(update.trained):,} with a gradient; {counted(len(update.state), 'tensor')} of state"),
         *_groups(update.groups, update.numbers),
-        *_in_place(update, archive, "steps"),
+        *_in_place(update, archive),
     ]
     return element("div", element("h4", "Steps of ", code(update.optimizer)), facts(rows), class_="variant")
 
@@ -78,16 +78,16 @@ def _clipping(clipping: ClippingSpec, archive: Archive) -> Html:
     gradients = len(archive.manifest.libraries[clipping.library].inputs) - 1
     rows: list[tuple[str, Child]] = [
         ("Gradients", f"{gradients:,}{f', by their norm of order {clipping.norm_type}' if clipping.norm_type else ', by value'}"),
-        *_in_place(clipping, archive, "calls"),
+        *_in_place(clipping, archive),
     ]
     return element("div", element("h4", "Calls of ", code(f"torch.nn.utils.{clipping.function}")), facts(rows), class_="variant")
 
 
-def _in_place(recorded: UpdateSpec | ClippingSpec, archive: Archive, what: str) -> Iterator[tuple[str, Child]]:
+def _in_place(recorded: UpdateSpec | ClippingSpec, archive: Archive) -> Iterator[tuple[str, Child]]:
     """Of code that writes to a script's own tensors."""
     yield "Code", f"the graph {recorded.library}"
     yield from _compared(recorded.verdict, recorded.verdicts, archive)
-    yield "Speed when it was recorded", list(map(line, pass_speed_in_words(recorded.speed, what))) if recorded.speed else None
+    yield "Speed when it was recorded", list(map(line, pass_speed_in_words(recorded.speed))) if recorded.speed else None
 
 
 def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:

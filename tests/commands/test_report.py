@@ -224,7 +224,7 @@ def test_every_package_there_ever_was_has_a_page_whose_bytes_add_up(path: Path) 
         "1.9-passes": ("entries", "at s0=9: eager"),
         "1.11-updates": ("entries", "3 with a gradient; 3 tensors of state"),
         "1.12-modules": ("entries", "x: float32"),
-            "1.14-layers": ("entries", "drop: Dropout(p=0.5, inplace=False)"),
+        "1.14-layers": ("entries", "drop: Dropout(p=0.5, inplace=False)"),
         "1.13-clippings": ("entries", "by their norm of order 2.0"),
         "1.10-standalone": ("entries", "no: it calls aten._linalg_det, aten.linalg_lu_solve"),
     }

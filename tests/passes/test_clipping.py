@@ -296,10 +296,7 @@ def test_what_eager_makes_faster_is_left_to_it(tmp_path: Path, monkeypatch: pyte
         for step in range(3):
             clip_grad_value_(parameters(step), 0.1)
     assert any(words.startswith("clip_grad_value_: eager ") for words in recording.slower)
-    for always, count in ((False, 0), (True, 1)):
-        with ab.replay(tmp_path / "slow.pt2", always=always) as replaying:
-            clip_grad_value_(parameters(0), 0.1)
-        assert replaying.report.clippings == count
+    assert not (tmp_path / "slow.pt2").exists() and not recording.compiled_steps
 
 
 SCRIPT = """

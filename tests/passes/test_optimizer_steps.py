@@ -284,7 +284,7 @@ def test_a_gradient_that_was_not_there_when_it_was_recorded() -> None:
         optimizer.step()
         return parameters
 
-    with ab.replay(golden_files.FOLDER / "1.11-updates.pt2", always=True) as replaying:
+    with ab.replay(golden_files.FOLDER / "1.11-updates.pt2") as replaying:
         ours = run()
     torch.testing.assert_close(ours, run(), rtol=1e-5, atol=1e-6)
     assert replaying.report.steps == 2 and "a parameter has a gradient that had none when it was recorded" in replaying.report.eager_steps
@@ -342,7 +342,7 @@ def test_hooks_of_all_optimizers_are_not_called_for_what_is_compiled(tmp_path: P
     calls = []
     handle = register_optimizer_step_post_hook(lambda *args: calls.append(1))
     try:
-        with ab.record(tmp_path / "hooked.pt2", tune="quick"):
+        with ab.record(tmp_path / "hooked.pt2", tune="none"):
             trained(KINDS["SGD"], 3)
     finally:
         handle.remove()
@@ -514,11 +514,7 @@ def test_what_eager_makes_faster_is_left_to_it(tmp_path: Path, monkeypatch: pyte
     with ab.record(path, tune="quick") as recording:
         trained(KINDS["SGD"], 3)
     assert len(said) == 1 and any("the optimizer step of SGD: eager" in words for words in recording.slower)
-    for always, steps in ((False, 0), (True, 3)):
-        with ab.replay(path, always=always) as replaying:
-            ours = trained(KINDS["SGD"], 3)
-        same(ours, trained(KINDS["SGD"], 3))
-        assert replaying.report.steps == steps
+    assert not recording.compiled_steps and not path.exists()
 
 
 def test_a_wrong_step_is_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,7 +584,7 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(replayed.stderr)["optimizer_steps"] == 11
     ran, *more = aot_backward("replay", "bw.pt2", "--", "train.py").stderr.splitlines()
     assert ran == "12 of 12 backward passes (1 binding, 11 hits) and 11 of 12 optimizer steps (1 made the state, in eager) ran compiled"
-    assert more[0] == "whether this was faster than eager is not known" and "recorded too briefly" in more[1] and len(more) == 2
+    assert more[0] == "whether this was faster than eager is not known" and "not timed beside eager" in more[1] and len(more) == 2
     alone = aot_backward("replay", "--json", "--no-optimizer", "bw.pt2", "--", "train.py")
     assert json.loads(alone.stderr)["optimizer_steps"] == 0
     assert float(replayed.stdout) == pytest.approx(float(alone.stdout), rel=1e-5) == pytest.approx(float(recording.stdout), rel=1e-5)
@@ -615,7 +611,7 @@ def test_kinds_of_steps_that_take_turns_are_all_compiled(tmp_path: Path) -> None
 
     with ab.record(tmp_path / "turns.pt2", tune="none"):
         steps(10)
-    with ab.replay(tmp_path / "turns.pt2", always=True) as session:
+    with ab.replay(tmp_path / "turns.pt2") as session:
         ours = steps(20)
     torch.testing.assert_close(ours, steps(20), rtol=1e-5, atol=1e-6)
     assert session.report.steps >= 16, str(session.report)  # the first of each kind makes its state

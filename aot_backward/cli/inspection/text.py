@@ -110,21 +110,21 @@ def _show_update(u: dict[str, Any], targets: list[str]) -> None:
     say(f"  steps of {u['optimizer']} on {count(u['trained'], 'parameter')} with a gradient{state}")
     for i, group in enumerate(u["groups"]):
         _show_group(i, group["parameters"], group, "    ")
-    _show_compared(u, targets, "steps")
+    _show_compared(u, targets)
 
 
 def _show_clipping(c: dict[str, Any], targets: list[str]) -> None:
     say(f"  {c['function']}{f' of norm_type {kind}' if (kind := c['norm_type']) else ''} on {count(c['gradients'], 'gradient')}")
-    _show_compared(c, targets, "calls")
+    _show_compared(c, targets)
 
 
-def _show_compared(code: dict[str, Any], targets: list[str], what: str) -> None:
+def _show_compared(code: dict[str, Any], targets: list[str]) -> None:
     """Of code that writes to a script's own tensors: its verdicts, and its times."""
     for target, verdict in zip(targets, (code["verdict"], *code["further_verdicts"]), strict=True):
         say(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
     if code["speed"]:
         say("    timed when it was recorded:")
-    for words in pass_speed_in_words(read_as(Speed, code["speed"]), what) if code["speed"] else ():
+    for words in pass_speed_in_words(read_as(Speed, code["speed"])) if code["speed"] else ():
         say(f"      {words}")
 
 

@@ -30,7 +30,7 @@ def to_json(session: Recording) -> dict[str, Any]:
         "unfinished": added.unfinished,
         "stopped_by": added.stopped or None,
         "skipped": dict(session.skipped),
-        "slower_compiled": list(added.contents.slower),
+        "slower_compiled": added.slower,
         "untimed": dict(added.contents.untimed),
     }
 
@@ -57,6 +57,9 @@ def lines(session: Recording, output: Path) -> Iterator[str]:
     if added.unfinished:
         why = "interrupted" if added.stopped == "interrupt" else f"the time limit of {session.time_limit:g} s was reached"
         yield f"{count(added.unfinished, 'structure')} left out: {why}"
+    yield from (f"  left out, not faster than eager: {words}" for words in added.slower[:_SHOWN])
+    if len(added.slower) > _SHOWN:
+        yield f"  left out, not faster than eager: {len(added.slower) - _SHOWN} others (--json has all)"
     for reason, times in report.eager.shown(_SHOWN).items():
         yield f"  eager x{times}: {reason}"
     for reason in list(session.skipped)[:_SHOWN]:
@@ -70,8 +73,7 @@ def _written(session: Recording, output: Path) -> str:
     if contents:
         parts = [f"{count(len(contents.structures), 'structure')} compiled"] if contents.variants else []
         parts += [f"{'' if parts else 'compiled '}{_steps_in_words(contents.steps)}"] if contents.steps else []
-        slower = f"; {len(contents.slower)} of these not faster than eager, where replay leaves them (--always)" if contents.slower else ""
-        return f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB), which {covers}: {' and '.join(parts)}{slower}"
+        return f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB), which {covers}: {' and '.join(parts)}"
     if session.report.compiled and not session.structures:
         return f"nothing is new: {output} {covers}"
     return f"nothing was written: {_why_not(session)}"
@@ -94,4 +96,4 @@ def _why_not(session: Recording) -> str:
     if not added.chosen:
         new = "new " if report.compiled else ""
         return f"no {new}structure was seen " + ("twice" if session.min_seen == 2 else f"{session.min_seen} times")
-    return "nothing that was recorded could be compiled"
+    return "eager is as fast" if added.slower else "nothing that was recorded is kept"

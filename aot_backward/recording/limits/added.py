@@ -10,13 +10,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Contents:
-    """What was added to a package. ``variants``: the seconds that their passes took in the script, by (fingerprint, name). ``slower``: which of them
-    are slower than eager, or than interpreting them, in words. ``untimed``: how many of them were not timed, by the reason. ``steps``:
-    the optimizers of which a kind of steps was
-    added, and the functions that clip gradients."""
+    """What was added to a package. ``variants``: the seconds that their passes took in the script, by (fingerprint, name). ``untimed``: how many of
+    them were not timed, by the reason. ``steps``: the optimizers of which a kind of steps was added, and the functions that clip gradients."""
 
     variants: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    slower: tuple[str, ...] = ()
     untimed: Mapping[str, int] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
 
@@ -33,13 +30,14 @@ class Contents:
 class Added:
     """What became of recorded structures, as far as it has come. ``contents``: what is in the file. ``skipped``: why passes were left out, counted.
     ``seldom``: structures that came less often than is asked for. ``chosen``: the others; ``settled``: those of them that were compiled or left out,
-    by fingerprint. ``stopped``: why the rest was not."""
+    by fingerprint. ``slower``: what was compiled and left out since eager is as fast, in words. ``stopped``: why the rest was not."""
 
     contents: Contents = field(default_factory=Contents)
     skipped: Counter[str] = field(default_factory=Counter)
     seldom: int = 0
     chosen: int = 0
     settled: set[str] = field(default_factory=set)
+    slower: list[str] = field(default_factory=list)
     stopped: Literal["", "time limit", "interrupt"] = ""
 
     @property

@@ -103,12 +103,11 @@ def _finished(step: TracedStep | TracedClipping, artifact: Artifact, target: str
     return CompiledStep(spec, step.graph, artifact, portable)
 
 
-def slower(spec: UpdateSpec | ClippingSpec) -> Iterator[str]:
-    """In words, where the compiled code is not faster."""
-    if spec.speed is not None and spec.speed.chosen == "eager":
-        times: Mapping[str, float] = spec.speed.means
-        what = "the optimizer step of " if isinstance(spec, UpdateSpec) else ""
-        yield f"{what}{_name(spec)}: eager {times['eager']:,.0f} µs, compiled {times['compiled']:,.0f} µs"
+def slower(spec: UpdateSpec | ClippingSpec) -> str:
+    """In words, what a step took of which the compiled code is not faster."""
+    times: Mapping[str, float] = spec.speed.means if spec.speed is not None else {}
+    what = "the optimizer step of " if isinstance(spec, UpdateSpec) else ""
+    return f"{what}{_name(spec)}: {', '.join(f'{name} {microseconds:,.0f} µs' for name, microseconds in times.items())}"
 
 
 def _name(spec: UpdateSpec | ClippingSpec) -> str:

@@ -4,7 +4,7 @@
 does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
 
 Changes (newest first):
-    1.14 2026-11-27  ``EntrySpec.layers``; ``EntrySpec.source`` of 1.12 is no longer written, and ignored
+    1.14 2026-11-27  ``EntrySpec.layers``; ``EntrySpec.source`` of 1.12 and ``Speed.choices`` of 1.9 are no longer written, and ignored
     1.13 2026-11-25  ``EntrySpec.clippings`` of a replay entry
     1.12 2026-11-24  ``EntrySpec.source``: modules of a recorded script
     1.11 2026-11-24  ``EntrySpec.updates`` of a replay entry
@@ -167,20 +167,12 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What was the fastest of a recorded pass where its symbols have these values."""
-
-    symbols: dict[str, int]
-    chosen: str
-
-
-@dataclass(frozen=True)
 class Speed:
     """What was measured of a variant when it was exported: eager first, then each candidate, in turns in one process. ``chosen``: the candidate whose
     code is in the package. ``sizes``: in words ("batch=16"), "" where nothing is dynamic. ``tune``: what was asked for, "quick" or "full".
     ``target`` and ``torch``: what the measured code was compiled for, and by; a package that was rebuilt has other code. ``others``: how many
     threads that were not the exporter's were running or waiting for a processor; on a busy machine fewer ``threads`` are used. ``slow``: where the
-    chosen code was slower than eager, what took longest in it, in words. ``choices``: of a recorded pass, at each of the sizes."""
+    chosen code was slower than eager, what took longest in it, in words."""
 
     chosen: str
     timings: tuple[Timing, ...]
@@ -192,7 +184,6 @@ class Speed:
     torch: str
     others: int
     slow: tuple[str, ...] = ()
-    choices: tuple[Choice, ...] = ()
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -291,9 +282,9 @@ class PassSpec:
     """A recorded pass compiled under guards. ``sizes``: what each of the pass's sizes must be, a number or an expression in the symbols.
     ``verdicts``: as in :class:`VariantSpec`.
 
-    ``speed``: what such a pass took in the process that recorded it: by eager, with its tape interpreted, and compiled. ``chosen``: what took
-    least, and ``choices`` at each of the sizes, which is what a replay does with passes of about that size. The whole of ``backward()`` counts;
-    what the compiled pass takes is what the interpreted one took there, times the ratio of the two on the recorded values."""
+    ``speed``: what such a pass took in the process that recorded it: by eager and compiled (up to format 1.13 also with its tape interpreted; then
+    ``chosen`` may be another one, and the code is not run). The whole of ``backward()`` counts; what the compiled pass takes is what the interpreted
+    one took there, times the ratio of the two on the recorded values."""
 
     inputs: tuple[TensorSpec, ...]
     sizes: tuple[Size, ...]

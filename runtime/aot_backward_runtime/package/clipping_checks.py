@@ -38,7 +38,7 @@ def result_name(function: str, norm_type: str) -> str:
 
 def _check_clipping(clipping: ClippingSpec, library: LibrarySpec) -> None:
     check_status(clipping.verdict)
-    check_speed(clipping.speed, ("eager", "compiled"))
+    check_speed(clipping.speed, "compiled")
     if clipping.function not in (NORM, VALUE):
         raise PackageError(f"it is of {clipping.function[:80]!r}; expected {NORM} or {VALUE}")
     if not _is_norm_type(clipping.norm_type) if clipping.function == NORM else clipping.norm_type != "":

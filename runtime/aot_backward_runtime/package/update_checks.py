@@ -44,7 +44,7 @@ def result_name(update: UpdateSpec) -> str:
 
 def _check_update(update: UpdateSpec, library: LibrarySpec) -> None:
     check_status(update.verdict)
-    check_speed(update.speed, ("eager", "compiled"))
+    check_speed(update.speed, "compiled")
     if not update.optimizer.startswith("torch.optim."):
         raise PackageError(f"it is of {update.optimizer[:80]!r}, which is no optimizer of torch.optim")
     listed = [p for g in update.groups for p in g.parameters]

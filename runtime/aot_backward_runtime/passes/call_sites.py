@@ -1,8 +1,8 @@
-"""Places in a script whose backward passes are best left to eager: it runs them faster than anything a package has for them, or all that can be
-compiled of them is, since their forward was a compiled module's.
+"""Places in a script whose backward passes the package does not serve, and which are therefore left to eager.
 
 Which structure a pass has is known once the engine has walked it, and by then it is too late for eager. But a place that calls ``backward`` nearly
-always calls it on the same structure: after three such passes from there the next ones go to eager at once. One in some 64 is looked at all the same.
+always calls it on the same structure: after three passes from there that were not served the next ones go to eager at once. One in some 64 is looked
+at all the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Place = tuple[str, int, int, str, int, int, str]
 called from several places; and the type of the first root."""
 
 _SURE = 3
-_OTHERS = 0.1  # where more of the passes than this are not faster in eager, structures take turns there, and none goes to eager unseen
+_SERVED = 0.1  # where more of the passes than this were served, structures take turns there, and none goes to eager unseen
 _REMEMBERED = 64  # looks
 _LOOKED_AT = 128  # one in 64 on the average: a fixed step would miss what the script does every second pass
 _KEPT = 1024
@@ -32,47 +32,46 @@ _KEPT = 1024
 class _Seen:
     """What was found at one place."""
 
-    why: str | None = None  # the last pass should have gone to eager; None where not
-    in_a_row: int = 0  # passes that should have gone there
+    in_a_row: int = 0  # passes that were not served
     looks: int = 0
-    others: float = 0.0  # the part of those looks that found another pass, the last ones counting most
+    served: float = 0.0  # the part of those looks that found a pass which was, the last ones counting most
     until_look: int = _LOOKED_AT
 
-    def note(self, why: str | None) -> None:
-        self.why, self.in_a_row = why, self.in_a_row + 1 if why else 0
+    def note(self, served: bool) -> None:
+        self.in_a_row = 0 if served else self.in_a_row + 1
         self.looks = min(self.looks + 1, _REMEMBERED)
-        self.others += ((not why) - self.others) / self.looks
+        self.served += (served - self.served) / self.looks
 
 
 class CallSites:
-    """Which places passes came from that eager should have run, and why."""
+    """Which places passes came from that were not served."""
 
     def __init__(self) -> None:
         self._seen: dict[Place, _Seen] = {}
         self._random = random.Random(0)  # noqa: S311
 
-    def why_eager(self, roots: Sequence[Any]) -> str | None:
-        """Why a pass that is called now, with these roots, should go to eager, as it was noted; None where it should not."""
+    def is_unserved(self, roots: Sequence[Any]) -> bool:
+        """Whether a pass that is called now, with these roots, should go to eager."""
         if not self._seen:
-            return None
+            return False
         seen = self._seen.get(place_of(roots))
-        if seen is None or seen.in_a_row < _SURE or seen.others > _OTHERS:
-            return None
+        if seen is None or seen.in_a_row < _SURE or seen.served > _SERVED:
+            return False
         left = seen.until_look
         seen.until_look = left - 1 if left > 0 else self._random.randrange(1, _LOOKED_AT)
-        return seen.why if left > 0 else None
+        return left > 0
 
-    def note(self, roots: Sequence[Any], why: str | None) -> None:
-        """What the engine found of the pass that is under way. ``why``: it should have gone to eager; None where not."""
-        if not why and not self._seen:
+    def note(self, roots: Sequence[Any], *, served: bool) -> None:
+        """What the engine found of the pass that is under way."""
+        if served and not self._seen:
             return
         place = place_of(roots)
         seen = self._seen.get(place)
         if seen is None:
-            if not why or len(self._seen) >= _KEPT:
+            if served or len(self._seen) >= _KEPT:
                 return
             seen = self._seen[place] = _Seen()
-        seen.note(why)
+        seen.note(served)
 
 
 def place_of(roots: Sequence[Any]) -> Place:

@@ -20,7 +20,6 @@ from ..package.recorded_pass_checks import parse_operand
 from ..tapes.interpreter import Run
 from ..tapes.tape import CALLS_OUT, Op, Slot, Tape
 from ..tapes.tape_checks import check_against_tape
-from .fastest_way import FastestWays
 from .pass_contract import Operands, PassContract, check_value
 
 Outside = Callable[[], AbstractContextManager[None]]
@@ -48,7 +47,6 @@ class CompiledPass:
         self._binding = (constants, ())
         self._libraries = libraries
         self._calls_out = any(op.kind in CALLS_OUT for op in tape.ops)
-        self.fastest = FastestWays(spec.speed)
 
     def check_leaves(self, operands: Operands) -> None:
         """:class:`InputError` where a leaf's present gradient is memory that the pass reads: eager would add to it in between."""

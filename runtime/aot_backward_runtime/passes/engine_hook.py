@@ -7,7 +7,6 @@ The setting is process-wide. Whoever holds it sees every backward pass through :
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,19 +36,19 @@ _LEFT_NODES = 40_000  # ... or this many nodes of such walks, but
 _LEFT_LEAST = 64  # never fewer walks than this: what was bound must be bound again then
 """After these the engine's cache is emptied. It keeps a node of its own for each node that it walks, also of a pass that is then left to
 eager: 470 bytes a node (torch 2.13), and it compares the nodes that follow one node one by one, since its hash leaves their constants out."""
-_IN_A_ROW = 16  # passes that went to eager because it is faster, after which the session rests
-_LONGEST_REST, _DOUBLED = 96, 5  # passes, and a third of that at least (a fixed number would miss what the script does every second pass); each
-# rest after another may be twice as long, so often
+UNSERVED = 1000
+"""Passes in a row that nothing served, after which a replay takes its hook out of the engine. To look up the place of one costs 3 to 16 µs, so this
+costs 10 ms; fewer would take a phase of a script, such as some epochs with frozen layers, for all of it."""
 
 
 class EngineHook:
     """What holds the engine's hook. Subclasses say what records a new structure, and count what is left to eager.
 
-    Where eager is faster for all that is called, a session that ``may_rest`` gets out of the way: for some 64 passes nothing is looked at, later for
-    some 2,000, and then one is. An MLP of 17 nodes takes 70 µs in eager, 85 where each pass is looked up by its place, and 71 with rests.
+    A session that ``may_leave`` takes the hook out for good after :data:`UNSERVED` passes in a row that nothing served. A backward of an MLP of 17
+    nodes takes 70 µs in eager and after that, 85 where each pass is looked up by its place.
     """
 
-    may_rest = False
+    may_leave = False
 
     def __init__(self) -> None:
         self._turn = threading.RLock()  # one pass at a time
@@ -67,10 +66,9 @@ class EngineHook:
         self.began = self.reached = self.left = 0.0  # when the pass was called, when the engine called what is bound, and when that returned
         self.largest = 0  # nodes of the largest structure that was recorded
         self._left = 0  # walks since the engine's cache was empty that ended without a program
-        self._resting = self._rest = 0  # passes until one is looked at, and what that was in the beginning
-        self._looks = False  # whether the next pass is looked at, wherever it is called
-        self.in_a_row = 0  # passes that went to eager because it is faster, and none since that did not
-        self._random = random.Random(0)  # noqa: S311
+        self.unserved = 0  # passes since the last one that ran compiled
+        self.has_left = False  # the hook is out of the engine for good
+        self.not_looked_at = 0  # passes since then
 
     # -- for subclasses
 
@@ -92,9 +90,6 @@ class EngineHook:
 
     def ran_in_eager(self, what: Any, seconds: float) -> None:
         """``what``: of :meth:`prefers_eager`."""
-
-    def rested(self, count: int) -> None:
-        """After a rest, of how many passes."""
 
     def ended(self) -> None:
         """After a pass that the engine had."""
@@ -126,7 +121,6 @@ class EngineHook:
         if not _hooks or _hooks[-1] is not self:
             raise AotBackwardError("record and replay contexts must be left in the reverse order in which they were entered")
         _hooks.pop()
-        self._wake(leaves=True)
         if not _hooks:
             for module in _modules:
                 module._engine_run_backward = _eager  # type: ignore[attr-defined]
@@ -155,25 +149,18 @@ class EngineHook:
 
     def run(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
-        if self._resting > 0 and not args[2]:
-            if self._resting > 1:
-                self._resting -= 1
-                return _eager(roots, *args, **kwargs)
-            if torch_api.in_backward():  # what is called within a pass belongs to it
-                with self._switch:
-                    self._rest += bool(self._rest)  # another thread may have ended the rest
-                return _eager(roots, *args, **kwargs)
-            self._resting -= 1
-            self._wake()
-        if not args[2] and not self._looks and (what := self.prefers_eager(roots, args[3])) is not None:
+        if self.has_left:
+            self.not_looked_at += 1
+            return _eager(roots, *args, **kwargs)
+        if self.may_leave and self.unserved >= UNSERVED and not self.inside and not torch_api.in_backward():
+            self._leave()
+            return self.run(roots, args, kwargs)
+        self.unserved += 1
+        if not args[2] and (what := self.prefers_eager(roots, args[3])) is not None:
             start = time.perf_counter()
             result = self._without(roots, args, kwargs)
             self.ran_in_eager(what, time.perf_counter() - start)
-            self.in_a_row += 1
-            if self.may_rest and self.in_a_row >= _IN_A_ROW and not self.inside:
-                self._fall_asleep()
             return result
-        self._looks = False
         if args[2]:
             return self._leave_to_eager("create_graph=True: its results are differentiated again, and no compiled pass can be", roots, args, kwargs)
         if torch_api.in_functorch() or any(g is not None and torch_api.is_batched(g) for g in args[0]):
@@ -224,28 +211,18 @@ class EngineHook:
         finally:
             self._turn.release()
 
-    def _fall_asleep(self) -> None:
+    def _leave(self) -> None:
+        """The hook goes out of the engine, and nothing is looked at any more."""
         has_turn = self._take_turn()
         try:
             with self._switch:
-                if not self._rest:
+                if not self.has_left:
                     self._off += 1
                     torch_api.set_autograd_compiler(None, False)
-                    longest = _LONGEST_REST << min(self.in_a_row - _IN_A_ROW, _DOUBLED)
-                    self._resting = self._rest = self._random.randrange(longest // 3, longest)
+                    self.has_left = True
         finally:
             if has_turn:
                 self._turn.release()
-
-    def _wake(self, *, leaves: bool = False) -> None:
-        with self._switch:
-            if not self._rest:
-                return
-            self.rested(self._rest - 1 - max(self._resting, 0) + leaves)
-            self._rest, self._resting, self._looks = 0, 0, not leaves
-            self._off -= 1
-            if self._off == 0 and not leaves:
-                torch_api.set_autograd_compiler(self.recorder, True)
 
     def _take_turn(self) -> bool:
         """Waits until no other thread's pass is in the engine, which would crash where its compiler is taken away; not for one whose hook is being

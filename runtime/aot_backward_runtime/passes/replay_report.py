@@ -39,14 +39,12 @@ class Report:
     """What became of the backward passes of a context. As text, three lines where nothing was missed: the engine's messages are in the JSON alone.
 
     ``passes``: all that were called; ``compiled``: those that ran compiled. ``bindings``: passes that met a structure for the first time; ``hits``:
-    further ones that the package served; ``misses``: those that were interpreted, by reason; ``eager``: those that the engine would not have, by
-    reason; ``slower``: those for which the package has code that was slower than eager, or than interpreting them, when it was compiled, and which
-    therefore ran so; those of a rest, in which nothing is looked at, are counted when it ends. ``saved_against_eager``: seconds by which passes were
-    faster than eager was when they were recorded, and optimizer steps and clippings then, less what it took to record the misses; ``margin``: by how
-    much that may be too much, as it was measured for the choice of the way (``fastest_way.py``); ``untimed``: passes
-    that ran compiled and whose time in eager is not known, by reason, and ``untimed_seconds``, what they took; ``interpreted``: seconds that the
-    misses then took. ``steps``: optimizer steps by compiled code;
-    ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients.
+    further ones that the package served; ``misses``: those that were interpreted, by reason; ``eager``: those that eager ran, by reason: the engine
+    would not have them, or the package served none of those before. ``saved_against_eager``: seconds by which passes were faster than eager was when
+    they were recorded, and optimizer steps and clippings then, less what it took to record the misses; ``margin``: by how much that may be too
+    much, as it was measured for the choice of what is compiled (``recorded_times.py``); ``untimed``: passes that ran compiled and whose time in
+    eager is not known, by reason, and ``untimed_seconds``, what they took; ``interpreted``: seconds that the misses then took. ``steps``: optimizer
+    steps by compiled code; ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients.
     """
 
     passes: int = 0
@@ -55,7 +53,6 @@ class Report:
     hits: int = 0
     misses: Reasons = field(default_factory=Reasons)
     eager: Reasons = field(default_factory=Reasons)
-    slower: Reasons = field(default_factory=Reasons)
     engine: Reasons = field(default_factory=Reasons)  # what the engine said of the first passes that its cache did not have
     steps: int = 0
     eager_steps: Reasons = field(default_factory=Reasons)
@@ -91,7 +88,6 @@ class Report:
             "hits": self.hits,
             "misses": self.misses.shown(),
             "eager": self.eager.shown(),
-            "slower": self.slower.shown(),
             "engine": self.engine.shown(),
             "optimizer_steps": self.steps,
             "optimizer_steps_in_eager": self.eager_steps.shown(),
@@ -104,7 +100,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        return "\n".join([self._what_ran(), *self._slower_ones(), *self._time_saved(), *self.reasons()])
+        return "\n".join([self._what_ran(), *self._time_saved(), *self.reasons()])
 
     def reasons(self) -> Iterator[str]:
         """Why something was not compiled: of each kind the most frequent reasons, a line each."""
@@ -129,11 +125,6 @@ class Report:
         bound = self.compiled - self.hits
         return f" ({bound} binding{'' if bound == 1 else 's'}, {self.hits} hit{'' if self.hits == 1 else 's'})" if bound or self.hits else ""
 
-    def _slower_ones(self) -> Iterator[str]:
-        if self.slower:
-            count = sum(self.slower.values())
-            yield f"{count} not faster compiled: these ran in eager, or interpreted, as was faster when they were recorded (always=True, --always)"
-
     def _time_saved(self) -> Iterator[str]:
         """Nothing where nothing ran compiled."""
         if not (self.compiled or self.steps or self.clippings):
@@ -148,6 +139,5 @@ class Report:
         yield from (f"  not compared x{count}: {reason}" for reason, count in self.untimed.shown(_IN_TEXT).items())
 
 
-_RECORD = "record 20 passes or more of a size, into a new file"
-TOO_BRIEF = f"recorded too briefly to know whether compiled code is faster than eager, or not timed (--tune none, a GPU): {_RECORD}"
-OTHER_SIZES = f"recorded too briefly at these sizes to know whether compiled code is faster than eager: {_RECORD}"
+NOT_TIMED = "not timed beside eager when they were recorded (--tune none, a GPU, a custom function of the script)"
+OTHER_SIZES = "timed beside eager at other sizes: record 20 passes or more of each size into a new file to have them compared"

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +37,10 @@ from ..tapes.tape import Slot, Tape
 from . import origin
 from .call_sites import CallSites
 from .compiled_pass import Match
-from .engine_hook import MIXED_PRECISION, EngineHook
-from .fastest_way import AROUND, SLOWER, FastestWay
+from .engine_hook import MIXED_PRECISION, UNSERVED, EngineHook
 from .pass_contract import Operands, why_unsupported
-from .replay_report import OTHER_SIZES, TOO_BRIEF, Report
+from .recorded_times import AROUND, SLOWER, eager_at, is_served
+from .replay_report import NOT_TIMED, OTHER_SIZES, Report
 from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
 
@@ -63,23 +64,22 @@ class Replaying(EngineHook):
         *,
         strict: bool = False,
         max_structures: int = MAX_STRUCTURES,
-        always: bool = False,
         optimizer: bool = True,
     ):
         super().__init__()
-        self.always = always
-        self.updates = UpdateTable(_updates(package, entry, always) if optimizer and package is not None else ())
-        self.clippings = ClippingTable(_clippings(package, entry, always) if optimizer and package is not None else ())
-        self.looks_at_all = strict or always
-        self.may_rest = not self.looks_at_all
+        self.updates = UpdateTable(_updates(package, entry) if optimizer and package is not None else ())
+        self.clippings = ClippingTable(_clippings(package, entry) if optimizer and package is not None else ())
+        self.looks_at_all = strict or self.observes or package is None
+        self.may_leave = not self.looks_at_all
         self.sites = CallSites()
-        self.table = StructureTable(package, entry, max_structures, self._stop_explaining, by_nodes=not self.observes)
+        self.table = StructureTable(package, entry, max_structures, self._stop_explaining, by_nodes=not self.observes, slower=self.looks_at_all)
         self.strict = strict
         self.report = Report()
         self.tapes = self.table.tapes
         self.layers = origin.Layers()
         self._logged: set[str] = set()
         self._hits_in_a_row = 0
+        self._random = random.Random(0)  # noqa: S311
         self._explanations_left = _EXPLANATIONS
         self._bound: list[_BoundPass] = []  # what the engine's cache holds
         self._to_rebind = 0  # structures that the cache held when it was last emptied, and had a hit, less those bound since
@@ -89,6 +89,8 @@ class Replaying(EngineHook):
 
     def __enter__(self) -> Replaying:
         super().__enter__()
+        if self.may_leave and not self.table.serves:
+            self._leave()
         self._set_verbose_logging(True)
         self._intercepts = self.intercepts_steps()
         if self._intercepts:
@@ -98,6 +100,9 @@ class Replaying(EngineHook):
     def __exit__(self, *error: object) -> None:
         torch_api.set_verbose_logger(None)
         super().__exit__(*error)
+        self.report.passes += self.not_looked_at
+        self.report.eager.note(_LEFT if self.table.serves else "the package has no backward pass that is faster than eager's", self.not_looked_at)
+        self.not_looked_at = 0
         if self._intercepts:
             self._intercepts = False
             interception.leave(self)
@@ -164,26 +169,21 @@ class Replaying(EngineHook):
     def recorder(self) -> Recorder:
         if self.table.full and not self.strict and not self._is_worth_recording():
             if not self.looks_at_all:
-                self.sites.note(self.roots, None)
+                self.sites.note(self.roots, served=False)
             raise Refused(self.table.why_full())
         return Recorder(lambda names: eager_order(self.roots, self.targets, names), self._bind)
 
     def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        return None if self.looks_at_all else self.sites.why_eager(roots)
+        return _NOT_SERVED if not self.looks_at_all and self.sites.is_unserved(roots) else None
 
     def ran_in_eager(self, what: Any, seconds: float) -> None:
         self.report.passes += 1
-        self.report.slower.note(what)
-
-    def rested(self, count: int) -> None:
-        self.report.passes += count
-        self.report.slower.note("left to eager without a look, as all before them were", count)
+        self.report.eager.note(what)
 
     def gave_up(self, seconds: float) -> None:
         self.report.saved_against_eager -= seconds
 
     def left_to_eager(self, reason: str) -> None:
-        self._break_row()
         self.report.passes += 1
         self.report.eager.note(reason)
         self._log_once(f"a backward pass was left to eager: {reason}")
@@ -237,12 +237,9 @@ class Replaying(EngineHook):
         except InputError as error:
             miss = str(error)
         else:
-            fastest = match.variant.fastest.at(match.values)
-            self._note_site(_FASTER if fastest.in_eager else None)
-            if fastest.interpreted and not self.always:
-                return self._interpret_faster(structure, operands, fastest, binding)
-            return self._run_compiled(structure, operands, match, fastest, binding)
-        self._note_site(None)
+            self._note_site(served=True)
+            return self._run_compiled(structure, operands, match, binding)
+        self._note_site(served=False)
         miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_advice(structure.tape, operands)}"
         if self.strict:
             raise MissError(f"{miss} (replay was told to be strict)")
@@ -253,19 +250,15 @@ class Replaying(EngineHook):
         self.report.interpreted += time.perf_counter() - start
         return results
 
-    def _note_site(self, why_eager: str | None) -> None:
+    def _note_site(self, *, served: bool) -> None:
         if not self.looks_at_all:
-            self.sites.note(self.roots, why_eager)
-            if not why_eager:
-                self._break_row()
+            self.sites.note(self.roots, served=served)
 
-    def _break_row(self) -> None:
-        self.in_a_row = 0
-
-    def _run_compiled(self, structure: Structure, operands: Operands, match: Match, fastest: FastestWay, binding: bool) -> list[torch.Tensor | None]:
+    def _run_compiled(self, structure: Structure, operands: Operands, match: Match, binding: bool) -> list[torch.Tensor | None]:
         results = match.variant.run(operands, match, self.calling_out, self._missed)
+        self.unserved = 0
         self.report.compiled += 1
-        self._compare_with_eager(fastest)
+        self._compare_with_eager(match)
         if not binding:
             self.report.hits += 1
             self._hits_in_a_row += 1
@@ -273,14 +266,15 @@ class Replaying(EngineHook):
                 self._set_verbose_logging(False)
         return results
 
-    def _compare_with_eager(self, fastest: FastestWay) -> None:
+    def _compare_with_eager(self, match: Match) -> None:
         """The pass under way has run: counts what it gained or lost, or that this is not known."""
-        seconds = time.perf_counter() - self.began
-        if fastest.times and not fastest.nearby:
-            self.report.saved_against_eager += fastest.times["eager"] * 1e-6 - seconds
+        seconds, speed = time.perf_counter() - self.began, match.variant.spec.speed
+        eager = eager_at(speed, match.values)
+        if eager is not None:
+            self.report.saved_against_eager += eager - seconds
             self.report.margin += (SLOWER - 1) * seconds + AROUND * 1e-6
         else:
-            self.report.untimed.note(OTHER_SIZES if fastest.times else TOO_BRIEF)
+            self.report.untimed.note(NOT_TIMED if speed is None else OTHER_SIZES)
             self.report.untimed_seconds += seconds
 
     def place(self, tape: Tape, operands: Operands, node: int | None) -> str:
@@ -288,14 +282,6 @@ class Replaying(EngineHook):
         leaf = tape.leaf_after(node) if node is not None else None
         layer = self.layers.name(operands.inputs[leaf]) if leaf is not None else ""
         return f"{f'at or after {layer}, ' if layer else ''}backward called at {origin.line()}"
-
-    def _interpret_faster(self, structure: Structure, operands: Operands, fastest: FastestWay, binding: bool) -> list[torch.Tensor | None]:
-        if not binding:
-            took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in fastest.times.items())
-            self.report.slower.note(f"interpreted, which was faster when {structure.tape.fingerprint()[:12]} was recorded: {took}")
-        results = self.run_tape(structure, operands)
-        self._compare_with_eager(fastest)
-        return results
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
         """Runs a pass that the package has nothing for."""
@@ -380,14 +366,13 @@ def replay(
     signature: Policy | None = None,
     key: Key | None = None,
     max_structures: int = MAX_STRUCTURES,
-    always: bool = False,
     optimizer: bool = True,
 ) -> Replaying:
     """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
 
-    Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`); those that the engine
-    refuses run in eager. So do those whose code was slower than eager when it was recorded, unless ``always`` says otherwise, or ``strict``, which
-    looks at every pass; where interpreting was faster than the code, they are interpreted.
+    Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`), and after three of them that
+    were called from one place, others from there run in eager; so do those that the engine refuses. After a hundred passes in a row that nothing
+    served, all others run in eager. With ``strict``, every pass is looked at.
 
     After ``max_structures`` structures that the package does not hold, further ones are left to eager, so that a script
     whose structure keeps changing costs neither time nor memory without bound; what is bound goes on being served.
@@ -401,20 +386,15 @@ def replay(
     :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
     """
     package = load(path, imports=imports, signature=signature, key=key)
-    return Replaying(package, entry, strict=strict, max_structures=max_structures, always=always, optimizer=optimizer)
+    return Replaying(package, entry, strict=strict, max_structures=max_structures, optimizer=optimizer)
 
 
-def _updates(package: Package, entry: str | None, always: bool) -> Iterator[CompiledUpdate]:
-    """Those that were faster than eager when they were recorded."""
-    for spec, library in package.recorded_updates(entry):
-        if always or spec.speed is None or spec.speed.chosen != "eager":
-            yield CompiledUpdate(spec, library)
+def _updates(package: Package, entry: str | None) -> list[CompiledUpdate]:
+    return [CompiledUpdate(spec, library) for spec, library in package.recorded_updates(entry) if is_served(spec.speed)]
 
 
-def _clippings(package: Package, entry: str | None, always: bool) -> list[CompiledClipping]:
-    """Those that were faster than eager when they were recorded."""
-    every = package.recorded_clippings(entry)
-    return [CompiledClipping(spec, library) for spec, library in every if always or spec.speed is None or spec.speed.chosen != "eager"]
+def _clippings(package: Package, entry: str | None) -> list[CompiledClipping]:
+    return [CompiledClipping(spec, library) for spec, library in package.recorded_clippings(entry) if is_served(spec.speed)]
 
 
 def _gain(speed: Speed | None) -> float:
@@ -432,7 +412,8 @@ class _IgnoringLogger:
 _IGNORING_LOGGER = _IgnoringLogger()
 _ADVICE = "record such a pass too, onto the same file"
 
-_FASTER = "left to eager, which ran passes called from there faster when they were recorded"
+_NOT_SERVED = "called from where the package served none of the last passes"
+_LEFT = f"after {UNSERVED} in a row that nothing served"
 
 
 def _node_in(reason: str) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from ..format.manifest import OperatorSpec, StructureSpec
 from ..loader import Package
 from ..native.library import Library
 from ..tapes.tape import Tape
+from .recorded_times import is_served
 from .structure import Structure
 
 _NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
@@ -24,8 +26,9 @@ _SMALL = 32
 class StructureTable:
     """By fingerprint. ``tapes``: those of the structures that were met, in order."""
 
-    def __init__(self, package: Package | None, entry: str | None, max_structures: int, on_full: Callable[[], None], *, by_nodes: bool = True):
-        """``on_full``: called once, when ``max_structures`` were met that the package does not hold. ``by_nodes``: large ones count for several."""
+    def __init__(self, package: Package | None, entry: str | None, max_structures: int, on_full: Callable[[], None], *, by_nodes: bool, slower: bool):
+        """``on_full``: called once, when ``max_structures`` were met that the package does not hold. ``by_nodes``: large ones count for several.
+        ``slower``: variants of older packages that were slower than eager serve, too."""
         if type(max_structures) is not int or max_structures < 1:
             raise InputError(f"max_structures is {max_structures!r}; expected a positive int")
         self.max_structures = max_structures
@@ -35,7 +38,9 @@ class StructureTable:
         self._libraries: Mapping[str, Library] = {}
         self._constants: Mapping[str, torch.Tensor] = {}
         if package is not None:
-            self._specs, self._libraries, self._constants = package.recorded(entry)
+            specs, self._libraries, self._constants = package.recorded(entry)
+            served = {f: replace(s, variants=tuple(v for v in s.variants if slower or is_served(v.speed))) for f, s in specs.items()}
+            self._specs = {f: s for f, s in served.items() if s.variants}
             self.operators = package.manifest.operators
         self._on_full = on_full
         self._met: dict[str, Structure] = {}
@@ -45,9 +50,9 @@ class StructureTable:
         self._weight = 0.0  # ... and for how many they count
 
     @property
-    def recorded(self) -> Iterable[StructureSpec]:
-        """Those of the package."""
-        return self._specs.values()
+    def serves(self) -> bool:
+        """Whether the package has code for any structure."""
+        return bool(self._specs)
 
     @property
     def full(self) -> bool:

@@ -75,7 +75,7 @@ class _Made:
 
 def main(name: str, exported: str, package: str, steps: int) -> None:
     module: Any = load(exported).module().train()
-    session = Replaying(load(package), always=True)
+    session = Replaying(load(package))
     torch.manual_seed(0)
     make, batch, rows, loss_of = unmodified.MODELS[name]
     module.load_state_dict(make().state_dict())
