@@ -593,7 +593,7 @@ def test_threads_one_at_a_time_good_and_bad(package: Path) -> None:
             assert not t.is_alive()
     assert not errors
     same(expected, actual)
-    assert replaying.report.hits >= 3
+    assert replaying.report.passes == 24  # mlp's run beside eager's where threads of which nothing is served went there
 
 
 def test_a_thousand_hits_leave_nothing(package: Path) -> None:

@@ -410,7 +410,7 @@ class _IgnoringLogger:
 
 
 _IGNORING_LOGGER = _IgnoringLogger()
-_ADVICE = "record such a pass too, onto the same file"
+_ADVICE = "record such a pass too, onto the same file (what is not faster than eager is left out; --tune none keeps it)"
 
 _NOT_SERVED = "called from where the package served none of the last passes"
 _LEFT = f"after {UNSERVED} in a row that nothing served"

@@ -34,7 +34,7 @@ def _settle(group: Sequence[Case], running: Running, verdict: Verdict) -> None:
     start = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-            with ab.record(Path(folder) / "group.pt2", min_seen=1) as recording:
+            with ab.record(Path(folder) / "group.pt2", min_seen=1, tune="none") as recording:
                 for case in group:
                     for one in case.rounds:
                         evaluate(case.module.train(case.training), one.inputs, one.cotangents)

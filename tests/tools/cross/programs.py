@@ -108,7 +108,7 @@ def write(path: Path, name: str, dynamic: bool, target: str) -> None:
 
 def _record(path: Path, dynamic: bool) -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    with ab.record(path) as recording:
+    with ab.record(path, tune="none") as recording:
         for rows in (3, 5, 6) if dynamic else (4, 4):
             net(torch.randn(rows, 4)).square().mean().backward()
     assert not recording.skipped, recording.skipped

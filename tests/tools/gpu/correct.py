@@ -176,7 +176,7 @@ def recorded(device: str, quick: bool) -> Iterator[Row]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bw.pt2"
-        with ab.record(path, target=device) as recording:
+        with ab.record(path, target=device, tune="none") as recording:
             for rows in (3, 5, 6):
                 gradients(rows)
         expected = {rows: gradients(rows) for rows in (4, 9)}
