@@ -38,7 +38,7 @@ def entries(archive: Archive) -> Html:
 
 def _layer(layer: LayerSpec) -> str:
     settings = ", ".join(f"{name}={value}" for name, value in layer.settings.items())
-    return f"{layer.name or '(the module)'}: {layer.kind}({settings})"
+    return f"{layer.name or '(the module)'}: {layer.kind.rpartition('.')[2]}({settings})"
 
 
 def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:

@@ -7,7 +7,7 @@ import inspect
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from .. import torch_api
 from ..errors import GradientError, InputError, WeightsError
 from .compared_call import compare_call
 from .dispatch import Entry
-from .layers import differences, is_of_torch, setting_names
+from .layers import differences, has_other_forward, is_of_torch, setting_names
 from .module_call import call_entry
 
 Otherwise = Literal["error", "eager"]
@@ -39,17 +39,19 @@ class Attachment:
     def __init__(self, entry: Entry, net: nn.Module, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0):
         if otherwise not in ("error", "eager"):
             raise InputError(f"otherwise: expected 'error' or 'eager', got {otherwise!r}")
+        if type(compare) is not int or compare < 0:
+            raise InputError(f"compare: expected a number of calls, got {compare!r}")
         _refuse_other_forward(net)
         self.calls = 0
         self.in_eager: Counter[str] = Counter()
         self._entry, self._otherwise, self._to_compare = copy.deepcopy(entry), otherwise, compare
         self._net, self._own = weakref.ref(net), type(net).forward
+        self._unsure = _raise if strict else _warn
         self.__signature__ = inspect.signature(net.forward)
-        self._check_layers(net, unsure=_raise if strict else _warn)
-        self._bind(net)
-        current = self._current()
-        self._entry.state.check(current)
-        self._check_trained(current)
+        bound = self._bind(net)
+        self._bounds = {net.training: bound}  # by the mode, which some training loops set in every step
+        self._entry.state.check(bound.tensors())
+        self._check_trained(bound.tensors())
         net.__dict__["forward"] = self
 
     @torch_api.opaque_to_dynamo
@@ -58,30 +60,37 @@ class Attachment:
         if net is None:
             raise InputError("the module that this forward belongs to no longer exists. Keep the module for as long as its forward is called.")
         try:
-            self._check_unchanged(net)
+            bound = self._bounds.get(net.training)
+            if bound is None or not bound.is_same(net):
+                bound = self._bounds[net.training] = self._bind(net)
             if self._to_compare > 0:
-                self._to_compare -= 1
-                compare_call(self._entry, net, self._mode, args, kwargs)
-            current = self._current()
-            averages = [t for i in self._averages if (t := current[i]) is not None]
+                compare_call(self._entry, net, bound.mode, args, kwargs, self._count_compared)
+            tensors = bound.tensors()
+            averages = [t for i in bound.averages if (t := tensors[i]) is not None]
             with torch_api.keeping_versions(averages) if averages else nullcontext():
-                result = call_entry(self._entry, current, self._mode, args, kwargs)
+                result = call_entry(self._entry, tensors, bound.mode, args, kwargs)
+            self.calls += 1
+            return result
         except (InputError, WeightsError, GradientError) as error:  # nothing has run
             if self._otherwise == "error":
                 raise
             reason = str(error)
-            self.in_eager[reason if reason in self.in_eager or len(self.in_eager) < _REASONS else OTHER_REASONS] += 1
-            return self._own(net, *args, **kwargs)
-        self.calls += 1
-        return result
+        self.in_eager[reason if reason in self.in_eager or len(self.in_eager) < _REASONS else OTHER_REASONS] += 1
+        return self._own(net, *args, **kwargs)
+
+    def _count_compared(self) -> None:
+        self._to_compare -= 1
 
     def detach(self) -> None:
         """``net`` has its own forward again."""
         net = self._net()
         if net is not None and net.__dict__.get("forward") is self:
-            del net.__dict__["forward"]
+            net.__dict__.pop("forward", None)  # another thread may have done it
 
     def __enter__(self) -> Attachment:
+        net = self._net()
+        if net is None or net.__dict__.get("forward") is not self:
+            raise InputError("expected an attachment that is in place, got one that was detached. Attach again.")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -91,78 +100,26 @@ class Attachment:
         """A copy of ``net`` gets the forward of its class, which is found on it as long as nothing else was copied to it."""
         return getattr, (self._net(), "forward")
 
-    def _check_layers(self, net: nn.Module, unsure: Any) -> None:
-        """:class:`InputError` where ``net`` has other layers than were exported. ``unsure``: what is done about differences that may mean nothing."""
-        exported = self._entry.spec.layers
-        if not exported:
-            unsure("the package was written before packages held the layers of modules, and they cannot be compared. Export it again.")
-            return
-        if exported[0].hooks:
+    def _bind(self, net: nn.Module) -> _Bound:
+        """What the next calls must find; :class:`InputError` where compiled code would not compute what ``net`` does as it is now."""
+        spec = self._entry.spec
+        if not spec.layers:
+            self._unsure("the package was written before packages held the layers of modules, and they cannot be compared. Export it again.")
+        elif spec.layers[0].hooks:
             raise InputError("the module was exported with hooks of its own, which are compiled, and would run twice. Export it without them.")
-        found = list(differences(exported, net))
-        for sure, words in sorted(found, key=lambda one: not one[0]):
-            (_raise if sure else unsure)(f"{words}. {_EXPORT_AGAIN}")
-
-    def _bind(self, net: nn.Module) -> None:
-        """Notes where the tensors of ``net`` are looked up, and what of it the next calls must find as it is."""
-        state = {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers(remove_duplicate=False))}
-        if odd := sorted(state.keys() ^ set(self._entry.state.names)):
-            raise InputError(
-                f"expected the tensors of the exported module, got {'also' if odd[0] in state else 'none called'} {odd[0]}. {_EXPORT_AGAIN}"
-            )
-        self._slots = [_slot(net, name) for name in self._entry.state.names]
-        self._parts = [(name, part) for name, part in net.named_modules(remove_duplicate=False) if name]  # not the module: it is not to be kept alive
-        averages = {id(t) for part in net.modules() if isinstance(part, _AVERAGING) for t in (part.running_mean, part.running_var)}
-        self._averages = [i for i, t in enumerate(self._current()) if id(t) in averages]  # eager writes these without autograd seeing it
-        self._children = [children for part in (net, *(part for _, part in self._parts)) if (children := part._modules)]
-        self._bound_children = [list(children.values()) for children in self._children]
-        self._own_settings = _getter(net)
-        self._settings = [(get, part) for _, part in self._parts if (get := _getter(part)) is not None]
-        self._bound_settings = self._current_settings(net)
-        self._check_hooks()
-        self._bind_mode(net)
-
-    def _current_settings(self, net: nn.Module) -> list[Any]:
-        """Of PyTorch's layers, in an order of their own."""
-        settings = [get(part) for get, part in self._settings]
-        return settings if self._own_settings is None else [*settings, self._own_settings(net)]
-
-    def _bind_mode(self, net: nn.Module) -> None:
-        self._modes = self._current_modes(net)
-        self._mode = "train" if net.training else "eval"
-        apart = {name for name, part in self._parts if part.training != net.training}
-        exported = [set(v.spec.set_apart) for v in self._entry.variants if v.spec.mode == self._mode]
+        else:
+            for sure, words in sorted(differences(spec.layers, net), key=lambda one: not one[0]):
+                (_raise if sure else self._unsure)(f"{words}. {_EXPORT_AGAIN}")
+        bound = _Bound(net, self._entry.state.names)
+        apart = {name for name, part in bound.parts if part.training != net.training}
+        exported = [set(v.spec.set_apart) for v in self._entry.variants if v.spec.mode == bound.mode]
         if exported and apart not in exported:  # of a mode that was not exported, the call says so
             name = min(apart ^ exported[0])
-            self._modes = []  # looked at again in the next call
             expected = "another mode than" if name in exported[0] else "the same mode as"
             raise InputError(
-                f"{name}: expected {expected} the whole module, which is in {self._mode} mode. Put it there, or export the module as it is now."
+                f"{name}: expected {expected} the whole module, which is in {bound.mode} mode. Put it there, or export the module as it is now."
             )
-
-    def _current_modes(self, net: nn.Module) -> list[bool]:
-        return [net.training, *[part.training for _, part in self._parts]]
-
-    def _check_unchanged(self, net: nn.Module) -> None:
-        if [list(children.values()) for children in self._children] != self._bound_children:
-            self._check_layers(net, unsure=lambda words: None)
-            self._bind(net)
-            return
-        if self._current_settings(net) != self._bound_settings:
-            self._check_layers(net, unsure=lambda words: None)
-            raise InputError(f"settings of layers changed after the module was attached. {_EXPORT_AGAIN}")
-        if RemovableHandle.next_id != self._handles:
-            self._check_hooks()
-        if self._current_modes(net) != self._modes:
-            self._bind_mode(net)
-
-    def _check_hooks(self) -> None:
-        for name, part in self._parts:
-            if hook := torch_api.call_hooks(part):
-                raise InputError(
-                    f"{name}: expected a submodule without hooks, got {hook}, which would never run. Put it on the module itself, or remove it."
-                )
-        self._handles = RemovableHandle.next_id  # a hook is a handle, of whatever kind
+        return bound
 
     def _check_trained(self, current: list[torch.Tensor]) -> None:
         served = frozenset[str]().union(*(v.covered for v in self._entry.variants))
@@ -171,11 +128,71 @@ class Attachment:
                 name = self._entry.state.names[i]
                 raise GradientError(f"{name}: expected requires_grad=False, as when it was exported, got True. Freeze it, or export it unfrozen.")
 
-    def _current(self) -> list[torch.Tensor]:
+
+class _Bound:
+    """A module as it was found: its tensors by the names of the package, and what a call must find unchanged. It does not keep the module alive."""
+
+    def __init__(self, net: nn.Module, names: Sequence[str]):
+        """``names``: of the tensors of the exported module."""
+        self.parts = [(name, part) for name, part in net.named_modules(remove_duplicate=False) if name]
+        self._handles = RemovableHandle.next_id  # a hook is a handle, of whatever kind
+        for name, part in self.parts:
+            if hook := torch_api.call_hooks(part):
+                raise InputError(
+                    f"{name}: expected a submodule without hooks, got {hook}, which would never run. Put it on the module itself, or remove it."
+                )
+        state = {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers(remove_duplicate=False))}
+        if odd := sorted(state.keys() ^ set(names)):
+            raise InputError(
+                f"expected the tensors of the exported module, got {'also' if odd[0] in state else 'none called'} {odd[0]}. {_EXPORT_AGAIN}"
+            )
+        if odd := [name for name in names if state[name].is_inference()]:
+            raise InputError(
+                f"{odd[0]}: expected a tensor that autograd can track, got one made under torch.inference_mode(). Make the module outside of it."
+            )
+        self._slots = [_slot(net, name) for name in names]
+        every = [net, *(part for _, part in self.parts)]
+        averages = {id(t) for part in every if isinstance(part, _AVERAGING) for t in (part.running_mean, part.running_var)}
+        self.averages = [i for i, t in enumerate(self.tensors()) if id(t) in averages]  # eager writes these without autograd seeing it
+        self.mode = "train" if net.training else "eval"
+        slots = [d for part in every for d in (part._parameters, part._buffers, part._modules)]
+        self._empty, self._names = [d for d in slots if not d], [(d, list(d)) for d in slots if d]
+        self._absent = [(d, name) for d in slots for name, value in d.items() if value is None]
+        self._children = [(part._modules, list(part._modules.values())) for part in every if part._modules]
+        self._looks = self._look(net)
+        self._own_settings = _getter(net)
+        self._settings = [(get, part) for _, part in self.parts if (get := _getter(part)) is not None]
+        self._values = copy.deepcopy(self._read(net))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensors[name] for tensors, name in self._slots]
+
+    def is_same(self, net: nn.Module) -> bool:
+        """Whether ``net`` is as it was found, but for the tensors in its slots: no other names, submodules, classes, forwards, modes, settings of
+        PyTorch's layers, and no hook since."""
+        return (
+            RemovableHandle.next_id == self._handles
+            and not any(self._empty)
+            and all([list(d) == names for d, names in self._names])  # noqa: C419 # a generator takes twice as long
+            and all([list(d.values()) == values for d, values in self._children])  # noqa: C419
+            and all([d[name] is None for d, name in self._absent])  # noqa: C419
+            and self._look(net) == self._looks
+            and self._has_same_settings(net)
+        )
+
+    def _look(self, net: nn.Module) -> list[Any]:
+        looks = [(part.training, part.__class__, part.__dict__.get("forward")) for _, part in self.parts]
+        return [*looks, (net.training, net.__class__)]
+
+    def _read(self, net: nn.Module) -> list[Any]:
+        settings = [get(part) for get, part in self._settings]
+        return settings if self._own_settings is None else [*settings, self._own_settings(net)]
+
+    def _has_same_settings(self, net: nn.Module) -> bool:
         try:
-            return [tensors[name] for tensors, name in self._slots]
-        except KeyError as error:
-            raise InputError(f"expected the tensors of the exported module, got none called {error.args[0]}. {_EXPORT_AGAIN}") from error
+            return self._read(net) == self._values
+        except (AttributeError, RuntimeError):  # one is gone, or a tensor now
+            return False
 
 
 def detach(net: nn.Module) -> None:
@@ -187,13 +204,15 @@ def detach(net: nn.Module) -> None:
 
 
 def _refuse_other_forward(net: nn.Module) -> None:
+    if isinstance(net, torch.jit.ScriptModule):
+        raise InputError("expected a module whose forward is Python code, got TorchScript. Attach to the module that it was made of.")
     if not isinstance(net, nn.Module):
         raise InputError(f"expected an nn.Module to attach to, got a {type(net).__qualname__}. Pass the module that is called.")
     kind = type(net).__qualname__
     own = net.__dict__.get("forward")
     if isinstance(own, Attachment):
         raise InputError(f"expected a {kind} with its own forward, got one that compiled code is attached to. Call detach first.")
-    if own is not None and getattr(own, "__func__", None) is not type(net).forward:
+    if has_other_forward(net):
         raise InputError(f"expected a {kind} with the forward of its class, got one that was given another. Attach before other code replaces it.")
     if not inspect.isfunction(type(net).forward):
         raise InputError(f"expected a module whose forward is Python code, got a {kind}. Attach to the module that it was made of.")

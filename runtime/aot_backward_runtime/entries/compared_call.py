@@ -19,17 +19,19 @@ _OTHERS = 1e-4
 """How far results may be off, relative to their norm: what rounding in another order explains in networks of some hundred layers."""
 _GRADIENTS = 10
 """Times that, for gradients, which pass through twice as many operations, and are compared after sums over the batch."""
-_SMALL = 0.1
-"""Of the largest gradient's norm: what is smaller may be as far off as one of that size, because its own terms may cancel."""
+_SMALL = {torch.float16: 0.1, torch.bfloat16: 0.1}
+_OTHERS_SMALL = 1e-3
+"""Of the largest gradient's norm: what is smaller may be as far off as one of that size, because its own terms may cancel (a bias before a batch
+normalization has a gradient of rounding errors alone)."""
 
 Values = Mapping[str, "torch.Tensor | None"]
 
 
-def compare_call(entry: Entry, net: nn.Module, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def compare_call(entry: Entry, net: nn.Module, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], served: Callable[[], object]) -> None:
     """:class:`ExecutionError` names the first result, buffer or gradient that compiled code and the forward of ``net``'s class do not agree on.
 
     Both run on deep copies of ``net`` and of the arguments, from the same random state, with the same random incoming gradients; ``net``, its
-    ``.grad``\\ s and the random state stay as they are. Needs memory for two copies."""
+    ``.grad``\\ s and the random state stay as they are. Needs memory for two copies. ``served``: called where compiled code serves the call."""
 
     def by_eager(twin: nn.Module, args: Any, kwargs: Any) -> Any:
         return type(net).forward(twin, *args, **kwargs)
@@ -38,8 +40,9 @@ def compare_call(entry: Entry, net: nn.Module, mode: str, args: tuple[Any, ...],
         tensors = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))}
         return call_entry(entry, [tensors[n] for n in entry.state.names], mode, args, kwargs)
 
-    expected, expected_gradients = _run(by_eager, net, args, kwargs)
     found, gradients = _run(compiled, net, args, kwargs)
+    served()
+    expected, expected_gradients = _run(by_eager, net, args, kwargs)
     largest = max((_norm(g) for g in expected_gradients.values() if g is not None), default=0.0)
     words = _difference(found, expected, 1, 0.0) or _difference(gradients, expected_gradients, _GRADIENTS, largest)
     if words:
@@ -48,7 +51,10 @@ def compare_call(entry: Entry, net: nn.Module, mode: str, args: tuple[Any, ...],
 
 def _run(call: Callable[..., Any], net: nn.Module, args: Any, kwargs: Any) -> tuple[Values, Values]:
     """Results and buffers, and gradients of what requires some."""
-    twin = copy.deepcopy(net)
+    try:
+        twin = copy.deepcopy(net)
+    except Exception as error:
+        raise ExecutionError(f"compare: expected a module that copy.deepcopy can copy, got {error}. Attach it without compare.") from error
     given: dict[int, torch.Tensor] = {}
     args, kwargs = pytree.tree_map(lambda value: _apart(value, given), (args, kwargs))
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []):
@@ -94,11 +100,17 @@ def _compared(found: torch.Tensor | None, expected: torch.Tensor | None, factor:
     if not (found.is_floating_point() or found.is_complex()):
         return "" if torch.equal(found, expected) else "has other values compiled"
     odd = ~torch.isfinite(expected)
-    if not torch.equal(~torch.isfinite(found), odd):
-        return "is finite in one of both alone"
-    allowed = factor * _RESULTS.get(found.dtype, _OTHERS) * max(_norm(expected[~odd]), _SMALL * largest)
+    if not torch.equal(_infinities(found[odd]), _infinities(expected[odd])) or not torch.isfinite(found[~odd]).all():
+        return "is Inf or NaN where eager's is not, or another of these"
+    allowed = factor * _RESULTS.get(found.dtype, _OTHERS) * max(_norm(expected[~odd]), _SMALL.get(found.dtype, _OTHERS_SMALL) * largest)
     off = _norm(found[~odd] - expected[~odd])
     return "" if off <= allowed else f"is off by {off:.3g}; {allowed:.3g} is allowed"
+
+
+def _infinities(tensor: torch.Tensor) -> torch.Tensor:
+    """Which of Inf, -Inf, NaN and finite numbers each element is."""
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.stack([parts.isnan(), parts.isposinf(), parts.isneginf()])
 
 
 def _norm(tensor: torch.Tensor) -> float:

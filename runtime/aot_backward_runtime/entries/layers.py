@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import types
+import weakref
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from .. import torch_api
 from ..format.manifest import LayerSpec
 
-_PLAIN = bool, int, float, str, type(None)
+_PLAIN = bool, int, float, str, type(None), torch.dtype
+_NAMED = type, types.FunctionType, types.BuiltinFunctionType
 _NO_SETTINGS = "training", "forward"  # the mode; what is attached
 _NOTHING = "nothing"
 
 
 def layers_of(module: nn.Module) -> tuple[LayerSpec, ...]:
     """Of ``module`` (name "") and each submodule, by each of its names."""
-    digests: dict[type, str] = {}
     return tuple(
         LayerSpec(
             name,
-            type(part).__qualname__,
-            {setting: repr(vars(part)[setting]) for setting in setting_names(part)},
-            _source(type(part), digests),
+            _kind(part),
+            {setting: words for setting, value in _attributes(part) if (words := _words(value)) is not None},
+            _source(type(part)),
             bool(torch_api.call_hooks(part)),
+            has_other_forward(part),
         )
         for name, part in module.named_modules(remove_duplicate=False)
     )
@@ -37,8 +41,8 @@ def is_of_torch(layer: nn.Module) -> bool:
 
 
 def setting_names(layer: nn.Module) -> list[str]:
-    """The attributes of a layer that are plain values: ``p`` of a dropout, ``eps`` and ``momentum`` of a normalization."""
-    return [n for n, v in vars(layer).items() if not n.startswith("_") and n not in _NO_SETTINGS and _is_plain(v)]
+    """The attributes of a layer that can be told by their words: ``p`` of a dropout, ``eps`` of a normalization, the activation of a transformer."""
+    return [name for name, value in _attributes(layer) if _words(value) is not None]
 
 
 def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[tuple[bool, str]]:
@@ -52,26 +56,51 @@ def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[
             continue
         old, new = before[name], now[name]
         if old.kind != new.kind:
-            yield True, f"{where} is of the class {new.kind}, and was of {old.kind} when it was exported"
+            kinds = [kind.rpartition(".")[2] for kind in (new.kind, old.kind)]
+            is_now, was = kinds if kinds[0] != kinds[1] else (new.kind, old.kind)
+            yield True, f"{where} is of the class {is_now}, and was of {was} when it was exported"
             continue
         sure = is_of_torch(module.get_submodule(name))
         for setting, value in old.settings.items():
             if (found := new.settings.get(setting, _NOTHING)) != value:
                 yield sure, f"{setting} of {where} is {found}, and was {value} when it was exported"
-        if old.source and new.source and old.source != new.source:
-            yield False, f"the source of {new.kind}, the class of {where}, is not the one that was exported"
+        if old.source != new.source or not (sure or new.source):
+            unread = "" if old.source and new.source else ", or cannot be read"
+            yield False, f"the source of {new.kind}, the class of {where}, is not the one that was exported{unread}"
+        if old.replaced or new.replaced:
+            yield True, f"the forward of {where} is {'' if new.replaced else 'not '}another one than its class has, and cannot be compared"
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value))
+def has_other_forward(layer: nn.Module) -> bool:
+    """Whether the layer alone was given another ``forward`` than its class has, and not by ``attach``."""
+    own = vars(layer).get("forward")
+    return own is not None and not hasattr(own, "in_eager") and getattr(own, "__func__", None) is not type(layer).forward
 
 
-def _source(kind: type, known: dict[type, str]) -> str:
+def _kind(layer: nn.Module) -> str:
+    """Of PyTorch's classes with their module: one's own may be called like them, and lie in ``__main__`` or elsewhere."""
+    return f"{type(layer).__module__}.{type(layer).__qualname__}" if is_of_torch(layer) else type(layer).__qualname__
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[str, object]]:
+    return ((name, value) for name, value in vars(layer).items() if not name.startswith("_") and name not in _NO_SETTINGS)
+
+
+def _words(value: object) -> str | None:
+    if isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(isinstance(v, _PLAIN) for v in value)):
+        return repr(value)
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, _NAMED) else None
+
+
+_sources: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+
+
+def _source(kind: type) -> str:
     """SHA-256 of the source of a class and of its bases that are not PyTorch's; "" of PyTorch's own, and where there is no source to read."""
-    if kind not in known:
+    if kind not in _sources:
         bases = [base for base in kind.__mro__ if base is not object and base.__module__.partition(".")[0] != "torch"]
         try:
-            known[kind] = hashlib.sha256("".join(map(inspect.getsource, bases)).encode()).hexdigest() if bases else ""
+            _sources[kind] = hashlib.sha256("".join(map(inspect.getsource, bases)).encode()).hexdigest() if bases else ""
         except (OSError, TypeError):  # typed at a prompt, or compiled
-            known[kind] = ""
-    return known[kind]
+            _sources[kind] = ""
+    return _sources[kind]

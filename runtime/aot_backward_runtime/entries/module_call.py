@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import torch_api
+from ..errors import InputError
 from ..native.library import Binding
 from ..native.plan import Runnable
 from ..native.pytree import unflatten
@@ -38,6 +39,8 @@ def _bound_call(
     """What serves a call."""
     if torch_api.in_forward_mode():
         torch_api.refuse_duals(current)
+    if torch.jit.is_tracing():
+        raise InputError("called while torch.jit.trace runs, which would keep the results and not the call; trace the module itself")
     asked = None
     if entry.specialised and torch.is_grad_enabled():
         asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])

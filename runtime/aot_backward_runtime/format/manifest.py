@@ -438,14 +438,16 @@ class ClippingSpec:
 class LayerSpec:
     """A submodule of an exported module, or itself (name ""), as ``attach`` compares it with a live one.
 
-    ``settings``: its attributes that are numbers, texts, tuples of such or None, as Python writes them: {"p": "0.1", "inplace": "False"}. ``source``:
-    SHA-256 of the source of its class and the bases of that, "" of PyTorch's own. ``hooks``: whether calls of it run hooks."""
+    ``settings``: its attributes that are numbers, texts, dtypes, None, or lists and tuples of such, as Python writes them: {"p": "0.1"}; functions
+    and classes by their names. ``source``: SHA-256 of the source of its class and the bases of that, "" of PyTorch's own. ``hooks``: whether calls of
+    it run hooks. ``replaced``: whether it had a forward of its own, not that of its class."""
 
     name: str
-    kind: str  # its class, "Dropout"
+    kind: str  # its class, "torch.nn.modules.dropout.Dropout"; "Net" of one that is not PyTorch's
     settings: dict[str, str] = field(default_factory=dict)
     source: str = ""
     hooks: bool = False
+    replaced: bool = False
 
 
 @dataclass(frozen=True)
