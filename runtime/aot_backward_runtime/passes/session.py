@@ -174,11 +174,11 @@ class Replaying(EngineHook):
         return Recorder(lambda names: eager_order(self.roots, self.targets, names), self._bind)
 
     def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        return _NOT_SERVED if not self.looks_at_all and self.sites.is_unserved(roots) else None
-
-    def ran_in_eager(self, what: Any, seconds: float) -> None:
+        if self.looks_at_all or not self.sites.is_unserved(roots):
+            return None
         self.report.passes += 1
-        self.report.eager.note(what)
+        self.report.eager.note(_NOT_SERVED)
+        return _NOT_SERVED
 
     def gave_up(self, seconds: float) -> None:
         self.report.saved_against_eager -= seconds
