@@ -17,12 +17,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from aot_backward_exporters.process_state import sizes_of_one_open
+from aot_backward_runtime.entries.named_tensors import state_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Tree
 
 from . import fx_graph, preserve
 from .joint_graph import Joint
-from .program_module import FlatProgram, inner_name, state_of
+from .program_module import FlatProgram, inner_name
 from .trace import Described, joint_of
 
 aten = torch.ops.aten

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from aot_backward_runtime.entries.named_tensors import state_of
 from aot_backward_runtime.errors import ExportError
 
 from .shapes import output_aliasing
@@ -96,11 +97,6 @@ class SignatureOwner(nn.Module):
 def forward_of(program: nn.Module) -> Callable[..., Any]:
     """The function whose signature names the program's arguments."""
     return program.function if isinstance(program, FunctionModule) else program.forward
-
-
-def state_of(program: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; a tied tensor under each of its names."""
-    return dict(program.named_parameters(remove_duplicate=False)) | dict(program.named_buffers(remove_duplicate=False))
 
 
 def inner_name(name: str) -> str:

@@ -20,13 +20,14 @@ from torch.utils import _pytree as pytree
 
 from aot_backward_exporters import sixteen_bits, torch_api
 from aot_backward_exporters.process_state import sizes_of_one_open
+from aot_backward_runtime.entries.named_tensors import state_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Ambient, Tree
 
 from . import diagnostics, fx_graph, preserve, pytrees
 from .ambient import current_ambient
 from .joint_graph import Joint
-from .program_module import FlatProgram, SignatureOwner, device_type, inner_name, state_of
+from .program_module import FlatProgram, SignatureOwner, device_type, inner_name
 from .shapes import dynamic_shapes as spellings
 from .shapes import narrowed, output_aliasing
 from .shapes.narrowed import Narrowed

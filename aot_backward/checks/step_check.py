@@ -24,11 +24,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from aot_backward_exporters.process_state import without_crashes
+from aot_backward_runtime.entries.named_tensors import state_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
 
-from ..capture import preserve, program_module
+from ..capture import preserve
 from ..capture.step import step_graph as steps
 from ..capture.step.optimizer_spec import Settings
 from . import stored_results
@@ -239,7 +240,7 @@ def _steps_of_eager(
     torch.manual_seed(SEED)
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
     everything = [t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())]
-    loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in program_module.state_of(case.program.loss_fn).items()}
+    loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in state_of(case.program.loss_fn).items()}
     with _everything_kept(case, example, everything), without_crashes():
         before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss, sketched)
         losses, gradients = {}, []

@@ -13,6 +13,7 @@ from torch import nn
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.entries.layers import layers_of
+from aot_backward_runtime.entries.named_tensors import state_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, SymbolSpec, VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
@@ -41,7 +42,7 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
     fn = entry.module if isinstance(entry, Module) else entry.fn
     program = fn if isinstance(fn, nn.Module) else program_module.FunctionModule(fn)
     signature = program.forward if isinstance(fn, nn.Module) else fn
-    state = program_module.state_of(program)
+    state = state_of(program)
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
     persistent = set(program.state_dict(keep_vars=True))
     layers = layers_of(program) if program is fn and isinstance(entry, Module) else ()

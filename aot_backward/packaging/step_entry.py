@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from aot_backward_exporters.graph import Graph
+from aot_backward_runtime.entries.named_tensors import state_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, SymbolSpec, VariantSpec, Verdict
 from aot_backward_runtime.loader import Package
 
-from ..capture import partition, program_module
+from ..capture import partition
 from ..capture.joint_graph import Joint
 from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
@@ -44,7 +45,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     settings = optimizer_spec.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite or entry.loss_scale is not None, entry.loss_scale)
     trained = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
     wanted = [("parameter", steps.MODULE + names[id(p)]) for p in trained]
-    state = program_module.state_of(program)
+    state = state_of(program)
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
     variants, captured = [], list[_Captured]()
     shared: steps.StepState | None = None

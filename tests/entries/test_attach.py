@@ -418,6 +418,10 @@ def test_attributes_that_differ_are_warned_of(loaded: LoadedModule) -> None:
     net.scale = 3.0
     with pytest.warns(UserWarning, match=r"scale of the module is 3\.0, and was 2\.0 when it was exported"):
         loaded.attach(net)
+    with warnings.catch_warnings():  # once, not in each mode again
+        warnings.simplefilter("error")
+        for mode in (True, False, True):
+            net.train(mode)(torch.ones(2, 6))
     loaded.detach(net)
     with pytest.raises(InputError, match=r"scale of the module is 3\.0"):
         loaded.attach(net, strict=True)

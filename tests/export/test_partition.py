@@ -11,9 +11,10 @@ from torch.export import Dim
 
 from aot_backward.capture import partition
 from aot_backward.capture.joint_graph import Joint
-from aot_backward.capture.program_module import FunctionModule, state_of
+from aot_backward.capture.program_module import FunctionModule
 from aot_backward.capture.step import optimizer_spec, step_graph
 from aot_backward.capture.trace import trace_program
+from aot_backward_runtime.entries.named_tensors import state_of
 
 
 class Tied(nn.Module):

@@ -22,6 +22,7 @@ from .compared_call import compare_call
 from .dispatch import Entry
 from .layers import differences, has_other_forward, is_of_torch, setting_names
 from .module_call import call_entry
+from .named_tensors import slot_of, state_of
 
 Otherwise = Literal["error", "eager"]
 OTHER_REASONS = "(other reasons)"
@@ -48,6 +49,7 @@ class Attachment:
         self._net, self._own = weakref.ref(net), type(net).forward
         self._unsure = _raise if strict else _warn
         self.__signature__ = inspect.signature(net.forward)
+        self._check_layers(net)
         bound = self._bind(net)
         self._bounds = {net.training: bound}  # by the mode, which some training loops set in every step
         self._entry.state.check(bound.tensors())
@@ -61,7 +63,9 @@ class Attachment:
             raise InputError("the module that this forward belongs to no longer exists. Keep the module for as long as its forward is called.")
         try:
             bound = self._bounds.get(net.training)
-            if bound is None or not bound.is_same(net):
+            if bound is None or not (bound.has_same_layers(net) and bound.has_same_modes(net)):
+                if not any(known.has_same_layers(net) for known in self._bounds.values()):
+                    self._check_layers(net)
                 bound = self._bounds[net.training] = self._bind(net)
             if self._to_compare > 0:
                 compare_call(self._entry, net, bound.mode, args, kwargs, self._count_compared)
@@ -100,8 +104,8 @@ class Attachment:
         """A copy of ``net`` gets the forward of its class, which is found on it as long as nothing else was copied to it."""
         return getattr, (self._net(), "forward")
 
-    def _bind(self, net: nn.Module) -> _Bound:
-        """What the next calls must find; :class:`InputError` where compiled code would not compute what ``net`` does as it is now."""
+    def _check_layers(self, net: nn.Module) -> None:
+        """:class:`InputError` where ``net`` has other layers than were exported; what may mean nothing is a warning, or with ``strict`` an error."""
         spec = self._entry.spec
         if not spec.layers:
             self._unsure("the package was written before packages held the layers of modules, and they cannot be compared. Export it again.")
@@ -110,6 +114,9 @@ class Attachment:
         else:
             for sure, words in sorted(differences(spec.layers, net), key=lambda one: not one[0]):
                 (_raise if sure else self._unsure)(f"{words}. {_EXPORT_AGAIN}")
+
+    def _bind(self, net: nn.Module) -> _Bound:
+        """What the next calls must find; :class:`InputError` where no exported variant has the modes that ``net`` is in."""
         bound = _Bound(net, self._entry.state.names)
         apart = {name for name, part in bound.parts if part.training != net.training}
         exported = [set(v.spec.set_apart) for v in self._entry.variants if v.spec.mode == bound.mode]
@@ -141,7 +148,7 @@ class _Bound:
                 raise InputError(
                     f"{name}: expected a submodule without hooks, got {hook}, which would never run. Put it on the module itself, or remove it."
                 )
-        state = {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers(remove_duplicate=False))}
+        state = state_of(net)
         if odd := sorted(state.keys() ^ set(names)):
             raise InputError(
                 f"expected the tensors of the exported module, got {'also' if odd[0] in state else 'none called'} {odd[0]}. {_EXPORT_AGAIN}"
@@ -150,7 +157,7 @@ class _Bound:
             raise InputError(
                 f"{odd[0]}: expected a tensor that autograd can track, got one made under torch.inference_mode(). Make the module outside of it."
             )
-        self._slots = [_slot(net, name) for name in names]
+        self._slots = [slot_of(net, name) for name in names]
         every = [net, *(part for _, part in self.parts)]
         averages = {id(t) for part in every if isinstance(part, _AVERAGING) for t in (part.running_mean, part.running_var)}
         self.averages = [i for i, t in enumerate(self.tensors()) if id(t) in averages]  # eager writes these without autograd seeing it
@@ -159,7 +166,7 @@ class _Bound:
         self._empty, self._names = [d for d in slots if not d], [(d, list(d)) for d in slots if d]
         self._absent = [(d, name) for d in slots for name, value in d.items() if value is None]
         self._children = [(part._modules, list(part._modules.values())) for part in every if part._modules]
-        self._looks = self._look(net)
+        self._looks, self._modes = self._look(net), self._read_modes(net)
         self._own_settings = _getter(net)
         self._settings = [(get, part) for _, part in self.parts if (get := _getter(part)) is not None]
         self._values = copy.deepcopy(self._read(net))
@@ -167,9 +174,9 @@ class _Bound:
     def tensors(self) -> list[torch.Tensor]:
         return [tensors[name] for tensors, name in self._slots]
 
-    def is_same(self, net: nn.Module) -> bool:
-        """Whether ``net`` is as it was found, but for the tensors in its slots: no other names, submodules, classes, forwards, modes, settings of
-        PyTorch's layers, and no hook since."""
+    def has_same_layers(self, net: nn.Module) -> bool:
+        """Whether ``net`` is as it was found, but for the tensors in its slots and the modes: no other names, submodules, classes, forwards, settings
+        of PyTorch's layers, and no hook since."""
         return (
             RemovableHandle.next_id == self._handles
             and not any(self._empty)
@@ -181,8 +188,14 @@ class _Bound:
         )
 
     def _look(self, net: nn.Module) -> list[Any]:
-        looks = [(part.training, part.__class__, part.__dict__.get("forward")) for _, part in self.parts]
-        return [*looks, (net.training, net.__class__)]
+        looks: list[Any] = [(part.__class__, part.__dict__.get("forward")) for _, part in self.parts]
+        return [*looks, net.__class__]
+
+    def has_same_modes(self, net: nn.Module) -> bool:
+        return self._read_modes(net) == self._modes
+
+    def _read_modes(self, net: nn.Module) -> list[bool]:
+        return [net.training, *[part.training for _, part in self.parts]]
 
     def _read(self, net: nn.Module) -> list[Any]:
         settings = [get(part) for get, part in self._settings]
@@ -222,12 +235,6 @@ def _getter(layer: nn.Module) -> Callable[[nn.Module], Any] | None:
     """Reads the settings of a layer of PyTorch's; of other classes, attributes may change and mean nothing."""
     names = setting_names(layer) if is_of_torch(layer) else ()
     return attrgetter(*names) if names else None
-
-
-def _slot(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    path, _, last = name.rpartition(".")
-    owner = root.get_submodule(path)
-    return (owner._parameters if last in owner._parameters else owner._buffers), last
 
 
 def _raise(words: str) -> None:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ExecutionError
 from .dispatch import Entry
 from .module_call import call_entry
+from .named_tensors import state_of
 
 _RESULTS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 _OTHERS = 1e-4
@@ -37,7 +38,7 @@ def compare_call(entry: Entry, net: nn.Module, mode: str, args: tuple[Any, ...],
         return type(net).forward(twin, *args, **kwargs)
 
     def compiled(twin: nn.Module, args: Any, kwargs: Any) -> Any:
-        tensors = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))}
+        tensors = state_of(twin)
         return call_entry(entry, [tensors[n] for n in entry.state.names], mode, args, kwargs)
 
     found, gradients = _run(compiled, net, args, kwargs)

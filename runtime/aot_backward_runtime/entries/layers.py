@@ -17,7 +17,6 @@ from ..format.manifest import LayerSpec
 _PLAIN = bool, int, float, str, type(None), torch.dtype
 _NAMED = type, types.FunctionType, types.BuiltinFunctionType
 _NO_SETTINGS = "training", "forward"  # the mode; what is attached
-_NOTHING = "nothing"
 
 
 def layers_of(module: nn.Module) -> tuple[LayerSpec, ...]:
@@ -62,7 +61,7 @@ def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[
             continue
         sure = is_of_torch(module.get_submodule(name))
         for setting, value in old.settings.items():
-            if (found := new.settings.get(setting, _NOTHING)) != value:
+            if (found := new.settings.get(setting, "nothing")) != value:
                 yield sure, f"{setting} of {where} is {found}, and was {value} when it was exported"
         if old.source != new.source or not (sure or new.source):
             unread = "" if old.source and new.source else ", or cannot be read"

@@ -16,6 +16,7 @@ from ..native import tensor_values
 from .attachment import Attachment, Otherwise, detach
 from .dispatch import Entry
 from .module_call import call_entry
+from .named_tensors import slot_of
 
 
 class LoadedModule(nn.Module):
@@ -34,7 +35,7 @@ class LoadedModule(nn.Module):
         for spec in entry.spec.state:
             _place(self, spec, made, tensors)
         self._aot_entry = entry
-        self._aot_slots = _Slots([_slot(self, name) for name in entry.state.names])
+        self._aot_slots = _Slots([slot_of(self, name) for name in entry.state.names])
         modes = {v.spec.mode: frozenset(v.spec.set_apart) for v in entry.variants}
         self._aot_apart = {mode: modes.get(mode, frozenset()) for mode in ("train", "eval")}
         self.train(entry.spec.training)
@@ -181,13 +182,6 @@ class _Part(nn.Module):
 
 def _refuse_change(name: str) -> None:
     raise InputError(f"{name!r} of a loaded module cannot be changed: what it would do is compiled. Change it before the export")
-
-
-def _slot(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where the tensor of that name is looked up at each call: whatever is put there is what the call uses."""
-    path, _, last = name.rpartition(".")
-    owner = root.get_submodule(path)
-    return (owner._parameters if last in owner._parameters else owner._buffers), last
 
 
 def _submodule(root: nn.Module, name: str) -> nn.Module:

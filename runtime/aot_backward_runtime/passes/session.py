@@ -176,7 +176,7 @@ class Replaying(EngineHook):
     def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Any:
         if self.looks_at_all or not self.sites.is_unserved(roots):
             return None
-        self.report.passes += 1
+        self.report.passes += 1  # before it runs: it may raise
         self.report.eager.note(_NOT_SERVED)
         return _NOT_SERVED
 
@@ -371,7 +371,7 @@ def replay(
     """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
 
     Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`), and after three of them that
-    were called from one place, others from there run in eager; so do those that the engine refuses. After a hundred passes in a row that nothing
+    were called from one place, others from there run in eager; so do those that the engine refuses. After 1,000 passes in a row that nothing
     served, all others run in eager. With ``strict``, every pass is looked at.
 
     After ``max_structures`` structures that the package does not hold, further ones are left to eager, so that a script
