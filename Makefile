@@ -36,7 +36,7 @@ test: $(STAMP)
 	@$(PYTEST) $(TESTS)
 
 # A minute, and nothing is exported: packages as files, tapes, the C library, the command line around scripts, and what may import what.
-CHECK := $(addprefix tests/package/test_,contradictions.py devices.py golden.py missing_entries.py state_file.py) \
+CHECK := $(addprefix tests/package/test_,devices.py golden.py missing_entries.py references.py state_file.py) \
   $(addprefix tests/passes/test_,tape.py scripts.py) $(addprefix tests/native/test_,calls.py null_arguments.py packages.py signatures.py state_files.py) \
   $(addprefix tests/project/test_,house.py torch_api.py)
 check: $(STAMP)

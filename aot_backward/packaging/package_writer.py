@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,11 +35,13 @@ from aot_backward_runtime.format.safetensors_header import ALIGNMENT, size_of, s
 from aot_backward_runtime.format.zip_directory import PADDING
 from aot_backward_runtime.native.tensor_bytes import dtype_name, tensor_chunks
 from aot_backward_runtime.native.weights import layout_problem
-from aot_backward_runtime.package.validate import GRAPH_NAME, LIBRARY_FOLDER
 
 from ..operators import operators_of
+from .consistency import check_consistent
 
 TOP = "package"
+LIBRARY_FOLDER = "data/aotinductor"
+GRAPH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _CHUNK = 1 << 20
 _PT2 = {"archive_format": b"pt2", "archive_version": b"0", ".data/version": b"6\n", "byteorder": b"little"}
 
@@ -129,6 +132,7 @@ def write_package(
             members=dict(archive.members),
             operators=operators_of(manifest),
         )
+        check_consistent(complete)
         data = to_json(complete)
         archive.add(MANIFEST_MEMBER, len(data), [data])
         return complete

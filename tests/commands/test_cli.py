@@ -161,7 +161,7 @@ def test_inspect_as_json(package: Path) -> None:
     described = json.loads(called("inspect", package, "--json").stdout)
     assert described.keys() == {
         *("path", "bytes", "format_version", "producer", "created", "torch", "target"),
-        *("entries", "libraries", "operators", "weights", "members", "manifest_sha256", "signature", "targets", "notes"),
+        *("entries", "libraries", "operators", "weights", "members", "manifest_sha256", "manifest_has_digest", "signature", "targets", "notes"),
     }
     variant = described["entries"]["net"]["variants"][0]
     assert variant["sizes"] == {"rows": {"minimum": 2, "maximum": 64}} and variant["guards"] == []

@@ -502,32 +502,12 @@ def test_a_graph_whose_digest_does_not_fit(several: Path, tmp_path: Path) -> Non
         ab.rebuild(tmp_path / "in.pt2", tmp_path / "out.pt2")
 
 
-LIBRARY = "libraries/net.0.forward"
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        (f"{LIBRARY}/builds", [], "library net.0.forward has 0 further builds, for 1 further targets"),
-        ("targets", [], "has 1 further builds, for 0 further targets"),
-        ("targets/0/name", "cpu:../x", "its targets are not told apart by their names: '../x'|its members must be"),
-        (f"{LIBRARY}/graph", "extra/aot_backward/weights.safetensors", "its graph must be extra/aot_backward/graphs/net.0.forward.json, not"),
-        ("entries/net/variants/0/verdicts", [], "entry net has not as many verdicts as there are further targets, 1"),
-    ],
-)
-def test_a_manifest_that_is_wrong_about_targets(several: Path, tmp_path: Path, field: str, value: Any, message: str) -> None:
-    path = tmp_path / "wrong.pt2"
-    put_together(path, taken_apart(several), {field: value})
-    with pytest.raises(ab.PackageError, match=message):
-        open_package(path)
-
-
 def test_a_build_or_graph_that_is_missing(several: Path, tmp_path: Path) -> None:
     for member in ("package/data/aotinductor/net.0.forward.sse4/net.0.forward.sse4.so", f"{GRAPHS}/net.0.forward.json"):
         members = taken_apart(several)
         del members[member]
         put_together(tmp_path / "wrong.pt2", members)
-        with pytest.raises(ab.PackageError, match=rf"library net.0.forward: member {re.escape(member.removeprefix('package/'))} is missing"):
+        with pytest.raises(ab.PackageError, match=rf"library net.0.forward: .* refers to '{re.escape(member.removeprefix('package/'))}'"):
             open_package(tmp_path / "wrong.pt2")
 
 

@@ -69,7 +69,7 @@ def in_a_process(action: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-@pytest.mark.parametrize(("name", "count"), [("1.0-pair", 300), ("1.2-step", 200)], ids=["pair", "step"])
+@pytest.mark.parametrize(("name", "count"), [("1.0-pair", 160), ("1.2-step", 100)], ids=["pair", "step"])
 def test_spoilt_packages_are_refused_or_right(name: str, count: int, tmp_path: Path) -> None:
     """In a process of its own with one thread: a forked child of one whose OpenMP has threads would wait for them for ever."""
     program = (
@@ -88,7 +88,7 @@ def spoil(name: str, count: int, tmp_path: Path) -> None:
     path, verdicts, faults = tmp_path / "spoilt.pt2", [0] * 4, []
     torch.manual_seed(0)
     expected = call(tmp_path / f"{base}.pt2")
-    kinds = [spoiling._manifest, spoiling._bytes, spoiling._members, spoiling._elf, spoiling._tensors]
+    kinds = [spoiling._bytes, spoiling._members, spoiling._elf, spoiling._tensors]
 
     def judge() -> int:
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ def spoil(name: str, count: int, tmp_path: Path) -> None:
 
     for number in range(count):
         chance = spoiling.random.Random(number)
-        made = kinds[min(number % 8, 4) if number % 8 > 3 else 0](chance, tmp_path, (base,))
+        made = kinds[number % 4](chance, tmp_path, (base,))
         if ": data " in made.what:
             continue  # other weights, whose digests were written anew: the author's word
         path.write_bytes(made.data)
@@ -166,11 +166,10 @@ def test_what_python_refuses_c_refuses() -> None:
         (lambda m: [b.update(glibc="2.99") for b in m["libraries"].values()], INCOMPATIBLE, "glibc 2.99"),
         (lambda m: m["weights"]["first.weight"].update(shape=[3, 4]), FORMAT, "first.weight"),
         (lambda m: m["weights"]["first.weight"].update(sha256="0" * 64), FORMAT, "SHA-256"),
-        (lambda m: m["entries"]["loss"]["variants"][0]["gradient"]["gradients"].pop(), FORMAT, "loss"),
     ],
-    ids=["version", "feature", "flag", "machine", "torch", "glibc", "shape", "digest", "gradients"],
+    ids=["version", "feature", "flag", "machine", "torch", "glibc", "shape", "digest"],
 )
-def test_what_is_built_for_elsewhere_or_contradicts_itself(change: Callable[[dict], object], status: int, words: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
+def test_a_package_that_is_built_for_elsewhere_or_damaged(change: Callable[[dict], object], status: int, words: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
     parts = spoiling.parts(golden_files.FOLDER / "1.0-pair.pt2")
     manifest = spoiling._copied(parts.manifest)
     change(manifest)

@@ -357,14 +357,13 @@ def test_row_26_manifests_that_are_none(tmp_path: Path, manifest: bytes, message
         ("members/byteorder/size", -1, "member byteorder has 6 bytes, expected -1"),
         ("members/byteorder/sha256", "0" * 64, "member byteorder: SHA-256 is .*, expected 0000"),
         ("has_weights", False, "has_weights is False"),
-        (f"libraries/{GRAPH}/member", "byteorder", f"library {GRAPH}: its members must be"),
-        (f"libraries/{GRAPH}/member", "../../x.so", f"library {GRAPH}: its members must be"),
-        (f"libraries/{GRAPH}/extern", f"data/aotinductor/{GRAPH}/{GRAPH}.json", f"library {GRAPH}: member .*json is missing"),
+        (f"libraries/{GRAPH}/member", "../../x.so", f"library {GRAPH}: a build refers to '../../x.so'"),
+        (f"libraries/{GRAPH}/extern", f"data/aotinductor/{GRAPH}/{GRAPH}.json", f"library {GRAPH}: a build refers to .*json"),
         (f"libraries/{GRAPH}/glibc", "2.x", f"library {GRAPH}: '2.x' .* are not both versions"),
         (f"libraries/{GRAPH}/constants", [{"name": "weight", "weight": "gone"}], "constant weight refers to 'gone'"),
         ("libraries/..", {}, "manifest.libraries.*the field 'member' is missing"),
         ("entries/net", {"kind": "module", "state": [STATE], "variants": []},
-         "entry net: w refers to 'gone'"),
+         "entry net: state 'w' refers to 'gone'"),
     ],
 )  # fmt: skip
 def test_row_26_fields_that_do_not_fit_are_named(package: Path, field: str, value: Any, message: str) -> None:
@@ -373,17 +372,8 @@ def test_row_26_fields_that_do_not_fit_are_named(package: Path, field: str, valu
 
 
 def test_row_26_a_field_of_a_later_minor_version_is_ignored(package: Path) -> None:
-    put_together(package, taken_apart(package), {"format_version": [1, 9], "invented_later": {"x": [1]}})
-    assert read_everything(package).manifest.format_version == (1, 9)
-
-
-def test_a_library_of_another_name_is_not_found_by_path(package: Path) -> None:
-    members = taken_apart(package)
-    manifest = json.loads(members[MANIFEST])
-    spec = manifest["libraries"][GRAPH]
-    for name in ("../../evil", "a/b", "", "x" * 300):
-        put_together(package, members, {"libraries": {name: spec}})
-        refused(package, "is not a name for a library")
+    put_together(package, taken_apart(package), {"format_version": [1, 99], "invented_later": {"x": [1]}})
+    assert read_everything(package).manifest.format_version == (1, 99)
 
 
 def test_digests_are_of_the_members_that_errors_name(package: Path) -> None:

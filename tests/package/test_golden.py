@@ -36,8 +36,8 @@ from ..support.oracle import assert_same, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-KINDS = "pair passes step orders targets operators sketches speed standalone updates modules clippings layers"
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES, CLIPPINGS, LAYERS = (
+KINDS = "pair passes step orders targets operators sketches speed standalone updates modules clippings layers digest"
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES, CLIPPINGS, LAYERS, DIGEST = (
     [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in KINDS.split()
 )
 
@@ -46,7 +46,7 @@ def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    read = {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE, *UPDATES, *MODULES, *CLIPPINGS, *LAYERS}
+    read = {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE, *UPDATES, *MODULES, *CLIPPINGS, *LAYERS, *DIGEST}
     assert read == {*FILES}
 
 
@@ -247,7 +247,7 @@ def test_a_step_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
     assert (step.count, step.skipped) == (3, 1) and all(torch.equal(p, before[n]) for n, p in step.parameters.items())
 
 
-@pytest.mark.parametrize("path", STANDALONE, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*STANDALONE, *DIGEST], ids=lambda p: p.name)
 def test_what_runs_without_pytorch_is_read(path: Path) -> None:
     entries = open_package(path).manifest.entries
     assert {name: entry.standalone for name, entry in entries.items()} == {

@@ -4,7 +4,7 @@ code runs."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,11 @@ from click.testing import Result
 from torch import Tensor, nn
 
 import aot_backward as ab
-from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.package.archive import open_package
 
 from ..commands.test_cli import called
 from ..support.exports import shared
-from ..support.packages import MANIFEST, Raw, put_together, taken_apart, write_raw
+from ..support.packages import MANIFEST, put_together, taken_apart
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -74,17 +73,12 @@ def recorded() -> Path:
     return shared("recorded-plain-and-hooked", make)
 
 
-def edited(package: Path, path: Path, change: Change, text: tuple[str, str] | None = None) -> Path:
-    """A copy with another manifest; ``text``: replaced in it afterwards."""
+def edited(package: Path, path: Path, change: Change) -> Path:
+    """A copy with another manifest."""
     members = taken_apart(package)
     manifest = json.loads(members[MANIFEST])
     change(manifest)
     put_together(path, {**members, MANIFEST: json.dumps(manifest).encode()})
-    if text is not None:
-        members = taken_apart(path)
-        assert members[MANIFEST].count(text[0].encode()) == 1
-        members[MANIFEST] = members[MANIFEST].replace(text[0].encode(), text[1].encode())
-        write_raw(path, [Raw(name, data) for name, data in members.items()])
     return path
 
 
@@ -103,11 +97,6 @@ def segments(manifest: dict[str, Any], structure: int = 0) -> list[dict[str, Any
 def graph(manifest: dict[str, Any], structure: int = 0) -> dict[str, Any]:
     """The structure's last compiled graph."""
     return [s for s in segments(manifest, structure) if s.get("library")][-1]
-
-
-def called_out(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps of structure 1 that call Python: the custom function, then the hook."""
-    return [s for s in segments(manifest, 1) if not s.get("library") and not s.get("operands")]
 
 
 def done(*arguments: object) -> Result:
@@ -216,163 +205,6 @@ def test_verify_of_passes_for_another_torch(recorded: Path, tmp_path: Path) -> N
     assert called("verify", path, "--no-run").exit_code == 0
 
 
-def set_(value: Any, *path: str | int) -> Change:
-    """Sets one field of structure 0's variant."""
-
-    def change(manifest: dict[str, Any]) -> None:
-        node: Any = variant(manifest)
-        for step in path[:-1]:
-            node = node[step]
-        node[path[-1]] = value
-
-    return change
-
-
-def of_graph(field: str, edit: Callable[[list[Any]], Sequence[Any]]) -> Change:
-    return lambda manifest: graph(manifest).update({field: list(edit(graph(manifest)[field]))})
-
-
-def of_structure(**fields: Any) -> Change:
-    return lambda manifest: entry(manifest)["structures"][0].update(fields)
-
-
-def _twice(manifest: dict[str, Any]) -> None:
-    first, second = entry(manifest)["structures"]
-    second["fingerprint"] = first["fingerprint"]
-
-
-def _two_at_once(manifest: dict[str, Any]) -> None:
-    steps = segments(manifest)
-    steps.append({"ops": steps.pop()["ops"] + steps.pop()["ops"]})
-
-
-def _state(manifest: dict[str, Any]) -> None:
-    entry(manifest)["state"] = [{"name": "w", "weight": "w", "parameter": True, "requires_grad": True}]
-    manifest["weights"]["w"] = {"dtype": "float32", "shape": [1], "stride": [1], "sha256": ""}
-
-
-def _from_nowhere(manifest: dict[str, Any]) -> None:
-    step = graph(manifest, 1)
-    step["operands"] = ["value:99" if o.startswith("value:") else o for o in step["operands"]]
-
-
-AT_LOAD: dict[str, tuple[Change, str]] = {
-    "unknown library": (lambda m: graph(m).update(library="nonsuch"), "refers to 'nonsuch', which the manifest does not have"),
-    "input 99": (of_graph("operands", lambda o: ["input:99", *o[1:]]), "the operand input:99 does not exist: the pass has 10 tensors"),
-    "negative input": (of_graph("operands", lambda o: ["input:-1", *o[1:]]), "'input:-1' is no operand"),
-    "another kind of operand": (of_graph("operands", lambda o: ["result:0", *o[1:]]), "'result:0' is no operand"),
-    "no number": (of_graph("operands", lambda o: ["value:one", *o[1:]]), "'value:one' is no operand"),
-    "operands exchanged": (of_graph("operands", lambda o: [*o[:3], o[4], o[3], *o[5:]]), "input:5 is passed where pass.* takes tensor 3"),
-    "size for a tensor": (of_graph("operands", lambda o: [*o[:5], "size:s0"]), "size:s0 is passed where .* takes a tensor of shape"),
-    "size of no symbol": (of_graph("operands", lambda o: [*o[:5], "size:s7"]), "needs the unknown symbol 's7'"),
-    "operand missing": (of_graph("operands", lambda o: o[:-1]), "takes 6 tensors and gives 4; listed are 5 operands and 4 results"),
-    "result missing": (of_graph("results", lambda r: r[:-1]), "listed are 6 operands and 3 results"),
-    "result twice": (of_graph("results", lambda r: [*r[:-1], r[0]]), "gives a value twice"),
-    "negative result": (of_graph("results", lambda r: [*r[:-1], -1]), "one of a negative number"),
-    "result also undefined": (lambda m: graph(m).update(undefined=graph(m)["results"][:1]), "gives a value twice"),
-    "operation out of range": (of_graph("ops", lambda o: [*o[:-1], 99]), "do not run each of the operations 0 to 18 once"),
-    "negative operation": (of_graph("ops", lambda o: [-1, *o[1:]]), "do not run each of the operations 0 to 18 once"),
-    "operation twice": (of_graph("ops", lambda o: [o[1], *o[1:]]), "do not run each of the operations 0 to 18 once"),
-    "operation missing": (of_graph("ops", lambda o: o[1:]), "run 18 operations; the structure has 19"),
-    "endless operations": (of_structure(operations=1 << 62), "run 19 operations; the structure has 4611686018427387904"),
-    "graph of nothing": (lambda m: segments(m).append({**graph(m), "ops": []}), "stands for no operation"),
-    "two operations as they stand": (_two_at_once, "runs one operation"),
-    "results without a graph": (lambda m: segments(m)[-1].update(results=[3]), "lists neither results nor operands"),
-    "stale": (lambda m: segments(m)[-1].update(operands=["stale"]), "lists neither results nor operands"),
-    "symbol of input 99": (set_(99, "symbols", 0, "input"), "symbol s0 is read from input 99; there are 10"),
-    "symbol of input -2": (set_(-2, "symbols", 0, "input"), "symbol s0 is read from input -2"),
-    "symbol of dimension 9": (set_(9, "symbols", 0, "dim"), "number 9 of the dimensions of input 1; there are 2"),
-    "symbol of a size": (lambda m: variant(m)["symbols"][0].update(input=-1, dim=999), "number 999 of the sizes; there are "),
-    "symbol of scale 0": (set_(0, "symbols", 0, "scale"), "symbol s0 has scale 0"),
-    "symbol called max": (set_("max", "symbols", 0, "name"), "'max' is not a name for a symbol"),
-    "symbol twice": (lambda m: variant(m)["symbols"].append(variant(m)["symbols"][0]), "'s0' is not a name for a symbol, or occurs twice"),
-    "size of an unknown symbol": (set_("s9", "sizes", 0), "size 0: the expression 's9' needs the unknown symbol 's9'"),
-    "size that does not parse": (set_("s0 +", "sizes", 0), "'s0 .' does not parse"),
-    "guard of an unknown symbol": (set_(["s9 > 2"], "guards"), "a guard: the expression 's9 > 2' needs the unknown symbol 's9'"),
-    "guard that names a function": (set_(["max"], "guards"), "names max or min without calling it"),
-    "guard too deep": (set_(["not " * 2400 + "1"], "guards"), "nested too deep"),
-    "strides missing": (set_([1], "inputs", 1, "stride"), "has 2 sizes and 1 strides"),
-    "negative stride": (set_([-2, 1], "inputs", 1, "stride"), "has the size or stride -2"),
-    "fingerprint twice": (_twice, "the fingerprint [0-9a-f]{64} occurs twice"),
-    "fingerprint not hexadecimal": (of_structure(fingerprint="g" * 64), "'g{64}' is no fingerprint"),
-    "fingerprint too short": (of_structure(fingerprint="0" * 63), "'0{63}' is no fingerprint"),
-    "negative time": (of_structure(seconds=-1.0), "it takes -1.0 seconds"),
-    "unknown verdict": (set_({"status": "splendid"}, "verdict"), "the verdict 'splendid' is neither 'verified' nor 'not run: reason'"),
-    "structures of a module": (lambda m: entry(m).update(kind="module"), "it has no variants"),
-    "value 99": (_from_nowhere, "step [0-9]+: value:99 is passed where pass.* takes the gradient %v[0-9]+"),
-    "result of another operation": (
-        lambda m: graph(m, 1).update(results=[77, *graph(m, 1)["results"][1:]]), "step [0-9]+: pass.* gives %v[0-9]+ as %v77",
-    ),
-    "state": (_state, "has structures, and neither variants nor state of its own"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", AT_LOAD)
-def test_what_the_manifest_alone_shows_is_refused_when_it_is_read(recorded: Path, tmp_path: Path, case: str) -> None:
-    change, message = AT_LOAD[case]
-    path = edited(recorded, tmp_path / "edited.pt2", change)
-    with pytest.raises(PackageError, match=message) as caught:
-        open_package(path)
-    assert str(caught.value).startswith(f"corrupt package {path}: entry backward")
-
-
-@pytest.mark.parametrize(("number", "message"), [("1e999", r"variants\[0\].scalars\[0\]: expected float, got 'inf'"), ("NaN", "NaN is not JSON")])
-def test_numbers_that_are_none(recorded: Path, tmp_path: Path, number: str, message: str) -> None:
-    path = edited(recorded, tmp_path / "edited.pt2", set_([123456.5], "scalars"), ("123456.5", number))
-    with pytest.raises(PackageError, match=message):
-        open_package(path)
-
-
-def _cut_short(manifest: dict[str, Any]) -> None:
-    """Without its last operation, and the structure says so too."""
-    segments(manifest, 1).pop()
-    entry(manifest)["structures"][1]["operations"] -= 1
-
-
-def _swallow(step: int) -> Change:
-    """A step that calls Python becomes part of the graph before it."""
-
-    def change(manifest: dict[str, Any]) -> None:
-        all_steps, gone = segments(manifest, 1), called_out(manifest)[step]
-        place = all_steps.index(gone)
-        before = next(s for s in reversed(all_steps[:place]) if s.get("library"))
-        before["ops"] += gone["ops"]
-        all_steps.remove(gone)
-
-    return change
-
-
-def _graph_last(manifest: dict[str, Any]) -> None:
-    segments(manifest, 1).append(segments(manifest, 1).pop(0))
-
-
-AT_BINDING: dict[str, tuple[Change, str]] = {
-    "undefined result of another operation": (lambda m: graph(m, 1).update(undefined=[78]), "gives %v78, which is no result of its operations"),
-    "an operation less": (_cut_short, "does not run each operation of its tape once"),
-    "another order": (_graph_last, "step 0: %v0 is read, and no earlier step gives it|step 0: %v[0-9]+ is read"),
-    "a custom function in a graph": (_swallow(0), r"stands for operation .*Halve.*, which no graph can hold"),
-    "a hook in a graph": (_swallow(1), r"stands for operation .*tensor_pre_hook.*, which no graph can hold"),
-    "a hook as a leaf": (lambda m: called_out(m)[1].update(operands=["fresh"]), "cannot hand over its gradient: no compiled graph made it"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", AT_BINDING)
-def test_steps_that_are_not_the_tapes_are_refused_when_they_are_bound(recorded: Path, tmp_path: Path, case: str) -> None:
-    change, message = AT_BINDING[case]
-    path = edited(recorded, tmp_path / "edited.pt2", change)
-    program = Plain()
-    with ab.replay(path) as replaying:
-        program.plain(5)
-        program.net.zero_grad()
-        with pytest.raises(PackageError, match=message):
-            program.hooked(5)
-        assert all(p.grad is None for p in program.net.parameters())
-        program.plain(6)
-    assert (replaying.report.bindings, replaying.report.hits) == (2, 1)
-    with ab.replay(recorded, strict=True):
-        torch.testing.assert_close(program.hooked(5), Plain().hooked(5))
-
-
 @pytest.mark.parametrize("change", [lambda v: v["inputs"].pop(), lambda v: v["sizes"].pop(), lambda v: v.update(scalars=[1.5])])
 def test_a_variant_of_another_number_of_operands_serves_no_pass(recorded: Path, tmp_path: Path, change: Change) -> None:
     path = edited(recorded, tmp_path / "edited.pt2", lambda m: change(variant(m, 1)))
@@ -383,8 +215,8 @@ def test_a_variant_of_another_number_of_operands_serves_no_pass(recorded: Path, 
     assert reason.startswith("the pass has another number of tensors or sizes than the recorded one; ")
 
 
-@pytest.mark.parametrize(("hook", "place", "message"), [("of the node", -2, "1 others read it"), ("of the leaf", -1, "no compiled graph made it")])
-def test_a_gradient_that_is_not_the_leafs_alone_is_not_handed_to_it(tmp_path: Path, hook: str, place: int, message: str) -> None:
+@pytest.mark.parametrize("hook", ["of the node", "of the leaf"])
+def test_a_gradient_that_is_not_the_leafs_alone_is_not_handed_to_it(tmp_path: Path, hook: str) -> None:
     path = tmp_path / "kept.pt2"
     kept: list[Any] = []
 
@@ -404,13 +236,6 @@ def test_a_gradient_that_is_not_the_leafs_alone_is_not_handed_to_it(tmp_path: Pa
             passes(rows)
     assert not recording.skipped
 
-    def change(manifest: dict[str, Any]) -> None:
-        assert not any(s.get("operands") == ["fresh"] for s in segments(manifest))
-        segments(manifest)[place]["operands"] = ["fresh"]
-
-    tampered = edited(path, tmp_path / "edited.pt2", change)
-    with ab.replay(tampered), pytest.raises(PackageError, match=rf"accumulate.* cannot hand over its gradient: {message}"):
-        passes(5)
     with ab.replay(path, strict=True):
         grad = passes(5)
     assert grad is not None and torch.equal(grad, kept[-1]) and grad.data_ptr() != kept[-1].data_ptr()

@@ -41,16 +41,13 @@ def test_spoilt_packages_are_refused_or_right_and_a_run_goes_on(tmp_path: Path) 
 
 @golden_files.needed
 def test_it_fails_where_a_check_is_missing(tmp_path: Path) -> None:
-    """Without what looks for contradictions, lies reach native code, which crashes or computes something else."""
-    without = (
-        "from aot_backward_runtime.package import validate\n"
-        "validate.check_entry = validate.check_orders = validate.check_weights = validate.check_structures = lambda *_: None"
-    )
+    """If nobody reads the headers of a library, the dynamic linker gets one that was cut short, and the process ends."""
+    without = "from aot_backward_runtime.package import archive\narchive.check_library_file = lambda *_: None"
     done = fuzz(tmp_path, "--count", 150, before=without)
     assert done.returncode == 1, done.stdout + done.stderr
     verdicts = {r["verdict"] for r in report.read(tmp_path / "results-1.jsonl")}
-    assert verdicts >= {"refused", "right", "untyped error"}
-    assert verdicts & {"wrong", "signal"}
+    assert verdicts >= {"refused", "right"}
+    assert verdicts & {"wrong", "signal", "untyped error"}
 
 
 @golden_files.needed
@@ -61,9 +58,9 @@ def test_what_ends_or_stops_a_process_is_noticed(tmp_path: Path) -> None:
         "from tests.tools.fuzz import judging\n"
         "sound = judging.judge\n"
         "def judge(made, folder, work):\n"
-        "    if made.what.startswith('retype'):\n"
+        "    if ': length' in made.what:\n"
         "        os.abort()\n"
-        "    if made.what.startswith('double'):\n"
+        "    if made.what.startswith('zero'):\n"
         "        time.sleep(1000)\n"
         "    return sound(made, folder, work)\n"
         "judging.judge = judge"
@@ -74,7 +71,7 @@ def test_what_ends_or_stops_a_process_is_noticed(tmp_path: Path) -> None:
     assert sorted(records) == list(range(12))
     for number, record in records.items():
         made = spoiling.spoilt(1, number, tmp_path, tuple(BASES.split(",")))
-        expected = "signal" if made.what.startswith("retype") else "hang" if made.what.startswith("double") else ""
+        expected = "signal" if ": length" in made.what else "hang" if made.what.startswith("zero") else ""
         assert record["verdict"] == expected if expected else record["verdict"] in ("refused", "right"), record
     assert {"signal", "hang"} <= {r["verdict"] for r in records.values()}
 

@@ -233,6 +233,7 @@ WRITERS = {
     "updates": write_updates,
     "layers": write_layers,
     "clippings": write_clippings,
+    "digest": write_standalone,
 }
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from aot_backward.packaging.package_writer import write_package
 from aot_backward_exporters.graph import Artifact
 from aot_backward_runtime.format.elf import clear_executable_stack, read_elf
 from aot_backward_runtime.format.manifest import ConstantSpec, LibrarySpec, Manifest, Target, TensorSpec
+from aot_backward_runtime.format.manifest_json import sealed
 
 MANIFEST = "package/extra/aot_backward/manifest.json"
 WEIGHTS = "package/extra/aot_backward/weights.safetensors"
@@ -132,9 +133,11 @@ def taken_apart(path: Path) -> dict[str, bytes]:
 
 
 def put_together(path: Path, members: Mapping[str, bytes], edit: dict[str, Any] | None = None, *, relist: bool = True) -> None:
-    """Writes ``members`` with the manifest changed: its ``members`` listed anew (``relist``), then fields replaced by ``edit``."""
+    """Writes ``members`` with the manifest changed: its ``members`` listed anew (``relist``), then fields replaced by
+    ``edit``. A manifest with its SHA-256 gets the new one."""
     members = dict(members)
     manifest = json.loads(members.pop(MANIFEST))
+    digest = manifest.pop("sha256", None)
     if relist:
         manifest["members"] = {
             name.removeprefix("package/"): {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()
@@ -142,7 +145,8 @@ def put_together(path: Path, members: Mapping[str, bytes], edit: dict[str, Any] 
     for field, value in (edit or {}).items():
         *parents, last = field.split("/")
         functools.reduce(lambda node, key: node[int(key) if isinstance(node, list) else key], parents, manifest)[last] = value
-    write_raw(path, [Raw(name, data) for name, data in members.items()] + [Raw(MANIFEST, json.dumps(manifest).encode())])
+    data = json.dumps(manifest).encode()
+    write_raw(path, [*(Raw(name, content) for name, content in members.items()), Raw(MANIFEST, sealed(data) if digest else data)])
 
 
 @dataclass

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def describe(archive: Archive) -> dict[str, Any]:
     """The object that ``inspect --json`` prints."""
     from aot_backward.report.entry_state import program_state
+    from aot_backward_runtime.format.manifest_json import SEALED_SINCE
     from aot_backward_runtime.package.signature_policy import signature_beside
     from aot_backward_runtime.package.targets import targets_of
 
@@ -88,6 +89,7 @@ def describe(archive: Archive) -> dict[str, Any]:
         },
         "members": {name: dataclasses.asdict(member) for name, member in members.items()},
         "manifest_sha256": archive.manifest_digest,
+        "manifest_has_digest": manifest.format_version >= SEALED_SINCE,
     }
 
 

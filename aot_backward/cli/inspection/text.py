@@ -19,6 +19,8 @@ def print_description(d: dict[str, Any]) -> None:
     version = ".".join(map(str, d["format_version"]))
     say(f"{d['path']}: {size(d['bytes'])}, format {version}, {d['producer']}, {d['created'] or 'no date'}")
     say(f"built for {arch} with torch {d['torch']}; manifest SHA-256 {d['manifest_sha256']}")
+    if not d["manifest_has_digest"]:
+        say(f"format {version} has no digest of its manifest within the package, only a CRC; formats since 1.15 have one")
     say(f"signature: {d['signature']}, not checked; verify --key PUBLIC.pem checks it" if d["signature"] else "signature: none beside it")
     stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
     say(f"weights: {len(weights['tensors'])} tensors, {stored}")

@@ -15,8 +15,7 @@ from aot_backward_exporters import sixteen_bits
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import ClippingSpec, Verdict
 from aot_backward_runtime.native.library import Library
-from aot_backward_runtime.optimizer_steps.compiled_clipping import ClippingTable, CompiledClipping
-from aot_backward_runtime.package.clipping_checks import NORM, operand_names, result_name
+from aot_backward_runtime.optimizer_steps.compiled_clipping import NORM, ClippingTable, CompiledClipping
 
 from ...capture import fx_graph
 from ...capture.trace_environment import decompositions, tracing
@@ -51,8 +50,8 @@ class TracedClipping:
         sixteen_bits.mark_all_rounded(module)
         *values, result = fx_graph.results_of(module)
         written = list(module.graph.find_nodes(op="placeholder"))[:-1]
-        names = operand_names(len(gradients))
-        self.graph = in_place_graph(name, module, written, values, result, names, result_name(function, norm_type), mode)
+        names = [*(f"gradient {i}" for i in range(len(gradients))), "numbers"]
+        self.graph = in_place_graph(name, module, written, values, result, names, "the norm" if function == NORM else "nothing", mode)
 
     def _clipped(self, gradients: Sequence[torch.Tensor], numbers: torch.Tensor) -> list[torch.Tensor]:
         """The gradients afterwards, and the result, as eager computes them."""

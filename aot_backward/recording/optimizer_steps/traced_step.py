@@ -14,7 +14,6 @@ from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.optimizer_steps.compiled_update import CompiledUpdate
 from aot_backward_runtime.optimizer_steps.interception import step_of
 from aot_backward_runtime.optimizer_steps.update_table import UpdateTable
-from aot_backward_runtime.package.update_checks import operand_names, result_name
 
 from ...capture import fx_graph
 from ...capture.fx_graph import call
@@ -87,7 +86,14 @@ def _in_place(module: torch.fx.GraphModule, spec: UpdateSpec, mode: Any) -> Grap
         one = call(module.graph, torch.ops.aten.select.int, placeholders[-1], 0, 0)
         result = call(module.graph, torch.ops.aten.clone.default, one)
     written = placeholders[len(spec.trained) : -1]
-    return in_place_graph(spec.library, module, written, results, result, operand_names(spec), result_name(spec), mode)
+    return in_place_graph(spec.library, module, written, results, result, _operand_names(spec), "nothing", mode)
+
+
+def _operand_names(spec: UpdateSpec) -> list[str]:
+    """The names of the library's inputs, in order: gradients, parameters, state, numbers."""
+    place = {p: f"param_groups[{g}]['params'][{i}]" for g, group in enumerate(spec.groups) for i, p in enumerate(group.parameters)}
+    parameters = [place[p] for p in spec.trained]
+    return [*(f"{p}.grad" for p in parameters), *parameters, *(f"state[{place[s.parameter]}][{s.key!r}]" for s in spec.state), "numbers"]
 
 
 def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, *, reduced_precision: bool) -> UpdateSpec:
@@ -119,7 +125,7 @@ def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer,
 def _tensors(optimizer: torch.optim.Optimizer, spec: UpdateSpec) -> list[tuple[str, torch.Tensor]]:
     """What a step writes, by name: parameters, then state."""
     by_name = {f"{g}.{i}": p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
-    names = operand_names(spec)[len(spec.trained) : -1]
+    names = _operand_names(spec)[len(spec.trained) : -1]
     found = [by_name[n].detach() for n in spec.trained] + [optimizer.state[by_name[s.parameter]][s.key] for s in spec.state]
     return list(zip(names, found, strict=True))
 

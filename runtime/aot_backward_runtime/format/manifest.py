@@ -1,9 +1,10 @@
 """The schema of a package's ``manifest.json``, as frozen dataclasses. ``manifest_json.py`` reads and writes them.
 
-``docs/format.md`` states the format in prose. Rules: a field without a default must be there and have its type; a field this reader
-does not know is ignored (a later 1.y may add some), unless ``required_features`` names a feature it does not know, which is refused.
+``docs/format.md`` states the format in prose. Rules: a field without a default must be there and have its type. A later 1.y may add fields:
+a reader ignores unknown fields of a version later than its own, unless ``required_features`` names a feature it does not know.
 
 Changes (newest first):
+    1.15 2026-11-28  the manifest ends with its own SHA-256; unknown fields are refused
     1.14 2026-11-27  ``EntrySpec.layers``; ``EntrySpec.source`` of 1.12 and ``Speed.choices`` of 1.9 are no longer written, and ignored
     1.13 2026-11-25  ``EntrySpec.clippings`` of a replay entry
     1.12 2026-11-24  ``EntrySpec.source``: modules of a recorded script
@@ -28,7 +29,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = (1, 14)
+FORMAT_VERSION = (1, 15)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"

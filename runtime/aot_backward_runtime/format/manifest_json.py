@@ -1,10 +1,15 @@
-"""Manifests from and to JSON, strictly: what is not as the schema says is refused, and the field named."""
+"""Manifests from and to JSON. The reader compares the manifest's SHA-256, then refuses and names a field that does not fit the schema.
+
+Since format 1.15 a manifest ends with the field ``"sha256"``, which holds the SHA-256 of all bytes before its comma (``docs/format.md``, section 5).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -15,16 +20,30 @@ from ..errors import PackageError
 from .json_keys import unique_keys
 from .manifest import DEEPEST, FORMAT_VERSION, KNOWN_FEATURES, LARGEST_MANIFEST, Manifest
 
+SEALED_SINCE = (1, 15)
+"""The first format whose manifests end with their SHA-256."""
+_SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\Z')
+
 
 def to_json(manifest: Manifest) -> bytes:
-    """The manifest as UTF-8 JSON, fields in their order, the same bytes for the same manifest."""
-    return json.dumps(plain(manifest), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    """The manifest as UTF-8 JSON that ends with its SHA-256. Fields keep their order: the same bytes for the same manifest."""
+    return sealed(json.dumps(plain(manifest), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode())
+
+
+def sealed(text: bytes) -> bytes:
+    """The JSON object ``text`` with the field ``sha256`` added as its last one."""
+    body = text.removesuffix(b"}")
+    return body + b',"sha256":"%s"}' % hashlib.sha256(body).hexdigest().encode()
 
 
 def from_json(data: bytes) -> Manifest:
     """Reads a manifest; :class:`PackageError` names the field where it is not one."""
     if len(data) > LARGEST_MANIFEST:
         raise PackageError(f"manifest.json has {len(data)} bytes; at most {LARGEST_MANIFEST} are read")
+    seal = _SEAL.search(data)
+    if seal and hashlib.sha256(data[: seal.start()]).hexdigest().encode() != seal[1]:
+        found = hashlib.sha256(data[: seal.start()]).hexdigest()
+        raise PackageError(f"manifest.json: SHA-256 is {found}, expected {seal[1].decode()}. The file is damaged: copy or export it again.")
     try:
         raw = json.loads(data.decode(), object_pairs_hook=unique_keys, parse_int=_integer, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -44,12 +63,19 @@ def from_json(data: bytes) -> Manifest:
     unknown = sorted(set(features) - KNOWN_FEATURES)
     if unknown:
         raise PackageError(f"package needs the feature {unknown[0]!r}, which this runtime does not know: install a newer aot-backward-runtime")
-    return _decoder(Manifest)(raw, None, 0)
+    if tuple(version) >= SEALED_SINCE and not seal:
+        raise PackageError(
+            f"manifest.json of format {version[0]}.{version[1]} does not end with its SHA-256. The file is damaged: copy or export it again."
+        )
+    if seal:
+        del raw["sha256"]
+    strict = SEALED_SINCE <= tuple(version) <= FORMAT_VERSION
+    return _decoder(Manifest, strict)(raw, None, 0)
 
 
 def read_as(kind: type, value: Any) -> Any:
     """The inverse of :func:`plain`; :class:`PackageError` names the field that is not as the schema says."""
-    return _decoder(kind)(value, None, 0)
+    return _decoder(kind, False)(value, None, 0)
 
 
 def plain(value: Any) -> Any:
@@ -86,11 +112,11 @@ Decoder = Callable[[Any, Path, int], Any]
 
 
 @cache
-def _decoder(kind: Any) -> Decoder:
-    """What turns a JSON value into a ``kind``; made once per type, as packages hold thousands of values."""
+def _decoder(kind: Any, strict: bool) -> Decoder:
+    """A function that turns a JSON value into a ``kind``, cached because packages hold thousands of values. ``strict``: refuse unknown fields."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        options = [(option, _later(option)) for option in arguments]
+        options = [(option, _later(option, strict)) for option in arguments]
 
         def union(value: Any, path: Path, depth: int) -> Any:
             for option, decode in options:
@@ -100,9 +126,9 @@ def _decoder(kind: Any) -> Decoder:
 
         return union
     if dataclasses.is_dataclass(kind):
-        return _dataclass_decoder(kind)
+        return _dataclass_decoder(kind, strict)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        of = _later(arguments[0])
+        of = _later(arguments[0], strict)
 
         def sequence(value: Any, path: Path, depth: int) -> Any:
             if type(value) is not list:
@@ -111,7 +137,7 @@ def _decoder(kind: Any) -> Decoder:
 
         return sequence
     if origin is tuple:
-        parts = [_decoder(a) for a in arguments]
+        parts = [_decoder(a, strict) for a in arguments]
 
         def fixed(value: Any, path: Path, depth: int) -> Any:
             if type(value) is not list or len(value) != len(parts):
@@ -120,7 +146,7 @@ def _decoder(kind: Any) -> Decoder:
 
         return fixed
     if origin is dict:
-        of = _later(arguments[1])
+        of = _later(arguments[1], strict)
 
         def mapping(value: Any, path: Path, depth: int) -> Any:
             if type(value) is not dict:
@@ -135,10 +161,10 @@ def _decoder(kind: Any) -> Decoder:
     return lambda value, path, depth: value if type(value) is kind else _raise(path, kind, value)
 
 
-def _dataclass_decoder(kind: Any) -> Decoder:
+def _dataclass_decoder(kind: Any, strict: bool) -> Decoder:
     hints = typing.get_type_hints(kind)
     missing = dataclasses.MISSING
-    fields = [(f.name, _later(hints[f.name]), f.default is missing and f.default_factory is missing) for f in dataclasses.fields(kind)]
+    fields = [(f.name, _later(hints[f.name], strict), f.default is missing and f.default_factory is missing) for f in dataclasses.fields(kind)]
 
     def decode(value: Any, path: Path, depth: int) -> Any:
         if type(value) is not dict:
@@ -151,16 +177,18 @@ def _dataclass_decoder(kind: Any) -> Decoder:
                 out[name] = of(value[name], (name, path), depth + 1)
             elif required:
                 raise PackageError(f"{_words(path)}: the field {name!r} is missing")
+        if strict and len(value) > len(out):
+            raise PackageError(f"{_words(path)}: unknown field {min(value.keys() - out.keys())!r}")
         return kind(**out)
 
     return decode
 
 
-def _later(kind: Any) -> Decoder:
+def _later(kind: Any, strict: bool) -> Decoder:
     """The decoder of ``kind``, looked up when it is first needed: a tree holds trees."""
     if not (dataclasses.is_dataclass(kind) or typing.get_origin(kind) is tuple):
-        return _decoder(kind)
-    return lambda value, path, depth: _decoder(kind)(value, path, depth)
+        return _decoder(kind, strict)
+    return lambda value, path, depth: _decoder(kind, strict)(value, path, depth)
 
 
 def _plausible(kind: Any, value: Any) -> bool:

@@ -12,6 +12,8 @@ from ..native.guards import Contract, Fast
 from ..native.library import NO_CONSTANTS, Library
 from ..native.memory import Ranges, are_apart, extent
 
+NORM, VALUE = "clip_grad_norm_", "clip_grad_value_"
+"""The functions of ``torch.nn.utils``."""
 Kind = tuple[str, str]
 """The function, and its ``norm_type`` as the package states it: ``("clip_grad_norm_", "2.0")``."""
 

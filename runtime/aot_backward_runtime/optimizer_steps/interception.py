@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import torch_api
-from ..package.clipping_checks import NORM, VALUE
-from .compiled_clipping import Kind
+from .compiled_clipping import NORM, VALUE, Kind
 
 Eager = Callable[..., Any]
 """PyTorch's own step, without hooks: ``eager(optimizer, closure)``."""

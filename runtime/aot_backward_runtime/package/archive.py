@@ -19,8 +19,9 @@ from ..format.manifest import LARGEST_MANIFEST, MANIFEST_MEMBER, Manifest, Membe
 from ..format.manifest_json import from_json
 from ..format.zip_directory import WRITTEN_OVER, Place, read_at, read_directory, read_into
 from . import code_cache
+from .references import check_references
 from .targets import seen_as
-from .validate import check_library_file, check_manifest
+from .validate import check_library_file, check_members
 
 _CHUNK = 1 << 20  # bytes read at a time
 
@@ -54,7 +55,8 @@ class Archive:
         if admit is not None:
             self._admit(admit)
         self.manifest = self._parsed(data)
-        self._checked(lambda: check_manifest(self.manifest, {name: place.size for name, place in self._places.items()}))
+        self._checked(lambda: check_members(self.manifest, {name: place.size for name, place in self._places.items()}))
+        self._checked(lambda: check_references(self.manifest))
 
     @property
     def identity(self) -> str:

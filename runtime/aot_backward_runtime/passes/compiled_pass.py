@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from .. import torch_api
-from ..errors import InputError
+from ..errors import InputError, PackageError
 from ..format.expressions import evaluate
 from ..format.manifest import PassSpec, Segment
 from ..native.library import Library
 from ..native.memory import meet
-from ..package.recorded_pass_checks import parse_operand
+from ..package.references import parse_operand
 from ..tapes.interpreter import Run
 from ..tapes.tape import CALLS_OUT, Op, Slot, Tape
-from ..tapes.tape_checks import check_against_tape
 from .pass_contract import Operands, PassContract, check_value
 
 Outside = Callable[[], AbstractContextManager[None]]
@@ -62,7 +61,8 @@ class CompiledPass:
 
     def _steps(self, libraries: Mapping[str, Library]) -> Iterator[_Call | _Accumulate | _Single]:
         ops = self.tape.ops
-        check_against_tape(self.spec, self.tape)
+        if (listed := sum(len(s.ops) for s in self.spec.segments)) != len(ops):
+            raise PackageError(f"a recorded pass: expected the {len(ops)} operations of its tape, got {listed}. Record it again.")
         compiled: set[int] = set()  # values that come out of native code, whose looks are known
         python = False
         leaves: _Accumulate | None = None

@@ -204,7 +204,7 @@ static aotb_description of_state(const struct aotb_function *f, const state_spec
 static aotb_description of_gradient(const struct aotb_function *f, const variant_spec *v, const char *of) {
   const char *name = strchr(of, ':') + 1;
   if (!strncmp(of, "input:", 6)) return of_tensor(&v->inputs.at[strtoul(name, NULL, 10)]);
-  uint32_t i = 0; /* it is there: manifest_checks.c */
+  uint32_t i = 0; /* it is there: manifest.c */
   while (strcmp(f->entry->state[i].name, name)) i++;
   return of_state(f, &f->entry->state[i]);
 }

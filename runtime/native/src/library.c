@@ -30,7 +30,7 @@ typedef struct {
   tensor_handle handle;
 } named_constant;
 
-static const char *file_of(const char *path) { return strrchr(path, '/') + 1; } /* they lie in folders: manifest_checks.c */
+static const char *file_of(const char *path) { return strrchr(path, '/') + 1; } /* they lie in folders: manifest.c */
 
 /* What the headers ask of the dynamic linker must be what the manifest lists, before the linker may see it. */
 static void check_headers(arena *a, const library_spec *spec, const build_spec *build, const uint8_t *bytes, size_t size) {

@@ -6,7 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "manifest_checks.h"
+#include "sha256.h"
+
+enum { SEALED_SINCE = 15 };
+#define MANIFEST "extra/aot_backward/manifest.json"
+#define WEIGHTS "extra/aot_backward/weights.safetensors"
 
 /* --- fields ----------------------------------------------------------------------------------------------------------------------------------- */
 
@@ -28,6 +32,7 @@ static const char *where(const reader *r, const place *p) {
   return p->name ? arena_print(r->a, "%s.%s", outside, shown(p->name, strlen(p->name))) : arena_print(r->a, "%s[%" PRIu32 "]", outside, p->number);
 }
 
+#define SHOWN(text) shown(text, strlen(text))
 #define WRONG(r, p, text, ...) arena_fail((r)->a, AOTB_FORMAT, "%s: " text, where(r, p), __VA_ARGS__)
 
 static const json *typed(const reader *r, const place *p, const json *value, json_kind kind) {
@@ -120,17 +125,20 @@ static const dtype *dtype_of(const reader *r, const place *p, const json *object
   return found;
 }
 
-static tensor_spec tensor(const reader *r, const place *p, const json *value, symbols s) {
+/* Of a library only name, dtype and rank are kept: its sizes are those of the variant that calls it. */
+static tensor_spec tensor(const reader *r, const place *p, const json *value, const symbols *s) {
   typed(r, p, value, JSON_OBJECT);
   tensor_spec out = {.name = text_of(r, p, value, "name", NULL), .type = dtype_of(r, p, value)};
   const char *device = text_of(r, p, value, "device", NULL);
-  uint32_t strides;
-  out.shape = sizes_of(r, p, value, "shape", s, &out.rank);
-  out.stride = sizes_of(r, p, value, "stride", s, &strides);
   out.requires_grad = truth(r, p, value, "requires_grad", false);
   out.on_cpu = !strcmp(device, "cpu");
   if (!out.on_cpu && strcmp(device, "cuda")) WRONG(r, p, "the device '%s' is unknown", shown(device, strlen(device)));
+  uint32_t strides = list(r, p, value, "stride", true)->count;
+  out.rank = list(r, p, value, "shape", true)->count;
   if (out.rank != strides) WRONG(r, p, "%" PRIu32 " sizes and %" PRIu32 " strides", out.rank, strides);
+  if (!s) return out;
+  out.shape = sizes_of(r, p, value, "shape", *s, &out.rank);
+  out.stride = sizes_of(r, p, value, "stride", *s, &strides);
   out.shape_texts = TAKE(r->a, out.rank + 1u, const char *);
   for (uint32_t d = 0; d < out.rank; d++) out.shape_texts[d] = out.shape[d].text;
   for (uint32_t i = 0; i < out.rank; i++)
@@ -139,7 +147,7 @@ static tensor_spec tensor(const reader *r, const place *p, const json *value, sy
   return out;
 }
 
-static tensor_specs tensors(const reader *r, const place *p, const json *object, const char *name, symbols s) {
+static tensor_specs tensors(const reader *r, const place *p, const json *object, const char *name, const symbols *s) {
   const json *items = list(r, p, object, name, true);
   tensor_specs out = {items->count, TAKE(r->a, items->count + 1u, tensor_spec)};
   for (uint32_t i = 0; i < out.count; i++) out.at[i] = tensor(r, &(place){&(place){p, name, 0}, NULL, i}, &items->items[i], s);
@@ -182,7 +190,86 @@ static sources sources_of(const reader *r, const place *p, const json *object, c
   return out;
 }
 
-static plan_spec *plan(const reader *r, const place *in, const json *object, const char *name, symbols s) {
+static const state_spec *state_named(const entry_spec *e, const char *name) {
+  for (uint32_t i = 0; i < e->state_count; i++)
+    if (!strcmp(e->state[i].name, name)) return &e->state[i];
+  return NULL;
+}
+
+static const char *find_state(const reader *r, const place *p, const entry_spec *e, const char *name) {
+  if (!state_named(e, name)) WRONG(r, p, "refers to the state '%s', which the entry does not have", SHOWN(name));
+  return name;
+}
+
+/* Checks that a source of one of the kinds `allowed` exists, and that its dtype and rank are those of `wanted`, if there is one. */
+static void resolve(const reader *r, const place *p, const entry_spec *e, const variant_spec *v, const plan_spec *plan, const source *from,
+                    unsigned allowed, const tensor_spec *wanted) {
+  static const tensor_specs none;
+  const tensor_specs *of = &none;
+  const source *s = from;
+  if (!(allowed >> from->from & 1)) WRONG(r, p, "'%s' cannot stand here", SHOWN(from->text));
+  const library_spec *library = plan->library;
+  if (s->from == FROM_SAVED) {
+    uint32_t count = v->forward ? v->forward->saved.count : 0;
+    if (s->number >= count) WRONG(r, p, "'%s' does not exist: there are %" PRIu32 " saved tensors", SHOWN(from->text), count);
+    s = &v->forward->saved.at[s->number];
+    library = v->forward->library;
+  }
+  switch (s->from) {
+  case FROM_NOTHING:
+  case FROM_SIZE: return;
+  case FROM_PARAMETER: find_state(r, p, e, s->text + 10); return;
+  case FROM_INPUT: of = &v->inputs; break;
+  case FROM_COTANGENT: of = &v->cotangents; break;
+  case FROM_RESULT: of = library ? &library->outputs : &none; break;
+  case FROM_SAVED: break;
+  }
+  if (s->number >= of->count) WRONG(r, p, "'%s' does not exist: there are %" PRIu32 " of them", SHOWN(from->text), of->count);
+  const tensor_spec *found = &of->at[s->number];
+  if (wanted && (found->type != wanted->type || found->rank != wanted->rank))
+    WRONG(r, p, "'%s' is %s of %" PRIu32 " dimensions, expected %s of %" PRIu32, SHOWN(from->text), found->type->name, found->rank,
+          wanted->type->name, wanted->rank);
+}
+
+#define KIND(from) (1u << (from))
+
+/* Checks each reference of a plan. `gives`: the outputs of the variant. */
+static void resolve_plan(const reader *r, const place *p, const entry_spec *e, const variant_spec *v, const plan_spec *plan, bool backward,
+                         const tensor_specs *gives) {
+  uint32_t takes = plan->library ? plan->library->inputs.count : 0;
+  unsigned operands = KIND(FROM_INPUT) | KIND(FROM_SIZE) | (backward ? KIND(FROM_SAVED) | KIND(FROM_COTANGENT) : 0);
+  if (plan->operands.count != takes) WRONG(r, p, "%" PRIu32 " operands, for %" PRIu32 " inputs of the library", plan->operands.count, takes);
+  for (uint32_t i = 0; i < takes; i++) resolve(r, p, e, v, plan, &plan->operands.at[i], operands, &plan->library->inputs.at[i]);
+  if (plan->outputs.count != gives->count) WRONG(r, p, "%" PRIu32 " outputs, of the %" PRIu32 " of the variant", plan->outputs.count, gives->count);
+  for (uint32_t i = 0; i < gives->count; i++)
+    resolve(r, p, e, v, plan, &plan->outputs.at[i], KIND(FROM_RESULT) | KIND(FROM_INPUT) | KIND(FROM_PARAMETER), &gives->at[i]);
+  for (uint32_t i = 0; i < plan->saved.count; i++) resolve(r, p, e, v, plan, &plan->saved.at[i], KIND(FROM_RESULT) | KIND(FROM_INPUT), NULL);
+  for (uint32_t i = 0; i < plan->gradient_count; i++) {
+    const gradient_spec *g = &plan->gradients[i];
+    source of = source_of(r, p, g->of, (symbols){NULL, 0});
+    resolve(r, p, e, v, plan, &of, KIND(FROM_INPUT) | KIND(FROM_PARAMETER), NULL);
+    tensor_spec like = {0};
+    if (of.from == FROM_INPUT) like = v->inputs.at[of.number];
+    else {
+      const weight_spec *w = &r->m->weights[state_named(e, g->of + 10)->weight];
+      like.type = w->type;
+      like.rank = w->rank;
+    }
+    resolve(r, p, e, v, plan, &g->from, KIND(FROM_RESULT) | KIND(FROM_NOTHING), &like);
+    for (uint32_t k = 0; k < g->cotangent_count; k++)
+      if (g->cotangents[k] >= v->cotangents.count)
+        WRONG(r, p, "refers to the incoming gradient %" PRIu32 ", of %" PRIu32, g->cotangents[k], v->cotangents.count);
+  }
+  for (uint32_t i = 0; i < plan->consumes_count; i++)
+    if (!v->forward || plan->consumes[i] >= v->forward->saved.count)
+      WRONG(r, p, "consumes the saved tensor %" PRIu32 ", which does not exist", plan->consumes[i]);
+  for (uint32_t i = 0; i < plan->reads.count; i++) find_state(r, p, e, plan->reads.at[i]);
+  for (uint32_t i = 0; i < plan->writes.count; i++) find_state(r, p, e, plan->writes.at[i]);
+}
+
+static plan_spec *plan(const reader *r, const place *in, const json *object, const char *name, const entry_spec *e, const variant_spec *v,
+                       symbols s) {
+  static const tensor_specs none;
   const json *value = json_get(object, name);
   if (!value || value->kind == JSON_NULL) return NULL;
   place p = {in, name, 0};
@@ -215,6 +302,8 @@ static plan_spec *plan(const reader *r, const place *in, const json *object, con
     to->from = source_of(r, &here, text_of(r, &here, g, "source", NULL), s);
     to->cotangents = numbers_of(r, &here, g, "cotangents", false, &to->cotangent_count);
   }
+  bool backward = !strcmp(name, "backward");
+  resolve_plan(r, &p, e, v, out, backward, backward ? &none : &v->outputs);
   return out;
 }
 
@@ -238,17 +327,38 @@ static void read_symbols(const reader *r, const place *in, const json *object, v
     s->maximum = s->bounded ? integer(r, &p, value, "maximum", NULL) : INT64_MAX;
     s->scale = integer(r, &p, value, "scale", &one);
     s->offset = integer(r, &p, value, "offset", &zero);
+    if (s->scale < 1 || s->minimum < 0) WRONG(r, &p, "a scale of %" PRId64 " and a minimum of %" PRId64, s->scale, s->minimum);
   }
 }
 
-static void read_variant(const reader *r, const place *p, const json *value, variant_spec *v) {
+/* Checks that symbols, incoming gradients and shared memory are of tensors that exist. */
+static void resolve_tensors(const reader *r, const place *p, const variant_spec *v) {
+  for (uint32_t i = 0; i < v->symbol_count; i++) {
+    const symbol_spec *s = &v->symbols[i];
+    if (s->input < 0 || s->input >= v->inputs.count || s->dim < 0 || s->dim >= v->inputs.at[s->input].rank)
+      WRONG(r, p, "symbol %s refers to dimension %" PRId64 " of input %" PRId64 ", which does not exist", SHOWN(s->name), s->dim, s->input);
+  }
+  if (v->differentiable_count != v->cotangents.count)
+    WRONG(r, p, "%" PRIu32 " incoming gradients, of %" PRIu32 " outputs", v->cotangents.count, v->differentiable_count);
+  for (uint32_t i = 0; i < v->differentiable_count; i++)
+    if (v->differentiable[i] >= v->outputs.count)
+      WRONG(r, p, "an incoming gradient refers to output %" PRIu32 ", of %" PRIu32, v->differentiable[i], v->outputs.count);
+  for (uint32_t i = 0; i < v->shared_count; i++) {
+    const shared_spec *s = &v->shared[i];
+    if (s->output < 0 || s->base < 0 || s->output >= v->outputs.count || s->base >= v->outputs.count ||
+        (s->stride && s->rank != v->outputs.at[s->output].rank))
+      WRONG(r, p, "output %" PRId64 " cannot lie in the memory of output %" PRId64, s->output, s->base);
+  }
+}
+
+static void read_variant(const reader *r, const place *p, const json *value, const entry_spec *e, variant_spec *v) {
   typed(r, p, value, JSON_OBJECT);
   read_symbols(r, p, value, v);
   symbols s = {v->symbol_names, v->symbol_count};
   v->mode = text_of(r, p, value, "mode", NULL);
-  v->inputs = tensors(r, p, value, "inputs", s);
-  v->outputs = tensors(r, p, value, "outputs", s);
-  v->cotangents = tensors(r, p, value, "cotangents", s);
+  v->inputs = tensors(r, p, value, "inputs", &s);
+  v->outputs = tensors(r, p, value, "outputs", &s);
+  v->cotangents = tensors(r, p, value, "cotangents", &s);
   v->differentiable = numbers_of(r, p, value, "differentiable", true, &v->differentiable_count);
   texts guards = texts_of(r, p, value, "guards", true);
   v->guard_count = guards.count;
@@ -261,6 +371,7 @@ static void read_variant(const reader *r, const place *p, const json *value, var
   v->ambient.matmul_precision = text_of(r, &here, ambient, "matmul_precision", "highest");
   const json *verdicts = list(r, p, value, "verdicts", false);
   v->verdict_count = 1 + verdicts->count;
+  if (v->verdict_count != r->m->target_count) WRONG(r, p, "%" PRIu32 " verdicts, for %" PRIu32 " targets", v->verdict_count, r->m->target_count);
   v->verdicts = TAKE(r->a, v->verdict_count, const char *);
   here.name = "verdict";
   v->verdicts[0] = text_of(r, &here, field(r, p, value, "verdict", JSON_OBJECT, true), "status", NULL);
@@ -268,12 +379,12 @@ static void read_variant(const reader *r, const place *p, const json *value, var
     place each = {&(place){p, "verdicts", 0}, NULL, i};
     v->verdicts[1 + i] = text_of(r, &each, typed(r, &each, &verdicts->items[i], JSON_OBJECT), "status", NULL);
   }
-  v->forward = plan(r, p, value, "forward", s);
-  v->backward = plan(r, p, value, "backward", s);
-  v->inference = plan(r, p, value, "inference", s);
-  v->gradient = plan(r, p, value, "gradient", s);
-  v->step = plan(r, p, value, "step", s);
-  v->accumulate = plan(r, p, value, "accumulate", s);
+  v->forward = plan(r, p, value, "forward", e, v, s);
+  v->backward = plan(r, p, value, "backward", e, v, s);
+  v->inference = plan(r, p, value, "inference", e, v, s);
+  v->gradient = plan(r, p, value, "gradient", e, v, s);
+  v->step = plan(r, p, value, "step", e, v, s);
+  v->accumulate = plan(r, p, value, "accumulate", e, v, s);
   const json *shared = list(r, p, value, "shared", false);
   v->shared_count = shared->count;
   v->shared = TAKE(r->a, shared->count + 1u, shared_spec);
@@ -286,6 +397,12 @@ static void read_variant(const reader *r, const place *p, const json *value, var
     v->shared[i].offset = size_of(r, &each, offset, s);
     if (json_get(item, "stride")) v->shared[i].stride = sizes_of(r, &each, item, "stride", s, &v->shared[i].rank);
   }
+  resolve_tensors(r, p, v);
+  bool callable = e->kind == ENTRY_MODULE ? (v->backward ? v->forward != NULL : v->forward || v->inference)
+                  : e->kind == ENTRY_GRAD ? v->gradient != NULL
+                                          : v->step && v->step->library && !v->accumulate == !e->step_of->update &&
+                                                v->step->library->outputs.count >= 1u + e->step_of->norm + e->step_of->finite;
+  if (!callable) WRONG(r, p, "it cannot be called with the plans that it has%s", "");
 }
 
 /* --- training steps --------------------------------------------------------------------------------------------------------------------------- */
@@ -307,7 +424,7 @@ static void read_intervals(const reader *r, const place *in, const json *object,
   }
 }
 
-static step_spec *step_of(const reader *r, const place *in, const json *value) {
+static step_spec *step_of(const reader *r, const place *in, const json *value, const entry_spec *e) {
   place p = {in, "step", 0};
   step_spec *out = TAKE(r->a, 1, step_spec);
   typed(r, &p, value, JSON_OBJECT);
@@ -320,6 +437,8 @@ static step_spec *step_of(const reader *r, const place *in, const json *value) {
     place each = {&(place){&p, "groups", 0}, NULL, i};
     const json *group = typed(r, &each, &items->items[i], JSON_OBJECT);
     out->groups[i].parameters = texts_of(r, &each, group, "parameters", true);
+    for (uint32_t k = 0; k < out->groups[i].parameters.count; k++)
+      find_state(r, &each, e, arena_print(r->a, "module.%s", out->groups[i].parameters.at[k]));
     out->groups[i].options = text_of(r, &each, group, "options", NULL);
   }
   items = list(r, &p, value, "numbers", true);
@@ -334,6 +453,7 @@ static step_spec *step_of(const reader *r, const place *in, const json *value) {
     n->key = text_of(r, &each, item, "key", NULL);
     n->value = number(r, &each, json_get(item, "value"));
     read_intervals(r, &each, item, n);
+    if (n->group < -1 || n->group >= out->group_count) WRONG(r, &each, "refers to group %" PRId64 ", of %" PRIu32, n->group, out->group_count);
   }
   items = list(r, &p, value, "state", true);
   out->slot_count = items->count;
@@ -344,6 +464,11 @@ static step_spec *step_of(const reader *r, const place *in, const json *value) {
     const json *item = typed(r, &each, &items->items[i], JSON_OBJECT);
     out->slots[i] = (slot_spec){text_of(r, &each, item, "key", NULL), text_of(r, &each, item, "state", NULL),
                                 texts_of(r, &each, item, "parameters", true), integer(r, &each, item, "starts_as", &none)};
+    const slot_spec *slot = &out->slots[i];
+    find_state(r, &each, e, slot->state);
+    if (slot->starts_as < -1 || slot->starts_as >= out->number_count || !slot->parameters.count)
+      WRONG(r, &each, "refers to number %" PRId64 ", of %" PRIu32 ", and has %" PRIu32 " parameters", slot->starts_as, out->number_count,
+            slot->parameters.count);
   }
   items = list(r, &p, value, "gradients", false);
   out->gradient_count = items->count;
@@ -352,13 +477,19 @@ static step_spec *step_of(const reader *r, const place *in, const json *value) {
     place each = {&(place){&p, "gradients", 0}, NULL, i};
     const json *item = typed(r, &each, &items->items[i], JSON_OBJECT);
     out->gradients[i].parameter = text_of(r, &each, item, "parameter", NULL);
-    out->gradients[i].state = text_of(r, &each, item, "state", NULL);
+    out->gradients[i].state = find_state(r, &each, e, text_of(r, &each, item, "state", NULL));
   }
-  out->update = plan(r, &p, value, "update", (symbols){NULL, 0});
+  static const variant_spec no_variant;
+  out->update = plan(r, &p, value, "update", e, &no_variant, (symbols){NULL, 0});
+  if (out->update && (!out->update->library || out->update->library->outputs.count < 1u))
+    WRONG(r, &p, "its update calls no library that gives a result%s", "");
   out->fresh = truth(r, &p, value, "fresh", true);
   out->norm = truth(r, &p, value, "norm", false);
   out->finite = truth(r, &p, value, "finite", false);
   out->in_place = truth(r, &p, value, "in_place", false);
+  const weight_spec *vector = &r->m->weights[state_named(e, find_state(r, &p, e, "numbers"))->weight];
+  if (strcmp(vector->type->name, "float64") || vector->rank != 1 || vector->shape[0] != (int64_t)out->number_count + 2)
+    WRONG(r, &p, "its state 'numbers' is not %" PRIu32 " float64", out->number_count + 2);
   return out;
 }
 
@@ -403,11 +534,15 @@ static bool read_entry(const reader *r, const place *p, const json *value, entry
     s->requires_grad = truth(r, &each, item, "requires_grad", -1);
   }
   const json *step = json_get(value, "step");
-  if (step && step->kind != JSON_NULL) e->step_of = step_of(r, p, step);
+  if (step && step->kind != JSON_NULL) e->step_of = step_of(r, p, step, e);
+  if (!e->step_of != (e->kind != ENTRY_STEP))
+    WRONG(r, p, "an entry of kind '%s' %s", kind, e->step_of ? "with a training step" : "without its training step");
   items = list(r, p, value, "variants", true);
   e->variant_count = items->count;
   e->variants = TAKE(r->a, items->count + 1u, variant_spec);
-  for (uint32_t i = 0; i < items->count; i++) read_variant(r, &(place){&(place){p, "variants", 0}, NULL, i}, &items->items[i], &e->variants[i]);
+  for (uint32_t i = 0; i < items->count; i++) read_variant(r, &(place){&(place){p, "variants", 0}, NULL, i}, &items->items[i], e, &e->variants[i]);
+  if (!e->variant_count) WRONG(r, p, "it has %s", "no variants");
+  if (e->wrt.count != e->names.count) WRONG(r, p, "%" PRIu32 " gradients by %" PRIu32 " names", e->wrt.count, e->names.count);
   return true;
 }
 
@@ -416,6 +551,10 @@ static void read_build(const reader *r, const place *p, const json *value, build
   b->member = text_of(r, p, value, "member", NULL);
   b->metadata = text_of(r, p, value, "metadata", NULL);
   b->extern_file = text_of(r, p, value, "extern", NULL);
+  const char *members[] = {b->member, b->metadata, b->extern_file};
+  for (int i = 0; i < 3; i++)
+    if ((i < 2 || *members[i]) && (!manifest_digest(r->m, members[i]) || !strchr(members[i], '/')))
+      WRONG(r, p, "refers to the member '%s', which the manifest does not have", SHOWN(members[i]));
   b->needed = texts_of(r, p, value, "needed", true);
   b->operators = texts_of(r, p, value, "operators", false);
   b->glibc = text_of(r, p, value, "glibc", NULL);
@@ -433,54 +572,14 @@ static void read_build(const reader *r, const place *p, const json *value, build
   }
 }
 
-/* The symbols of a library's tensors are those of the variant that calls it: every word that begins like a symbol's name is taken for one, and what
- * values they have is looked at where a plan is compared with its library. */
-static symbols words_in(const reader *r, const json *library) {
-  static const char *const fields[] = {"inputs", "outputs"}, *const sizes[] = {"shape", "stride"};
-  const char **names = NULL;
-  uint32_t count = 0, room = 0;
-  for (int f = 0; f < 2; f++) {
-    const json *items = json_get(library, fields[f]);
-    for (uint32_t i = 0; items && items->kind == JSON_ARRAY && i < items->count; i++)
-      for (int s = 0; s < 2; s++) {
-        const json *values = json_get(&items->items[i], sizes[s]);
-        for (uint32_t k = 0; values && values->kind == JSON_ARRAY && k < values->count; k++) {
-          if (values->items[k].kind != JSON_STRING) continue;
-          for (const char *t = values->items[k].text; *t;) {
-            size_t n = strspn(t, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789");
-            if (!n) {
-              t++;
-              continue;
-            }
-            bool is_symbol = (*t < '0' || *t > '9') && !(n == 3 && (!strncmp(t, "max", 3) || !strncmp(t, "min", 3)));
-            for (uint32_t j = 0; is_symbol && j < count; j++) is_symbol = strlen(names[j]) != n || memcmp(names[j], t, n);
-            if (is_symbol) {
-              if (count == 4096) arena_fail(r->a, AOTB_FORMAT, "a library with more than 4096 symbols");
-              if (count == room) {
-                const char **more = TAKE(r->a, room = room ? 2 * room : 8, const char *);
-                if (count) memcpy(more, names, count * sizeof *more);
-                names = more;
-              }
-              names[count++] = arena_text(r->a, t, n);
-            }
-            t += n;
-          }
-        }
-      }
-  }
-  return (symbols){names, count};
-}
-
 static void read_library(const reader *r, const place *p, const json *value, library_spec *l) {
   typed(r, p, value, JSON_OBJECT);
   l->name = value->key;
-  symbols s = words_in(r, value);
-  l->symbol_names = s.names;
-  l->symbol_count = s.count;
-  l->inputs = tensors(r, p, value, "inputs", s);
-  l->outputs = tensors(r, p, value, "outputs", s);
+  l->inputs = tensors(r, p, value, "inputs", NULL);
+  l->outputs = tensors(r, p, value, "outputs", NULL);
   const json *builds = list(r, p, value, "builds", false);
   l->build_count = 1 + builds->count;
+  if (l->build_count != r->m->target_count) WRONG(r, p, "%" PRIu32 " builds, for %" PRIu32 " targets", l->build_count, r->m->target_count);
   l->builds = TAKE(r->a, l->build_count, build_spec);
   read_build(r, p, value, &l->builds[0]);
   for (uint32_t i = 0; i < builds->count; i++) read_build(r, &(place){&(place){p, "builds", 0}, NULL, i}, &builds->items[i], &l->builds[1 + i]);
@@ -517,6 +616,13 @@ static void read_weights(const reader *r, const json *all) {
     w->filled = fill && fill->kind != JSON_NULL;
     if (w->filled) w->fill = number(r, &p, fill);
   }
+  for (uint32_t i = 0; i < all->count; i++) {
+    const weight_spec *w = &r->m->weights[i];
+    int64_t elements = 1;
+    for (uint32_t d = 0; d < w->rank; d++)
+      if (w->shape[d] < 0 || __builtin_mul_overflow(elements, w->shape[d] ? w->shape[d] : 1, &elements) || elements >= (int64_t)1 << 60)
+        WRONG(r, NULL, "weight '%s' has a shape that is too large for a tensor, or negative", SHOWN(w->key));
+  }
   qsort(r->m->weights, r->m->weight_count, sizeof *r->m->weights, by_key);
 }
 
@@ -544,12 +650,50 @@ static void read_version(const reader *r, const json *all) {
                  shown(features.at[i], strlen(features.at[i])));
 }
 
+static void check_members(const manifest *m, const archive *z) {
+  bool weights = false;
+  for (uint32_t i = 0; i < m->member_count; i++) {
+    const char *name = m->members[i].name;
+    const member *found = archive_find(z, name);
+    if (!found) arena_fail(z->a, AOTB_FORMAT, "corrupt: member %s is missing", SHOWN(name));
+    if (found->size != m->members[i].size)
+      arena_fail(z->a, AOTB_FORMAT, "corrupt: member %s has %" PRIu64 " bytes, expected %" PRIu64, SHOWN(name), found->size, m->members[i].size);
+    weights = weights || !strcmp(name, WEIGHTS);
+  }
+  if (z->count != m->member_count + 1) /* listed names are different, and each was found: what is more is not listed */
+    for (uint32_t i = 0; i < z->count; i++)
+      if (strcmp(z->members[i].name, MANIFEST) && !manifest_digest(m, z->members[i].name))
+        arena_fail(z->a, AOTB_FORMAT, "corrupt: member %s is not in the manifest", z->members[i].name);
+  if (weights != m->has_weights)
+    arena_fail(z->a, AOTB_FORMAT, "corrupt: has_weights is %s, but %s says otherwise", m->has_weights ? "true" : "false", WEIGHTS);
+}
+
+/* Since format 1.15 a manifest ends with ,"sha256":"DIGEST"} of all bytes before that comma. */
+static bool check_digest(arena *a, const char *text, size_t length) {
+  static const char before[] = ",\"sha256\":\"", behind[] = "\"}";
+  size_t tail = sizeof before - 1 + 64 + sizeof behind - 1;
+  const char *end = text + length - tail, *stated = end + sizeof before - 1;
+  if (length < tail || memcmp(end, before, sizeof before - 1) || memcmp(stated + 64, behind, sizeof behind - 1)) return false;
+  char digest[65];
+  sha256 h;
+  sha256_begin(&h);
+  sha256_add(&h, text, length - tail);
+  sha256_end(&h, digest);
+  if (memcmp(digest, stated, 64))
+    arena_fail(a, AOTB_FORMAT, "corrupt: manifest.json: SHA-256 is %s, expected %.64s. The file is damaged: copy or export it again.", digest,
+               stated);
+  return true;
+}
+
 void manifest_read(manifest *m, const archive *z, const char *text, size_t length) {
   *m = (manifest){0};
   reader reading = {z->a, m}, *r = &reading;
+  bool sealed = check_digest(r->a, text, length);
   json all = json_read(r->a, "manifest.json", text, length);
   typed(r, NULL, &all, JSON_OBJECT);
   read_version(r, &all);
+  if (m->minor >= SEALED_SINCE && !sealed)
+    arena_fail(r->a, AOTB_FORMAT, "corrupt: manifest.json of format 1.%" PRId64 " does not end with its SHA-256", m->minor);
   m->producer = text_of(r, NULL, &all, "producer", NULL);
   m->torch = text_of(r, NULL, &all, "torch", NULL);
   m->has_weights = truth(r, NULL, &all, "has_weights", true);
@@ -582,7 +726,6 @@ void manifest_read(manifest *m, const archive *z, const char *text, size_t lengt
   for (uint32_t i = 0; i < items->count; i++)
     if (read_entry(r, &(place){&(place){NULL, "entries", 0}, items->items[i].key, 0}, &items->items[i], &m->entries[m->entry_count]))
       m->entry_count++;
-  check_manifest(m, z);
 }
 
 library_spec *manifest_library(const manifest *m, const char *name) {

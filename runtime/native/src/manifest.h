@@ -90,9 +90,8 @@ typedef struct {
 typedef struct library_spec {
   const char *name;
   tensor_specs inputs, outputs;
-  uint32_t build_count, symbol_count;
-  const char *const *symbol_names; /* that its sizes need */
-  build_spec *builds;              /* one for each target of the package, the first one's first */
+  uint32_t build_count;
+  build_spec *builds; /* one for each target of the package, the first one's first */
 } library_spec;
 
 typedef struct {
@@ -197,7 +196,7 @@ typedef struct {
   } *members;
 } manifest;
 
-/* Reads and checks all of it against itself and the members of the archive. */
+/* Compares its SHA-256, reads it, and resolves every reference, also those to members of the archive. What is consistent was asserted by its writer. */
 void manifest_read(manifest *m, const archive *z, const char *text, size_t length);
 
 library_spec *manifest_library(const manifest *m, const char *name);

@@ -177,7 +177,7 @@ weight *weights_read(struct aotb_package *p, arena *a, const uint32_t *numbers, 
     weight *to = &out[i];
     to->spec = w;
     to->elements = 1;
-    for (uint32_t d = 0; d < w->rank; d++) to->elements *= w->shape[d]; /* below 2^60, or 0: check_weights */
+    for (uint32_t d = 0; d < w->rank; d++) to->elements *= w->shape[d]; /* below 2^60, or 0: manifest.c */
     to->span = layout_span(w->rank, w->shape, w->stride);
     if (to->span < 0) arena_fail(a, AOTB_FORMAT, "corrupt: weight '%s': its strides put elements over each other, or too far apart", SHOWN(w->key));
     if (to->span > (INT64_MAX >> 5)) arena_fail(a, AOTB_MEMORY, "weight '%s' is too large", SHOWN(w->key));

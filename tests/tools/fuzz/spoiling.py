@@ -1,8 +1,8 @@
 """What is done to a file. Every mutation follows from the seed and its number alone.
 
-Digests and sizes are written anew after an edit, so that the checks behind them are reached; the checks of digests themselves are reached by edits
-of bytes. Code is left as it is, but for what tells an ELF file's kind: whoever can write machine code with its digest can do anything, and no
-reader can promise otherwise (``docs/format.md``, section 8).
+Digests and sizes of members are written anew after an edit, so that the checks behind them are reached; the checks of digests themselves are reached
+by edits of bytes. A manifest is edited as bytes alone: its SHA-256 makes it what its writer wrote. Code is left as it is, but for what tells an ELF
+file's kind: whoever can write machine code with its digest can do anything, and no reader can promise otherwise (``docs/format.md``, section 8).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+
+from aot_backward_runtime.format.manifest_json import sealed
 
 PREFIX = "package/"
 MANIFEST = f"{PREFIX}extra/aot_backward/manifest.json"
@@ -67,7 +69,9 @@ class Spoilt:
 def parts(path: Path) -> Parts:
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist() if name != MANIFEST}
-        return Parts(members, json.loads(archive.read(MANIFEST)))
+        manifest = json.loads(archive.read(MANIFEST))
+        manifest.pop("sha256", None)  # :func:`to_bytes` adds it
+        return Parts(members, manifest)
 
 
 @cache
@@ -126,23 +130,12 @@ def listed(members: dict[str, bytes]) -> dict[str, Any]:
 
 
 def to_bytes(manifest: Any) -> bytes:
+    """As JSON; of a package's manifest, with the SHA-256 that its format demands."""
     try:
-        return json.dumps(manifest, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        data = json.dumps(manifest, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError:  # a lone surrogate stands in JSON as an escape
-        return json.dumps(manifest, separators=(",", ":")).encode()
-
-
-# the manifest
-
-
-def _manifest(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
-    base = chance.choice(names)
-    taken = parts(folder / f"{base}.pt2")
-    manifest = _copied(taken.manifest)
-    words = []
-    for _ in range(chance.choices([1, 2, 3], [8, 2, 1])[0]):
-        words.append(_edit(chance, manifest, folder, names))
-    return Spoilt(base, "manifest", "; ".join(words), put_together(taken.members, to_bytes(manifest)))
+        data = json.dumps(manifest, separators=(",", ":")).encode()
+    return sealed(data) if isinstance(manifest, dict) and manifest.get("format_version", [1, 0])[1] >= 15 else data
 
 
 Place = tuple[Any, Any, str]
@@ -155,58 +148,6 @@ def places(value: Any, path: str = "") -> Iterator[Place]:
         yield value, key, where
         if isinstance(child, (dict, list)):
             yield from places(child, where)
-
-
-_WEIGHTED = ("entries", "libraries", "entries", "libraries", "weights", "entries", "*")
-
-
-def _edit(chance: random.Random, manifest: Any, folder: Path, names: tuple[str, ...]) -> str:
-    """One edit, more often of what is called than of digests."""
-    part = chance.choice(_WEIGHTED)
-    found = list(places(manifest[part], part)) if isinstance(manifest.get(part), dict) else []
-    found = found or list(places(manifest))
-    if not found:
-        return "nothing is left"
-    holder, key, path = chance.choice(found)
-    how = chance.choice(("delete", "double", "swap", "swap", "retype", "number", "text", "copy", "rename", "same field", "shuffle"))
-    value = holder[key]
-    if how == "delete":
-        del holder[key]
-    elif how == "double" and isinstance(holder, list):
-        holder.insert(key, _copied(value))
-    elif how == "swap":
-        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
-        other = chance.choice(keys)
-        holder[key], holder[other] = holder[other], holder[key]
-        path += f" with {other}"
-    elif how == "retype":
-        holder[key] = chance.choice([None, True, False, 0, 1.5, "", [], {}, [value], {"": value}, str(value), [value, value]])
-        path += f" to {str(holder[key])[:40]!r}"
-    elif how == "number" and isinstance(value, (int, float)):
-        holder[key] = not value if isinstance(value, bool) else chance.choice((*NUMBERS, value + 1, value - 1, value * 2, -value))
-        path += f" to {holder[key]!r}"
-    elif how == "text" and isinstance(value, str):
-        own = (value + "x", value[:-1], value.upper(), value[::-1], value.replace("0", "1"), value.replace("1", "2"))
-        holder[key] = chance.choice((*TEXTS, *own))
-        path += f" to {holder[key][:40]!r}"
-    elif how == "copy":
-        other = parts(folder / f"{chance.choice(names)}.pt2").manifest
-        _, _, from_there = there = chance.choice(list(places(other)))
-        holder[key] = _copied(there[0][there[1]])
-        path += f" from {from_there}"
-    elif how == "rename" and isinstance(holder, dict):
-        new = chance.choice((*TEXTS, f"{key}x", *map(str, holder)))
-        holder[new] = holder.pop(key)
-        path += f" to {new[:40]!r}"
-    elif how == "same field":  # the same field of something else
-        alike = [p for p in found if p[1] == key and p[0] is not holder and isinstance(key, str)]
-        if alike:
-            other_holder, other_key, other_path = chance.choice(alike)
-            holder[key], other_holder[other_key] = other_holder[other_key], value
-            path += f" with {other_path}"
-    elif how == "shuffle" and isinstance(value, list):
-        chance.shuffle(value)
-    return f"{how} {path}"
 
 
 # bytes
@@ -472,10 +413,10 @@ def _graphs(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoi
     return Spoilt(base, "portable graphs", f"{change} {name} {path}", put_together(members, to_bytes(manifest)))
 
 
-KINDS = (("manifest", 60), ("bytes", 8), ("members", 5), ("elf", 4), ("tensors", 8), ("state", 7), ("signature", 4), ("graphs", 4))
+KINDS = (("bytes", 16), ("members", 5), ("elf", 4), ("tensors", 8), ("state", 7), ("signature", 4), ("graphs", 4))
 _NEEDS = {"state": "step", "signature": "targets", "graphs": "net"}
 """Packages without which there is nothing of a kind."""
 _SPOIL: dict[str, Callable[[random.Random, Path, tuple[str, ...]], Spoilt]] = {
-    "manifest": _manifest, "bytes": _bytes, "members": _members, "elf": _elf, "tensors": _tensors, "state": _state, "signature": _signature,
+    "bytes": _bytes, "members": _members, "elf": _elf, "tensors": _tensors, "state": _state, "signature": _signature,
     "graphs": _graphs,
 }  # fmt: skip
