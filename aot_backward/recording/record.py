@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.loader import load
-from aot_backward_runtime.optimizer_steps.compiled_clipping import Kind
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import targets_of
-from aot_backward_runtime.passes import origin
-from aot_backward_runtime.passes.compiled_pass import Match
-from aot_backward_runtime.passes.pass_contract import Operands
-from aot_backward_runtime.passes.structure import Structure
+from aot_backward_runtime.passes.session import Replaying
 from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
@@ -29,19 +20,19 @@ from .launcher import rank_here
 from .limits.added import Added
 from .limits.batches import check_time_limit
 from .limits.selection import MIN_SEEN, check_min_seen, percent
-from .observed_replay import ObservedReplay
+from .observed_passes import ObservedPasses
 from .optimizer_steps.observed_steps import ObservedSteps
-from .recorded_structure import DEFAULT_ENTRY, PassTimes
-from .timed_passes import Row, TimedPasses
+from .recorded_structure import DEFAULT_ENTRY, RecordedStructure
 
-Asked = tuple[Row, Sequence[Any], Sequence[Any]]
-"""A row that a pass belongs to, its roots and its inputs."""
+_CONSTANTS = (
+    "A number that changes from pass to pass and is part of a node, such as the limit of a clamp, makes a structure of its own: "
+    "as a 0-d tensor it would not. report.engine names the nodes that were new"
+)
 
 
-class Recording(ObservedReplay):
-    """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``recorded``: how many passes were interpreted;
-    ``in_eager``: how many were timed in eager instead; ``added``: what was compiled when it closed, and what was not.
-    ``writes``: whether this process records; of several on a machine, the first alone."""
+class Recording:
+    """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``added``: what was compiled when it closed, and what was not.
+    ``skipped``: what could not be traced or compiled, and why. ``writes``: whether this process records; of several on a machine, the first alone."""
 
     def __init__(
         self,
@@ -64,15 +55,31 @@ class Recording(ObservedReplay):
             package = load(path)
         if package is not None and entry not in package.entries:
             package = None
-        super().__init__(package, entry, max_structures=max_structures, optimizer=optimizer)
-        self.tune, self.timed = tune, TimedPasses()
+        on_cpu = target.startswith("cpu")  # on a GPU a pass has only been queued when the call returns
+        self.passes = ObservedPasses(times_eager=tune != "none" and on_cpu)
+        self.steps = ObservedSteps() if optimizer and on_cpu else None
+        self.replaying = Replaying(package, entry, max_structures=max_structures, optimizer=optimizer, observer=self.passes, step_observer=self.steps)
+        self.report, self.tapes = self.replaying.report, self.replaying.tapes
+        self.tune = tune
         self.path, self.entry, self.target, self.progress = path, entry, target, progress
-        self.recorded = 0
-        self.in_eager = 0
+        self.skipped: Counter[str] = Counter()
         self.added = Added(skipped=self.skipped)
         self.writes = path is None or not rank_here()
-        self.steps = ObservedSteps() if optimizer and target.startswith("cpu") else None
-        self._served = self._in_eager = 0.0  # seconds of passes that the package had, as interpreted, and of those left to eager
+
+    @property
+    def recorded(self) -> int:
+        """How many passes were interpreted."""
+        return self.passes.recorded
+
+    @property
+    def in_eager(self) -> int:
+        """How many passes ran in eager to be timed."""
+        return self.passes.timed_in_eager
+
+    @property
+    def structures(self) -> dict[str, RecordedStructure]:
+        """What was interpreted, by fingerprint."""
+        return self.passes.structures
 
     @property
     def slower(self) -> tuple[str, ...]:
@@ -86,83 +93,36 @@ class Recording(ObservedReplay):
 
     @property
     def backward_seconds(self) -> float:
-        """What the backward passes of the script took, those that are recorded interpreted."""
-        return self._served + self._in_eager + sum(s.backward_seconds for s in self.structures.values())
+        """The time of all backward passes of the script."""
+        return self.passes.backward_seconds
 
     @property
     def covered_seconds(self) -> float:
-        """That part of it for which the package has code."""
-        return self._served + sum(self.added.contents.variants.values())
+        """The part of the time of backward passes for which the package has code."""
+        return self.passes.seconds_served + sum(self.added.contents.variants.values())
 
     @property
     def coverage(self) -> str:
         """``93 %`` of the backward time."""
-        return percent(self.covered_seconds, self.backward_seconds)
-
-    def intercepts_steps(self) -> bool:
-        return self.steps is not None
-
-    def step_in_eager(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        if self.steps is not None:
-            self.steps.observe(optimizer, origin.line())
-
-    def clipping_in_eager(self, kind: Kind, gradients: list[torch.Tensor], limit: float, reason: str) -> None:
-        if self.steps is not None:
-            self.steps.clippings.observe(kind, gradients, limit, origin.line())
-
-    def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Asked | None:
-        if self.tune == "none" or not self.target.startswith("cpu"):  # on a GPU a pass has only been queued when the call returns
-            return None
-        if self.inside:  # within a hook of another pass, which is timed with it
-            return None
-        try:
-            row, known = self.timed.due(roots, inputs)
-        except Exception:  # sizes of a trace, nodes that hide their names: interpreted, if the engine takes them
-            return None
-        if known:
-            self._set_verbose_logging(False)  # it would be timed too
-        return None if row is None else (row, roots, inputs)
-
-    def ran_in_eager(self, what: Asked, seconds: float) -> None:
-        self.in_eager += 1
-        self.report.passes += 1
-        with contextlib.suppress(Exception):
-            self.timed.ran_in_eager(*what, seconds)
-
-    def interpreted(self, times: PassTimes, seconds: float) -> None:
-        self.timed.interpreted(times, seconds)
-
-    def ended(self) -> None:
-        self.timed.ended(self.reached - self.began + time.perf_counter() - self.left)
-
-    def was_left_to_eager(self, seconds: float) -> None:
-        self._in_eager += seconds
-
-    def _run_compiled(self, structure: Structure, operands: Operands, match: Match, binding: bool) -> list[torch.Tensor | None]:
-        start = time.perf_counter()
-        results = super()._run_compiled(structure, operands, match, binding)
-        assert structure.spec is not None
-        self._served += structure.spec.seconds or time.perf_counter() - start
-        return results
-
-    def _missed(self, reason: str) -> None:
-        self.recorded += 1
+        return percent(self.covered_seconds, self.passes.backward_seconds)
 
     def __enter__(self) -> Recording:
         if self.writes:
-            super().__enter__()
+            self.replaying.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         if not self.writes:
             return
-        super().__exit__(*error)
+        self.replaying.__exit__(*error)
         if self.steps is not None:
             for words, reason in self.steps.refused.items():
                 self.skipped[f"the optimizer step of {words}: {reason}"] += 1
             for words, reason in self.steps.clippings.refused.items():
                 self.skipped[f"{words}: {reason}"] += 1
-        self.note_if_full()
+        if self.replaying.table.full:
+            most = f"after {self.replaying.table.max_structures} structures (max_structures), further ones were left to eager"
+            self.skipped[f"the structure kept changing: {most}. {_CONSTANTS}"] += 1
         kind = error[0]
         ended = kind is None or (
             isinstance(kind, type) and issubclass(kind, (SystemExit, KeyboardInterrupt))
@@ -178,7 +138,7 @@ class Recording(ObservedReplay):
             raise
 
     def _compile_passes(self, path: Path) -> None:
-        if not self.observed_any and not (self.steps is not None and self.steps.observed_any):
+        if not self.passes.any and not (self.steps is not None and self.steps.observed_any):
             return
         from .compile import add_passes
 
@@ -193,8 +153,8 @@ class Recording(ObservedReplay):
             tune=self.tune,
             min_seen=self.min_seen,
             time_limit=self.time_limit,
-            served=self._served,
-            total=self.backward_seconds,
+            served=self.passes.seconds_served,
+            total=self.passes.backward_seconds,
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
-from aot_backward_runtime.passes.engine_hook import UNSERVED
+from aot_backward_runtime.passes.engine import UNSERVED
 
 from ..commands.test_cli import called
 from .test_record import recorded_mlp

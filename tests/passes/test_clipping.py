@@ -67,9 +67,9 @@ def same(ours: Any, eager: Any) -> None:
 
 @contextlib.contextmanager
 def unintercepted(replaying: Any) -> Iterator[None]:
-    interception.leave(replaying)
+    interception.leave(replaying.steps)
     yield
-    interception.enter(replaying)
+    interception.enter(replaying.steps)
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -198,7 +198,7 @@ def test_what_does_not_fit_goes_to_eager_and_comes_back(spoil: Callable[[list[nn
         assert norm == wanted if isinstance(wanted, str) else math.isclose(norm, wanted, rel_tol=1e-5)
     reasons = replaying.report.eager_clippings
     assert any(words in reason for reason in reasons) if words else not reasons, reasons
-    assert replaying.report.clippings == (4 if words else 6), reasons
+    assert replaying.report.clippings == (6 if not words else 3 if "share memory" in words else 4), reasons
 
 
 def test_autograd_sees_that_gradients_were_written() -> None:

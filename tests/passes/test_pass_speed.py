@@ -18,7 +18,7 @@ from aot_backward.recording import pass_speed
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import MissError
 from aot_backward_runtime.format.manifest import PassSpec, Speed, Timing
-from aot_backward_runtime.passes.engine_hook import UNSERVED
+from aot_backward_runtime.passes.engine import UNSERVED
 
 from ..commands.test_cli import called
 from ..support.exports import shared
@@ -207,9 +207,9 @@ def test_a_pass_that_is_served_begins_the_count_anew() -> None:
             passes_at_another_place(other, most)
         with ab.replay(path) as inner:
             passes_at_another_place(other, [3] * (UNSERVED + 50))
-        assert inner.has_left and inner.report.compiled == 0
+        assert inner.engine.has_left and inner.report.compiled == 0
         same(passes(net, [3]), passes(net, [3]))
-    assert not outer.has_left and outer.report.compiled == 4
+    assert not outer.engine.has_left and outer.report.compiled == 4
     assert sum(outer.report.misses.values()) < 50  # the others went to eager from where they were called, without a look
 
 
@@ -221,7 +221,7 @@ def passes_at_another_place(net: nn.Module, batches: Sequence[int]) -> None:
 def test_a_package_without_faster_passes_does_not_ask_the_engine(tmp_path: Path) -> None:
     """As format 1.9 has them, with the code that was slower than eager."""
     with ab.replay(Path(__file__).parents[1] / "golden" / "1.9-passes.pt2") as replaying:
-        assert replaying.has_left
+        assert replaying.engine.has_left
         same(passes(small(), [3] * 3), passes(small(), [3] * 3))
     assert replaying.report.eager == {"the package has no backward pass that is faster than eager's": 6}
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import aot_backward as ab
-from aot_backward_runtime.passes.engine_hook import DATA_PARALLEL
+from aot_backward_runtime.passes.engine import DATA_PARALLEL
 
 PROGRAM = sys.executable, "-m", "aot_backward.cli"
 SCRIPT = """

@@ -11,11 +11,12 @@ import torch
 from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.compatibility import processor_name
 from aot_backward_runtime.format.manifest import Speed, TensorSpec, Timing
+from aot_backward_runtime.passes.recorded_times import SLOWER
 
 from ...capture import fx_graph
 from ...capture.fx_graph import call
 from ...checks import stopwatch
-from ...packaging.tuning import SECONDS, TIE
+from ...packaging.tuning import SECONDS
 
 log = logging.getLogger("aot_backward")
 
@@ -60,7 +61,7 @@ def timed(name: str, ways: Mapping[str, Callable[[], object]], tune: str, target
         log.info("%s could not be timed: %s", name, error)
         return None
     return Speed(
-        chosen="compiled" if times["compiled"] < TIE * times["eager"] else "eager",
+        chosen="compiled" if SLOWER * times["compiled"] < times["eager"] else "eager",
         timings=tuple(Timing(way, (round(microseconds, 1),)) for way, microseconds in times.items()),
         sizes=("",),
         threads=threads,

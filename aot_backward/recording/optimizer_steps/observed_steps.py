@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from aot_backward_runtime.errors import InputError
+from aot_backward_runtime.optimizer_steps.compiled_clipping import Kind
+from aot_backward_runtime.optimizer_steps.compiled_update import name_of, refuse_unsupported
 from aot_backward_runtime.optimizer_steps.interception import SERVED
-from aot_backward_runtime.optimizer_steps.update_table import name_of, refuse_unsupported
+from aot_backward_runtime.passes import origin
 from aot_backward_runtime.training.param_groups import plain
 
 from ...capture.step.optimizer_spec import duplicate
@@ -58,8 +60,13 @@ class ObservedSteps:
     def observed_any(self) -> bool:
         return bool(self.kinds or self.clippings.kinds)
 
-    def observe(self, optimizer: torch.optim.Optimizer, line: str) -> None:
+    def observe_clipping(self, kind: Kind, gradients: list[torch.Tensor], limit: float) -> None:
+        """Called before eager clips."""
+        self.clippings.observe(kind, gradients, limit, origin.line())
+
+    def observe(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a step in eager."""
+        line = origin.line()
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if number > _LOOKS and number % _THEN:
             return

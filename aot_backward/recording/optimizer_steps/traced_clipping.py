@@ -15,7 +15,8 @@ from aot_backward_exporters import sixteen_bits
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import ClippingSpec, Verdict
 from aot_backward_runtime.native.library import Library
-from aot_backward_runtime.optimizer_steps.compiled_clipping import NORM, ClippingTable, CompiledClipping
+from aot_backward_runtime.optimizer_steps.compiled_clipping import NORM, CompiledClipping
+from aot_backward_runtime.optimizer_steps.compiled_table import CompiledTable, Met
 
 from ...capture import fx_graph
 from ...capture.trace_environment import decompositions, tracing
@@ -91,8 +92,7 @@ class TracedClipping:
         ):
             eager, ours = ([g.clone() for g in gradients] for _ in range(2))
             wanted = self._call(_holders(eager), limit)
-            clipping.bind(ours)
-            found = clipping.run(ours, limit, False)
+            found = clipping.bind(ours).run(ours, limit, False)
             pairs = [(f"gradient {i}", a, e) for i, (a, e) in enumerate(zip(ours, eager, strict=True))]
             largest_norm = max(norm(e) for e in eager)
             for label, a, e in [*pairs, *([("the norm", found, wanted)] if wanted is not None else [])]:
@@ -112,10 +112,10 @@ class TracedClipping:
         return None
 
     def _speed(self, library: Library, tune: str, target: str) -> Any:
-        table = ClippingTable([CompiledClipping(self.spec, library)])
         holders, ours = _holders([g.clone() for g in self._gradients]), [g.clone() for g in self._gradients]
         kind = (self.spec.function, self.spec.norm_type)
-        ways = {"eager": lambda: self._call(holders, self._limit), "compiled": lambda: table.run(kind, ours, self._limit, False)}
+        table, met = CompiledTable([(kind, CompiledClipping(self.spec, library))]), Met()
+        ways = {"eager": lambda: self._call(holders, self._limit), "compiled": lambda: table.run(kind, met, ours, self._limit, False)}
         return timed(self.spec.library, ways, tune, target)
 
 

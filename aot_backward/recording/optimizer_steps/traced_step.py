@@ -11,9 +11,9 @@ from aot_backward_exporters.graph import Graph
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Speed, StateSlot, UpdateSpec, Verdict
 from aot_backward_runtime.native.library import Library
+from aot_backward_runtime.optimizer_steps.compiled_table import CompiledTable, Met
 from aot_backward_runtime.optimizer_steps.compiled_update import CompiledUpdate
 from aot_backward_runtime.optimizer_steps.interception import step_of
-from aot_backward_runtime.optimizer_steps.update_table import UpdateTable
 
 from ...capture import fx_graph
 from ...capture.fx_graph import call
@@ -133,6 +133,6 @@ def _tensors(optimizer: torch.optim.Optimizer, spec: UpdateSpec) -> list[tuple[s
 def _speed(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, tune: str, target: str) -> Speed | None:
     """Whole steps, each as a script calls it, on copies: eager's with the flags that the script gave it."""
     eager, ours = copied(example), copied(example)
-    table = UpdateTable([CompiledUpdate(spec, library)])
-    ways = {"eager": lambda: step_of(eager)(eager), "compiled": lambda: table.run(ours)}
+    table, met = CompiledTable([(spec.optimizer, CompiledUpdate(spec, library))]), Met()
+    ways = {"eager": lambda: step_of(eager)(eager), "compiled": lambda: table.run(spec.optimizer, met, ours)}
     return timed(spec.library, ways, tune, target)

@@ -21,6 +21,7 @@ from ..native.guards import Contract, Fast, Same
 from ..native.library import NO_CONSTANTS, Library
 from ..native.memory import Ranges, extent
 from ..training.param_groups import interval_words, plain
+from .compiled_table import OtherCaller
 
 FIRST_NUMBER = 2
 """Elements of the vector before the numbers: flags of training steps, 0 here."""
@@ -28,10 +29,6 @@ IGNORED = ("foreach", "fused")
 """Options that say how eager computes, not what."""
 NO_STATE = "the optimizer has no state yet"
 """Why eager makes the first step of an optimizer that keeps state."""
-
-
-class OtherGroups(InputError):
-    """The optimizer has other parameter groups, or other options in them, than were recorded."""
 
 
 class CompiledUpdate:
@@ -56,35 +53,36 @@ class CompiledUpdate:
 class BoundUpdate:
     """A compiled update and one optimizer that it serves. It holds no reference to the optimizer."""
 
-    def __init__(self, update: CompiledUpdate, optimizer: torch.optim.Optimizer):
-        self.update = update
+    def __init__(self, code: CompiledUpdate, optimizer: torch.optim.Optimizer):
+        self.code = code
+        refuse_unsupported(optimizer)
         self._numbers: list[Any] = []
-        self._vector = torch.zeros(FIRST_NUMBER + len(update.spec.numbers), dtype=torch.float64)
+        self._vector = torch.zeros(FIRST_NUMBER + len(code.spec.numbers), dtype=torch.float64)
         self._ranges = Ranges(())
         self._extents: list[int] = []
         groups = optimizer.param_groups
-        if len(groups) != len(update.groups):
-            raise OtherGroups(f"it has {len(groups)} parameter groups; {len(update.groups)} were recorded")
-        for n, (group, recorded) in enumerate(zip(groups, update.groups, strict=True)):
+        if len(groups) != len(code.groups):
+            raise OtherCaller(f"it has {len(groups)} parameter groups; {len(code.groups)} were recorded")
+        for n, (group, recorded) in enumerate(zip(groups, code.groups, strict=True)):
             recorded.check(n, group)
-        self._groups = [(recorded.values(group), list(group["params"])) for group, recorded in zip(groups, update.groups, strict=True)]
-        self._parameters = [self._groups[g][1][i] for g, i in update.trained]
-        self._others = [self._groups[g][1][i] for g, i in update.untrained]
+        self._groups = [(recorded.values(group), list(group["params"])) for group, recorded in zip(groups, code.groups, strict=True)]
+        self._parameters = [self._groups[g][1][i] for g, i in code.trained]
+        self._others = [self._groups[g][1][i] for g, i in code.untrained]
         self._bind(optimizer)
 
     def _bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks at everything that native code takes; :class:`InputError` where it does not fit."""
         self._read_numbers(optimizer)
         gradients, written = self._gradients(), [*self._parameters, *self._state(optimizer)]
-        _check([*gradients, *written, self._vector], self.update.library.spec)
+        _check([*gradients, *written, self._vector], self.code.library.spec)
         fast = Fast(gradients)
         if not fast.holds(gradients) or not Fast(written).holds(written):
             raise InputError("a tensor of it cannot be read by native code")
-        names = [s.name for s in self.update.library.spec.inputs]
+        names = [s.name for s in self.code.library.spec.inputs]
         ranges = Ranges(zip(names[len(gradients) : -1], written, strict=True))
         if pair := ranges.overlap():
             raise InputError(f"{pair[0]} and {pair[1]} share memory")
-        library = self.update.library
+        library = self.code.library
         with library.lock:
             library.bind(NO_CONSTANTS)  # what cannot be opened is found before a step counts its tensors as written
         self._ranges = ranges
@@ -96,7 +94,7 @@ class BoundUpdate:
         groups = optimizer.param_groups
         if len(groups) != len(self._groups):
             return False
-        for group, recorded, (values, parameters) in zip(groups, self.update.groups, self._groups, strict=True):
+        for group, recorded, (values, parameters) in zip(groups, self.code.groups, self._groups, strict=True):
             try:
                 if recorded.values(group) != values:
                     return False
@@ -109,6 +107,7 @@ class BoundUpdate:
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """The step. :class:`InputError` where it does not fit, and nothing was changed."""
+        refuse_unsupported(optimizer)
         gradients = self._gradients()
         self._read_numbers(optimizer)
         if not self._known.is_still(optimizer.state) or not self._written.stayed() or not self._fast.holds(gradients):
@@ -116,12 +115,12 @@ class BoundUpdate:
         written = self._written.tensors
         self._check_memory(gradients)
         torch.autograd.graph.increment_version(written)
-        self.update.library.run_bound(NO_CONSTANTS, [*gradients, *written, self._vector])
+        self.code.library.run_bound(NO_CONSTANTS, [*gradients, *written, self._vector])
 
     def _gradients(self) -> list[torch.Tensor]:
         gradients = [p.grad for p in self._parameters]
         if any(g is None for g in gradients):
-            place = self.update.spec.trained[gradients.index(None)]
+            place = self.code.spec.trained[gradients.index(None)]
             raise InputError(f"the gradient of parameter {place} is None; one was there when it was recorded")
         if any(p.grad is not None for p in self._others):
             raise InputError("a parameter has a gradient that had none when it was recorded")
@@ -130,7 +129,7 @@ class BoundUpdate:
     def _state(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         state = optimizer.state
         kept: list[Any] = []
-        for parameter, keys in zip(self._parameters, self.update.keys, strict=True):
+        for parameter, keys in zip(self._parameters, self.code.keys, strict=True):
             own = state.get(parameter)
             if own is None or not keys:
                 if keys:
@@ -149,11 +148,11 @@ class BoundUpdate:
 
     def _read_numbers(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
-        now = [groups[n.group][n.key] if n.position < 0 else groups[n.group][n.key][n.position] for n in self.update.spec.numbers]
+        now = [groups[n.group][n.key] if n.position < 0 else groups[n.group][n.key][n.position] for n in self.code.spec.numbers]
         values = [float(v) for v in now]
         if values == self._numbers:
             return
-        for number, value in zip(self.update.spec.numbers, values, strict=True):
+        for number, value in zip(self.code.spec.numbers, values, strict=True):
             if number.allowed and not any(inside(value, i) for i in number.allowed):
                 ways = " or ".join(map(interval_words, number.allowed))
                 raise InputError(f"param_groups[{number.group}][{number.key!r}] is {value:g}; the code was compiled for {ways}")
@@ -206,13 +205,13 @@ class _FixedGroup:
 
     def check(self, number: int, group: Mapping[str, Any]) -> None:
         if len(group["params"]) != self._count:
-            raise OtherGroups(f"param_groups[{number}] has {len(group['params'])} parameters; {self._count} were recorded")
+            raise OtherCaller(f"param_groups[{number}] has {len(group['params'])} parameters; {self._count} were recorded")
         for key, value in self._options.items():
             if key not in group or plain(group[key]) != value:
-                raise OtherGroups(f"param_groups[{number}][{key!r}] is {group.get(key)!r:.60}; {value!r} was recorded")
+                raise OtherCaller(f"param_groups[{number}][{key!r}] is {group.get(key)!r:.60}; {value!r} was recorded")
         for (key, i), value in self._elements.items():
             if plain(group[key][i]) != value:
-                raise OtherGroups(f"param_groups[{number}][{key!r}][{i}] is {group[key][i]!r:.60}; {value!r} was recorded")
+                raise OtherCaller(f"param_groups[{number}][{key!r}][{i}] is {group[key][i]!r:.60}; {value!r} was recorded")
 
 
 def _check(inputs: Sequence[torch.Tensor], spec: LibrarySpec) -> None:
@@ -224,3 +223,16 @@ def _check(inputs: Sequence[torch.Tensor], spec: LibrarySpec) -> None:
     if not untouched:
         odd = next(s.name for t, s in zip(inputs, spec.inputs, strict=True) if tuple(t.stride()) != tuple(s.stride))
         raise InputError(f"{odd} has other strides than when it was recorded")
+
+
+def name_of(kind: type) -> str:
+    """The full name of a class: :attr:`UpdateSpec.optimizer`."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
+    """:class:`InputError` if the step depends on what compiled code does not look at."""
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        raise InputError("a GradScaler scales the gradients within the optimizer's fused step")
+    if torch.is_autocast_enabled("cpu"):
+        raise InputError("it is called under autocast")

@@ -8,26 +8,21 @@ serves (a *miss*), the tape is interpreted: eager's gradients, counted, and logg
 from __future__ import annotations
 
 import logging
-import math
 import os
 import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .. import torch_api
 from ..errors import AotBackwardError, InputError, MissError
-from ..format.manifest import Speed
 from ..loader import Package, load
 from ..operators import describe_missing_operators, unregistered
 from ..optimizer_steps import interception
-from ..optimizer_steps.compiled_clipping import ClippingTable, CompiledClipping, Kind
-from ..optimizer_steps.compiled_update import CompiledUpdate
-from ..optimizer_steps.interception import Eager
-from ..optimizer_steps.update_table import UpdateTable
+from ..optimizer_steps.served_steps import ServedSteps, StepObserver
 from ..package.signature_policy import Key, Policy
 from ..tapes.custom_function import PlainContext, digest_of
 from ..tapes.interpreter import Run
@@ -37,9 +32,9 @@ from ..tapes.tape import Slot, Tape
 from . import origin
 from .call_sites import CallSites
 from .compiled_pass import Match
-from .engine_hook import MIXED_PRECISION, UNSERVED, EngineHook
+from .engine import MIXED_PRECISION, UNSERVED, Engine
 from .pass_contract import Operands, why_unsupported
-from .recorded_times import AROUND, SLOWER, eager_at, is_served
+from .recorded_times import AROUND, SLOWER, eager_at
 from .replay_report import NOT_TIMED, OTHER_SIZES, Report
 from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
@@ -52,10 +47,29 @@ _ATTEMPTS = 64  # passes of unknown structure that are recorded after the engine
 _LARGEST_SKIP = 128  # passes of unknown structure between two that are recorded later on
 
 
-class Replaying(EngineHook):
-    """The context of :func:`replay`. ``report``: a :class:`Report`; ``tapes``: what was met, in order."""
+class PassObserver(Protocol):
+    """Sees the passes of a script that is recorded."""
 
-    observes = False  # whether what the package does not hold is to be compiled later
+    def before(self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
+        """:meth:`.engine.Handler.before`."""
+
+    def interpret(self, replaying: Replaying, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
+        """Run a pass that the package has nothing for."""
+
+    def served(self, structure: Structure, seconds: float) -> None:
+        """After a pass that ran compiled, in so many seconds."""
+
+    def in_eager(self, seconds: float) -> None:
+        """After a pass that was left to eager."""
+
+    def ended(self, seconds: float) -> None:
+        """After a pass that the engine had. ``seconds``: what it spent around the pass itself."""
+
+
+class Replaying:
+    """The context of :func:`replay`, which handles the passes that the engine sees. ``report``: a :class:`Report`; ``tapes``: what was met, in order.
+
+    With an ``observer`` every pass is looked at, and the observer runs what the package does not have."""
 
     def __init__(
         self,
@@ -65,16 +79,15 @@ class Replaying(EngineHook):
         strict: bool = False,
         max_structures: int = MAX_STRUCTURES,
         optimizer: bool = True,
+        observer: PassObserver | None = None,
+        step_observer: StepObserver | None = None,
     ):
-        super().__init__()
-        self.updates = UpdateTable(_updates(package, entry) if optimizer and package is not None else ())
-        self.clippings = ClippingTable(_clippings(package, entry) if optimizer and package is not None else ())
-        self.looks_at_all = strict or self.observes or package is None
-        self.may_leave = not self.looks_at_all
+        self.report, self.strict, self._observer = Report(), strict, observer
+        self.looks_at_all = strict or observer is not None or package is None
+        self.engine = Engine(self, may_leave=not self.looks_at_all)
+        self.steps = ServedSteps(package if optimizer else None, entry, self.report, step_observer)
         self.sites = CallSites()
-        self.table = StructureTable(package, entry, max_structures, self._stop_explaining, by_nodes=not self.observes, slower=self.looks_at_all)
-        self.strict = strict
-        self.report = Report()
+        self.table = StructureTable(package, entry, max_structures, self._stop_explaining, by_nodes=observer is None, slower=self.looks_at_all)
         self.tapes = self.table.tapes
         self.layers = origin.Layers()
         self._logged: set[str] = set()
@@ -85,80 +98,34 @@ class Replaying(EngineHook):
         self._to_rebind = 0  # structures that the cache held when it was last emptied, and had a hit, less those bound since
         self._attempts_left = 0  # passes to record until all of those are bound again
         self._skip = 0  # passes until the next attempt after those
-        self._intercepts = False
 
     def __enter__(self) -> Replaying:
-        super().__enter__()
-        if self.may_leave and not self.table.serves:
-            self._leave()
-        self._set_verbose_logging(True)
-        self._intercepts = self.intercepts_steps()
-        if self._intercepts:
-            interception.enter(self)
+        self.engine.__enter__()
+        if self.engine.may_leave and not self.table.serves:
+            self.engine.take_out()
+        self.explain(True)
+        if self.steps:
+            interception.enter(self.steps)
         return self
 
     def __exit__(self, *error: object) -> None:
         torch_api.set_verbose_logger(None)
-        super().__exit__(*error)
-        self.report.passes += self.not_looked_at
-        self.report.eager.note(_LEFT if self.table.serves else "the package has no backward pass that is faster than eager's", self.not_looked_at)
-        self.not_looked_at = 0
-        if self._intercepts:
-            self._intercepts = False
-            interception.leave(self)
-
-    def intercepts_steps(self) -> bool:
-        """Whether steps of optimizers, and clippings of gradients, are to come to :meth:`optimizer_step` and :meth:`clip_gradients`."""
-        return bool(self.updates or self.clippings)
-
-    def step_in_eager(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        """Called before eager makes a step, for that reason."""
-        self.report.eager_steps.note(reason)
-
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, eager: Eager, closure: Callable[[], Any] | None) -> Any:
-        """By compiled code where the package has some that serves it, else by eager."""
-        loss = None
-        if closure is not None:  # eager's first act, too
-            with torch.enable_grad():
-                loss = closure()
-        try:
-            update = self.updates.run(optimizer)
-        except InputError as error:
-            self.step_in_eager(optimizer, str(error))
-        else:
-            self.report.steps += 1
-            self.report.saved_against_eager += _gain(update.spec.speed)
-            return loss
-        eager(optimizer)
-        return loss
-
-    def clipping_in_eager(self, kind: Kind, gradients: list[torch.Tensor], limit: float, reason: str) -> None:
-        """Called before eager clips gradients, for that reason."""
-        self.report.eager_clippings.note(reason)
-
-    def clip_gradients(self, kind: Kind, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool, eager: Callable[[], Any]) -> Any:
-        """By compiled code where the package has some that serves it, else by eager."""
-        try:
-            clipping, result = self.clippings.run(kind, gradients, limit, keep_nonfinite)
-        except InputError as error:
-            self.clipping_in_eager(kind, gradients, limit, str(error))
-            return eager()
-        self.report.clippings += 1
-        self.report.saved_against_eager += _gain(clipping.spec.speed)
-        if keep_nonfinite and not math.isfinite(result):
-            return eager()  # which raises, of gradients that are as they were
-        return result if clipping.spec.norm_type else None
+        self.engine.__exit__()
+        self.report.passes += self.engine.not_looked_at
+        self.report.eager.note(
+            _LEFT if self.table.serves else "the package has no backward pass that is faster than eager's", self.engine.not_looked_at
+        )
+        self.engine.not_looked_at = 0
+        if self.steps:
+            interception.leave(self.steps)
 
     def clear_cache(self) -> None:
-        """Forgets what was bound; the next pass of each structure is a binding pass again."""
-        self._to_rebind = sum(bound.served for bound in self._bound)
-        self._attempts_left = _ATTEMPTS + 2 * self._to_rebind if self._to_rebind else 0
-        self._bound.clear()
-        super().clear_cache()
+        """Forget what is bound; the next pass of each structure is a binding pass again."""
+        self.engine.clear_cache()
 
     def _stop_explaining(self) -> None:
         self._explanations_left = 0
-        self._set_verbose_logging(False)
+        self.explain(False)
 
     def is_cache_empty(self) -> bool:
         """Whether nothing is bound."""
@@ -168,37 +135,49 @@ class Replaying(EngineHook):
 
     def recorder(self) -> Recorder:
         if self.table.full and not self.strict and not self._is_worth_recording():
-            if not self.looks_at_all:
-                self.sites.note(self.roots, served=False)
+            self._note_site(served=False)
             raise Refused(self.table.why_full())
-        return Recorder(lambda names: eager_order(self.roots, self.targets, names), self._bind)
+        return Recorder(lambda names: eager_order(self.engine.roots, self.engine.targets, names), self._bind)
 
-    def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    def before(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
+        if self._observer is not None:
+            return self._observer.before(self, roots, inputs)
         if self.looks_at_all or not self.sites.is_unserved(roots):
             return None
         self.report.passes += 1  # before it runs: it may raise
         self.report.eager.note(_NOT_SERVED)
-        return _NOT_SERVED
+        return _nothing
 
-    def gave_up(self, seconds: float) -> None:
-        self.report.saved_against_eager -= seconds
-
-    def left_to_eager(self, reason: str) -> None:
+    def left_to_eager(self, reason: str, walked: float) -> None:
         self.report.passes += 1
         self.report.eager.note(reason)
+        self.report.saved_against_eager -= walked
         self._log_once(f"a backward pass was left to eager: {reason}")
+
+    def ran_in_eager(self, seconds: float) -> None:
+        if self._observer is not None:
+            self._observer.in_eager(seconds)
+
+    def ended(self) -> None:
+        if self._observer is not None:
+            self._observer.ended(self.engine.reached - self.engine.began + time.perf_counter() - self.engine.left)
+
+    def forgot(self) -> None:
+        self._to_rebind = sum(bound.served for bound in self._bound)
+        self._attempts_left = _ATTEMPTS + 2 * self._to_rebind if self._to_rebind else 0
+        self._bound.clear()
 
     def _bind(self, recorded: Recorded, reasons: Sequence[str]) -> Callable[..., Any]:
         for reason in reasons:
             self.report.engine.note(reason)
             self._explanations_left -= 1
         bound = _BoundPass(self, recorded)
-        self.largest = max(self.largest, len(bound.tape.nodes))
+        self.engine.largest = max(self.engine.largest, len(bound.tape.nodes))
         if not self.table.knows(bound.structure):
             why = self.table.why_full()
             raise MissError(f"{why} (replay was told to be strict)") if self.strict else Refused(why)
         self.report.bindings += 1
-        self._set_verbose_logging(True)
+        self.explain(True)
         self._bound.append(bound)
         self._to_rebind -= 1
         return bound
@@ -221,7 +200,7 @@ class Replaying(EngineHook):
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
         """Runs one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
         start = time.perf_counter()
-        overhead = start - self.began  # the engine's walk and, of a new structure, the recorder's
+        overhead = start - self.engine.began  # the engine's walk and, of a new structure, the recorder's
         self.report.passes += 1
         try:
             if torch.is_anomaly_enabled():
@@ -243,32 +222,37 @@ class Replaying(EngineHook):
         miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_advice(structure.tape, operands)}"
         if self.strict:
             raise MissError(f"{miss} (replay was told to be strict)")
+        if self._observer is not None:
+            return self._observer.interpret(self, structure, operands)  # outside of the handler: what a hook raises has no context of ours
         self._missed(miss)
         start = time.perf_counter()
-        results = self.interpret(structure, operands)  # outside of the handler: what a hook raises has no context of ours
+        results = self.interpret(structure, operands)
         self.report.saved_against_eager -= overhead
         self.report.interpreted += time.perf_counter() - start
         return results
 
     def _note_site(self, *, served: bool) -> None:
         if not self.looks_at_all:
-            self.sites.note(self.roots, served=served)
+            self.sites.note(self.engine.roots, served=served)
 
     def _run_compiled(self, structure: Structure, operands: Operands, match: Match, binding: bool) -> list[torch.Tensor | None]:
-        results = match.variant.run(operands, match, self.calling_out, self._missed)
-        self.unserved = 0
+        start = time.perf_counter()
+        results = match.variant.run(operands, match, self.engine.calling_out, self._missed)
+        self.engine.unserved = 0
         self.report.compiled += 1
         self._compare_with_eager(match)
         if not binding:
             self.report.hits += 1
             self._hits_in_a_row += 1
             if self._hits_in_a_row == _QUIET_AFTER_HITS:
-                self._set_verbose_logging(False)
+                self.explain(False)
+        if self._observer is not None:
+            self._observer.served(structure, time.perf_counter() - start)
         return results
 
     def _compare_with_eager(self, match: Match) -> None:
         """The pass under way has run: counts what it gained or lost, or that this is not known."""
-        seconds, speed = time.perf_counter() - self.began, match.variant.spec.speed
+        seconds, speed = time.perf_counter() - self.engine.began, match.variant.spec.speed
         eager = eager_at(speed, match.values)
         if eager is not None:
             self.report.saved_against_eager += eager - seconds
@@ -284,16 +268,17 @@ class Replaying(EngineHook):
         return f"{f'at or after {layer}, ' if layer else ''}backward called at {origin.line()}"
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
-        """Runs a pass that the package has nothing for."""
-        return self.run_tape(structure, operands)
+        """Run the tape of the pass, operation by operation."""
+        return self.interpreter(operands).execute(structure.tape.ops, structure.tape.outputs)
 
-    def run_tape(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
-        run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.calling_out)
-        return run.execute(structure.tape.ops, structure.tape.outputs)
+    def interpreter(self, operands: Operands) -> Run:
+        return Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.engine.calling_out)
 
     def _missed(self, reason: str) -> None:
+        if self._observer is not None:
+            return
         self.report.misses.note(reason)
-        self._set_verbose_logging(True)
+        self.explain(True)
         self._log_once(f"a backward pass was interpreted: {reason}")
 
     def _log_once(self, message: str) -> None:
@@ -301,7 +286,7 @@ class Replaying(EngineHook):
             self._logged.add(message)
             log.warning("%s%s", message, "; further reasons are in the report alone" if len(self._logged) == _LOGGED else "")
 
-    def _set_verbose_logging(self, on: bool) -> None:
+    def explain(self, on: bool) -> None:
         """Whether the engine says why its cache had no entry for a pass; that costs it time on every pass."""
         self._hits_in_a_row = 0 if on else self._hits_in_a_row
         torch_api.set_verbose_logger(_IGNORING_LOGGER if on and self._explanations_left > 0 else None)  # type: ignore[arg-type] # its stub says a function; it calls .debug
@@ -321,7 +306,7 @@ class _BoundPass:
 
     def _follow_order(self) -> None:
         """The engine's cache does not know in which order eager would run the nodes, which is that of the forward. Where it shows, ask."""
-        order = eager_order(self.session.roots, self.session.targets, self.tape.nodes)
+        order = eager_order(self.session.engine.roots, self.session.engine.targets, self.tape.nodes)
         if order is not None and order != self.order:
             self.order, self.tape = order, self.recorded.arranged(order)
             self.customs = dict.fromkeys(self.customs)
@@ -338,8 +323,8 @@ class _BoundPass:
     def __call__(
         self, inputs: list[torch.Tensor], sizes: list[int], scalars: list[Any], hooks: tuple[Any, ...], packed: tuple[Any, ...] = ()
     ) -> list[torch.Tensor | None]:
-        session = self.session
-        session.running, session.reached = True, time.perf_counter()
+        engine = self.session.engine
+        engine.running, engine.reached = True, time.perf_counter()
         if hooks and any(map(torch_api.fires_reducer, hooks)):  # too late for eager: the engine has let go of what the graph saved
             raise AotBackwardError(MIXED_PRECISION)
         binding, self.binding = self.binding, False
@@ -350,10 +335,10 @@ class _BoundPass:
             self._follow_contexts(hooks)
         if len(self.recorded.picked) != len(inputs):
             inputs = [inputs[i] for i in self.recorded.picked]
-        results = session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)
-        if session.callbacks:
-            session.final_callbacks()
-        session.left = time.perf_counter()
+        results = self.session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)
+        if engine.callbacks:
+            engine.final_callbacks()
+        engine.left = time.perf_counter()
         return results
 
 
@@ -389,17 +374,8 @@ def replay(
     return Replaying(package, entry, strict=strict, max_structures=max_structures, optimizer=optimizer)
 
 
-def _updates(package: Package, entry: str | None) -> list[CompiledUpdate]:
-    return [CompiledUpdate(spec, library) for spec, library in package.recorded_updates(entry) if is_served(spec.speed)]
-
-
-def _clippings(package: Package, entry: str | None) -> list[CompiledClipping]:
-    return [CompiledClipping(spec, library) for spec, library in package.recorded_clippings(entry) if is_served(spec.speed)]
-
-
-def _gain(speed: Speed | None) -> float:
-    """Seconds by which compiled code was faster than eager when it was recorded: in turn, in a loop, where both are faster than within a script."""
-    return (speed.means["eager"] - speed.means["compiled"]) * 1e-6 if speed is not None else 0.0
+def _nothing(seconds: float) -> None:
+    pass
 
 
 class _IgnoringLogger:

@@ -121,7 +121,7 @@ def _way_there() -> Iterator[None]:
             return [None for _ in structure.tape.outputs]
 
     with Empty(None) as session:
-        session._set_verbose_logging(False)
+        session.explain(False)
         yield
 
 

@@ -21,6 +21,8 @@ import torch
 from aot_backward_runtime import load
 from aot_backward_runtime.entries.module import LoadedModule
 from aot_backward_runtime.native.variant import Differentiated
+from aot_backward_runtime.optimizer_steps.compiled_clipping import CompiledClipping
+from aot_backward_runtime.optimizer_steps.compiled_update import name_of
 from aot_backward_runtime.passes.session import Replaying
 
 from . import unmodified
@@ -99,7 +101,7 @@ def main(name: str, exported: str, package: str, steps: int) -> None:
             optimizer.step()
         else:
             clip.library.raw_run([*gradients, limit])
-            update.update.library.raw_run([*gradients, *written, numbers])
+            update.code.library.raw_run([*gradients, *written, numbers])
         if step % 10:
             times.append(time.perf_counter() - start)
         if step < 50:
@@ -108,10 +110,10 @@ def main(name: str, exported: str, package: str, steps: int) -> None:
             after_ten = sum(p.double().sum().item() for p in parameters)
         if step == _WARM - 1:
             net = _Made(module, given[0])
-            clip = next(c for kinds in session.clippings._clippings.values() for c in kinds)
+            clip = next(c for codes in session.steps.table._codes.values() for c in codes if isinstance(c, CompiledClipping))
             clip.bind(gradients)
             limit = clip._vector(1.0, False)
-            update = session.updates._bind(optimizer)
+            update = session.steps.table._bind(name_of(type(optimizer)), optimizer)
             written, numbers = update._written.tensors, update._vector
     count = sum(p.numel() for p in parameters)
     print(json.dumps({"seconds": statistics.median(times[len(times) // 2 :]), "losses": losses, "parameters": count, "after_ten": after_ten}))

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ MIXED_PRECISION = (
     "DistributedDataParallel(…, mixed_precision=…) averages gradients from hooks within the pass, which neither record nor replay can run as "
     "eager does: run this script without them"
 )
-_hooks: list[EngineHook] = []
+_hooks: list[Engine] = []
 _eager: Callable[..., Any] = torch_api.engine_run_backward
 _engine = torch_api.execution_engine
 _set_materialize_grads = torch.autograd.function.FunctionCtx.set_materialize_grads
@@ -41,16 +41,37 @@ UNSERVED = 1000
 costs 10 ms; fewer would take a phase of a script, such as some epochs with frozen layers, for all of it."""
 
 
-class EngineHook:
-    """What holds the engine's hook. Subclasses say what records a new structure, and count what is left to eager.
+class Handler(Protocol):
+    """Decides how the passes run that an :class:`Engine` sees."""
 
-    A session that ``may_leave`` takes the hook out for good after :data:`UNSERVED` passes in a row that nothing served. A backward of an MLP of 17
+    def recorder(self) -> Any:
+        """Return what records the pass under way, whose structure the engine does not know."""
+
+    def before(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
+        """Return None if the engine is to look at the pass that is called now. Otherwise eager runs it, and then the function gets its seconds."""
+
+    def left_to_eager(self, reason: str, walked: float) -> None:
+        """For each pass that the engine or the recorder refused, after so many seconds: eager runs it."""
+
+    def ran_in_eager(self, seconds: float) -> None:
+        """After such a pass, unless it ran within another."""
+
+    def ended(self) -> None:
+        """After a pass that the engine had."""
+
+    def forgot(self) -> None:
+        """Before the engine's cache is emptied."""
+
+
+class Engine:
+    """The engine's hook, as a context. It holds what the engine and its threads demand; the handler decides what runs.
+
+    With ``may_leave`` it takes the hook out for good after :data:`UNSERVED` passes in a row that nothing served. A backward of an MLP of 17
     nodes takes 70 µs in eager and after that, 85 where each pass is looked up by its place.
     """
 
-    may_leave = False
-
-    def __init__(self) -> None:
+    def __init__(self, handler: Handler, *, may_leave: bool) -> None:
+        self.handler, self.may_leave = handler, may_leave
         self._turn = threading.RLock()  # one pass at a time
         self._switch = threading.Lock()
         self._off = 0  # eager passes that keep the hook off
@@ -70,44 +91,21 @@ class EngineHook:
         self.has_left = False  # the hook is out of the engine for good
         self.not_looked_at = 0  # passes since then
 
-    # -- for subclasses
-
-    def recorder(self) -> Any:
-        raise NotImplementedError
-
-    def left_to_eager(self, reason: str) -> None:
-        raise NotImplementedError
-
-    def gave_up(self, seconds: float) -> None:
-        """A pass is left to eager after the engine has walked it for so long."""
-
-    def was_left_to_eager(self, seconds: float) -> None:
-        """After :meth:`left_to_eager`, where that pass was not within another."""
-
-    def prefers_eager(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        """Whether a pass that is called now goes to eager before the engine looks at it: None, or what :meth:`ran_in_eager` is to be told."""
-        return None
-
-    def ran_in_eager(self, what: Any, seconds: float) -> None:
-        """``what``: of :meth:`prefers_eager`."""
-
-    def ended(self) -> None:
-        """After a pass that the engine had."""
-
     def clear_cache(self) -> None:
-        """Forgets what was bound; the next pass of each structure is a binding pass again."""
+        """Forget what is bound; the next pass of each structure is a binding pass again."""
+        self.handler.forgot()
         self._left = 0
         torch_api.clear_cache()
 
     # -- the context
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Engine:
         if _hooks and _hooks[-1]._thread != threading.get_ident():
             raise AotBackwardError(
                 "another thread records or replays already; the engine's setting is process-wide: enter once, around everything that trains"
             )
         self._thread = threading.get_ident()
-        self._prior = torch_api.set_autograd_compiler(self.recorder, True)
+        self._prior = torch_api.set_autograd_compiler(self.handler.recorder, True)
         self.clear_cache()  # an entry of the cache belongs to the session that recorded it
         if not _hooks:
             for module in _modules:
@@ -153,13 +151,13 @@ class EngineHook:
             self.not_looked_at += 1
             return _eager(roots, *args, **kwargs)
         if self.may_leave and self.unserved >= UNSERVED and not self.inside and not torch_api.in_backward():
-            self._leave()
+            self.take_out()
             return self.run(roots, args, kwargs)
         self.unserved += 1
-        if not args[2] and (what := self.prefers_eager(roots, args[3])) is not None:
+        if not args[2] and (after := self.handler.before(roots, args[3])) is not None:
             start = time.perf_counter()
             result = self._without(roots, args, kwargs)
-            self.ran_in_eager(what, time.perf_counter() - start)
+            after(time.perf_counter() - start)
             return result
         if args[2]:
             return self._leave_to_eager("create_graph=True: its results are differentiated again, and no compiled pass can be", roots, args, kwargs)
@@ -182,7 +180,7 @@ class EngineHook:
             self.roots, self.targets, self.began = roots, args[3], time.perf_counter()
             try:
                 result = _eager(roots, *args, **kwargs)
-                self.ended()
+                self.handler.ended()
                 return result
             except Exception as error:
                 if self.running:
@@ -196,7 +194,7 @@ class EngineHook:
                 self.roots = self.targets = ()
                 self.callbacks.clear()
             start = time.perf_counter()
-            self.gave_up(start - self.began)
+            walked = start - self.began
             result = self._without(roots, args, kwargs)  # raises what eager would where the pass itself is wrong
             seconds = time.perf_counter() - start
             for rest in (" You can disable", " Please ", " Exception raised from"):
@@ -205,14 +203,14 @@ class EngineHook:
                 reason = "a structure that was left to eager before"
             if reason.startswith("Compiled autograd is not compatible with C++ DDP Reducer"):
                 reason = DATA_PARALLEL
-            self.left_to_eager(reason)
-            self.was_left_to_eager(seconds)
+            self.handler.left_to_eager(reason, walked)
+            self.handler.ran_in_eager(seconds)
             return result
         finally:
             self._turn.release()
 
-    def _leave(self) -> None:
-        """The hook goes out of the engine, and nothing is looked at any more."""
+    def take_out(self) -> None:
+        """Take the hook out of the engine for the rest of the context: every pass runs in eager."""
         has_turn = self._take_turn()
         try:
             with self._switch:
@@ -233,11 +231,11 @@ class EngineHook:
         return True
 
     def _leave_to_eager(self, reason: str, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self.left_to_eager(reason)
+        self.handler.left_to_eager(reason, 0.0)  # before it runs: it may raise
         within, start = self.inside, time.perf_counter()
         result = self._without(roots, args, kwargs)
         if not within:
-            self.was_left_to_eager(time.perf_counter() - start)
+            self.handler.ran_in_eager(time.perf_counter() - start)
         return result
 
     def _without(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -259,7 +257,7 @@ class EngineHook:
             with self._switch:
                 self._off -= 1
                 if self._off == 0:
-                    torch_api.set_autograd_compiler(self.recorder, True)
+                    torch_api.set_autograd_compiler(self.handler.recorder, True)
 
 
 def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,61 +1,95 @@
-"""A replay that observes the passes which it interprets: their metadata, and copies of some passes' values."""
+"""The passes of a script while it is recorded: their metadata, copies of some passes' values, and their times."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from aot_backward_runtime.loader import Package
 from aot_backward_runtime.passes import origin
 from aot_backward_runtime.passes.pass_contract import Operands
 from aot_backward_runtime.passes.session import Replaying
 from aot_backward_runtime.passes.structure import Structure
 from aot_backward_runtime.tapes.custom_function import PlainContext
-from aot_backward_runtime.tapes.interpreter import Run
 from aot_backward_runtime.tapes.tape import Tape, slots
 
 from .observation import Observation
 from .recorded_structure import ExamplePass, PassTimes, RecordedStructure
+from .timed_passes import TimedPasses
 
 _KINDS = 8  # kinds of passes (Observation.kind) of one structure whose values are kept: as many as variants are compiled of it
 _OBSERVATIONS = 1024  # different passes of one structure; a size that is the same in all of them stays static
 _OFTEN = 3  # times that a pass was seen before its sizes are those of a second example
-_CONSTANTS = (
-    "A number that changes from pass to pass and is part of a node, such as the limit of a clamp, makes a structure of its own: "
-    "as a 0-d tensor it would not. report.engine names the nodes that were new"
-)
 
 
-class ObservedReplay(Replaying):
-    """``structures``: what was interpreted, by fingerprint. ``skipped``: what could not be traced or compiled, and why."""
+class ObservedPasses:
+    """What a replay shows of the passes that it interprets (:class:`aot_backward_runtime.passes.session.PassObserver`).
 
-    observes = True
+    ``structures``: by fingerprint. ``recorded``: how many passes were interpreted; ``timed_in_eager``: how many ran in eager to be timed.
+    ``times_eager``: whether any are."""
 
-    def __init__(
-        self,
-        package: Package | None,
-        entry: str | None,
-        *,
-        max_structures: int,
-        optimizer: bool,
-    ):
-        super().__init__(package, entry, max_structures=max_structures, optimizer=optimizer)
+    def __init__(self, *, times_eager: bool) -> None:
         self.structures: dict[str, RecordedStructure] = {}
-        self.skipped: Counter[str] = Counter()
+        self.recorded = self.timed_in_eager = 0
+        self.seconds_served = self.seconds_in_eager = 0.0  # of passes that the package had, as interpreted, and of those left to eager
+        self._timed = TimedPasses() if times_eager else None
 
     @property
-    def observed_any(self) -> bool:
+    def any(self) -> bool:
         """Whether a pass was interpreted to its end."""
         return any(s.observations for s in self.structures.values())
 
-    def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
-        if not self.table.knows(structure):
-            return super().interpret(structure, operands)
-        recorded = self._recorded_structure(structure.tape, operands)
+    @property
+    def backward_seconds(self) -> float:
+        """The time of all backward passes of the script, interpreted ones as interpreted."""
+        return self.seconds_served + self.seconds_in_eager + sum(s.backward_seconds for s in self.structures.values())
+
+    def before(self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
+        if self._timed is None or replaying.engine.inside:  # within a hook of another pass, which is timed with it
+            return None
+        timed = self._timed
+        try:
+            row, known = timed.due(roots, inputs)
+        except Exception:  # sizes of a trace, nodes that hide their names: interpreted, if the engine takes them
+            return None
+        if known:
+            replaying.explain(False)  # it would be timed too
+        if row is None:
+            return None
+
+        def after(seconds: float) -> None:
+            self.timed_in_eager += 1
+            replaying.report.passes += 1
+            with contextlib.suppress(Exception):
+                timed.ran_in_eager(row, roots, inputs, seconds)
+
+        return after
+
+    def served(self, structure: Structure, seconds: float) -> None:
+        assert structure.spec is not None
+        self.seconds_served += structure.spec.seconds or seconds
+
+    def in_eager(self, seconds: float) -> None:
+        self.seconds_in_eager += seconds
+
+    def ended(self, seconds: float) -> None:
+        if self._timed is not None:
+            self._timed.ended(seconds)
+
+    def _interpreted(self, times: PassTimes, seconds: float) -> None:
+        """``times``: of passes that look like the one which was just interpreted, in ``seconds``; inf if that says nothing."""
+        if self._timed is not None:
+            self._timed.interpreted(times, seconds)
+
+    def interpret(self, replaying: Replaying, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
+        self.recorded += 1
+        if not replaying.table.knows(structure):
+            return replaying.interpret(structure, operands)
+        recorded = self._recorded_structure(replaying, structure.tape, operands)
         observation = Observation.of(operands, structure.tape)
         kind = observation.kind()
         examples = recorded.examples.setdefault(kind, []) if len(recorded.examples) < _KINDS or kind in recorded.examples else None
@@ -66,33 +100,24 @@ class ObservedReplay(Replaying):
                 observation.sizes,
                 times=recorded.times_of(observation),
             )
-            results, seconds = self._interpret_and_copy(structure, operands, example)
+            results, seconds = _interpret_and_copy(replaying, structure, operands, example)
             recorded.typical.note(seconds, copied=True)
-            self.interpreted(example.times, math.inf)
+            self._interpreted(example.times, math.inf)
             examples[1:] = [(observation, example)]
         else:
             start = time.perf_counter()
-            results = self.run_tape(structure, operands)
+            results = replaying.interpret(structure, operands)
             seconds = time.perf_counter() - start
             recorded.seconds = min(recorded.seconds, seconds)
             recorded.typical.note(seconds, copied=False)
-            self.interpreted(recorded.times_of(observation), seconds)
+            self._interpreted(recorded.times_of(observation), seconds)
         if observation in recorded.observations or len(recorded.observations) < _OBSERVATIONS:
             recorded.observations[observation] = recorded.observations.get(observation, 0) + 1  # not of a pass that raised
         else:
             recorded.further += 1
         return results
 
-    def interpreted(self, times: PassTimes, seconds: float) -> None:
-        """``times``: of passes that look like the one which was just interpreted, in ``seconds``; inf where that says nothing."""
-
-    def note_if_full(self) -> None:
-        """Says in ``skipped`` that ``max_structures`` was reached, where it was."""
-        if self.table.full:
-            most = f"after {self.table.max_structures} structures (max_structures), further ones were left to eager"
-            self.skipped[f"the structure kept changing: {most}. {_CONSTANTS}"] += 1
-
-    def _recorded_structure(self, tape: Tape, operands: Operands) -> RecordedStructure:
+    def _recorded_structure(self, replaying: Replaying, tape: Tape, operands: Operands) -> RecordedStructure:
         fingerprint = tape.fingerprint()
         if fingerprint not in self.structures:
             hooks = [tape.ops[n].operands[0].index for n in tape.plain_customs]
@@ -101,22 +126,25 @@ class ObservedReplay(Replaying):
                 tape,
                 contexts={h: PlainContext(operands.hooks[h]) for h in hooks},
                 line=origin.line(),
-                layers={i: name for i in leaves if (name := self.layers.name(operands.inputs[i]))},
+                layers={i: name for i in leaves if (name := replaying.layers.name(operands.inputs[i]))},
             )
         return self.structures[fingerprint]
 
-    def _interpret_and_copy(self, structure: Structure, operands: Operands, example: ExamplePass) -> tuple[list[torch.Tensor | None], float]:
-        """The results, and seconds without the copies."""
-        tape, seconds = structure.tape, 0.0
-        run = Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.calling_out)
-        for op in tape.ops:
-            start = time.perf_counter()
-            run.step(op)
-            seconds += time.perf_counter() - start
-            for number in op.results:
-                if number >= 0:  # copied before the next operation: a hook may change it in place
-                    example.values[number] = _copy(run.values[number])
-        return [run.get(o) for o in tape.outputs], seconds
+
+def _interpret_and_copy(
+    replaying: Replaying, structure: Structure, operands: Operands, example: ExamplePass
+) -> tuple[list[torch.Tensor | None], float]:
+    """The results, and seconds without the copies."""
+    tape, seconds = structure.tape, 0.0
+    run = replaying.interpreter(operands)
+    for op in tape.ops:
+        start = time.perf_counter()
+        run.step(op)
+        seconds += time.perf_counter() - start
+        for number in op.results:
+            if number >= 0:  # copied before the next operation: a hook may change it in place
+                example.values[number] = _copy(run.values[number])
+    return [run.get(o) for o in tape.outputs], seconds
 
 
 def _is_worth_keeping(observation: Observation, kept: Sequence[Observation], seen: Mapping[Observation, int]) -> bool:

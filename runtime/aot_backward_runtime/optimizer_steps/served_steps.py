@@ -1,0 +1,91 @@
+"""Optimizer steps and clippings of a script while it is replayed or recorded: by compiled code if it fits, else in eager, and counted."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import InputError
+from ..format.manifest import Speed
+from ..loader import Package
+from ..passes.recorded_times import is_served
+from ..passes.replay_report import Report
+from .compiled_clipping import CompiledClipping, Kind
+from .compiled_table import CompiledTable, Met
+from .compiled_update import CompiledUpdate, name_of
+from .interception import Eager
+
+
+class StepObserver(Protocol):
+    """Sees what eager is about to do, to compile it later."""
+
+    def observe(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def observe_clipping(self, kind: Kind, gradients: list[torch.Tensor], limit: float) -> None: ...
+
+
+class ServedSteps:
+    """An interceptor (:mod:`.interception`). With an ``observer``, calls that run in eager are shown to it and not counted in ``report``."""
+
+    def __init__(self, package: Package | None, entry: str | None, report: Report, observer: StepObserver | None = None):
+        updates = package.recorded_updates(entry) if package is not None else ()
+        clippings = package.recorded_clippings(entry) if package is not None else ()
+        served = [CompiledUpdate(spec, library) for spec, library in updates if is_served(spec.speed)]
+        served_clippings = [CompiledClipping(spec, library) for spec, library in clippings if is_served(spec.speed)]
+        self.table = CompiledTable([*((c.spec.optimizer, c) for c in served), *((c.kind, c) for c in served_clippings)])
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Met] = weakref.WeakKeyDictionary()
+        self._clippings: dict[tuple[Kind, int], Met] = {}  # by the number of gradients, too
+        self._report, self._observer = report, observer
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to intercept for."""
+        return bool(self.table or self._observer)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, eager: Eager, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:  # eager's first act, too
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            met = self._optimizers.get(optimizer)
+            if met is None:
+                met = self._optimizers[optimizer] = Met()
+            update, _ = self.table.run(name_of(type(optimizer)), met, optimizer)
+        except InputError as error:
+            if self._observer is not None:
+                self._observer.observe(optimizer)
+            else:
+                self._report.eager_steps.note(str(error))
+        else:
+            self._report.steps += 1
+            self._report.saved_against_eager += _gain(update.spec.speed)
+            return loss
+        eager(optimizer)
+        return loss
+
+    def clip_gradients(self, kind: Kind, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool, eager: Callable[[], Any]) -> Any:
+        try:
+            met = self._clippings.get((kind, len(gradients)))
+            if met is None:
+                met = self._clippings[kind, len(gradients)] = Met()
+            clipping, result = self.table.run(kind, met, gradients, limit, keep_nonfinite)
+        except InputError as error:
+            if self._observer is not None:
+                self._observer.observe_clipping(kind, gradients, limit)
+            else:
+                self._report.eager_clippings.note(str(error))
+            return eager()
+        self._report.clippings += 1
+        self._report.saved_against_eager += _gain(clipping.spec.speed)
+        if keep_nonfinite and not math.isfinite(result):
+            return eager()  # which raises, of gradients that are as they were
+        return result if clipping.spec.norm_type else None
+
+
+def _gain(speed: Speed | None) -> float:
+    """Seconds by which compiled code was faster than eager when it was recorded: in turn, in a loop, where both are faster than within a script."""
+    return (speed.means["eager"] - speed.means["compiled"]) * 1e-6 if speed is not None else 0.0
