@@ -41,7 +41,7 @@ def export(
     graphs as data, without which the package can neither be rebuilt for another torch or target nor converted. Nothing is written where a gradient
     is wrong or cannot be had: :class:`ExportError` says which and why.
     ``tune``: how many ways to compile a variant are tried, each timed beside eager, of which the fastest is shipped: "quick", those that the graph
-    gives reason for; "full", all; "none". Without it what ``$AOT_BACKWARD_TUNE`` says, else "quick". What was measured is in the package
+    gives reason for; "none". Without it what ``$AOT_BACKWARD_TUNE`` says, else "quick". What was measured is in the package
     (``VariantSpec.speed``), and what is slower than eager is logged as a warning.
     ``runtime="standalone"``: every entry must run without PyTorch (``docs/native.md``); :class:`ExportError` names the operators that stand in the
     way. Otherwise it is tried where ``aot-backward-native`` is installed, and the package says what came of it (``EntrySpec.standalone``).

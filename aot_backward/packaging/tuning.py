@@ -1,7 +1,7 @@
 """Which of several ways to compile a variant is shipped: each candidate is compiled, compared with eager and timed beside it, and the fastest stays.
 
 Candidates of a ``module`` are torch's partitioners. On a CPU ``default`` is nearly always the faster one: what ``min_cut`` computes again in the
-backward costs more than reading it back. So ``quick`` tries both only where ``default`` keeps much more memory for the backward. What is all one
+backward costs more than reading it back. So both are tried only where ``default`` keeps much more memory for the backward. What is all one
 graph, of a ``grad`` or ``step`` entry, has no partition: it is timed beside eager.
 """
 
@@ -33,14 +33,14 @@ from .contents import Contents
 
 log = logging.getLogger("aot_backward")
 
-TUNES = ("none", "quick", "full")
-"""How much is tried: nothing, not even beside eager; the candidates that the graph gives reason for; every candidate."""
+TUNES = ("none", "quick")
+"""How much is tried: nothing, not even beside eager; the candidates that the graph gives reason for."""
 
 VARIABLE = "AOT_BACKWARD_TUNE"
 """The environment variable that says what is tried where the caller does not."""
 
-SECONDS = {"quick": 0.3, "full": 3.0}
-"""What timing one variant may take at each of its sizes."""
+SECONDS = 0.3
+"""For timing one variant at each of its sizes."""
 
 TIE = 0.97
 """A candidate that needs more than this of another's time is as fast as that one: then the one that keeps less memory is shipped. What needs less
@@ -96,9 +96,7 @@ def partitioned(candidate: Callable[[str], Candidate], example: Example, device:
     out = [candidate(usual)]
     if tune == "none" or out[0].spec().backward is None:
         return out
-    if tune == "full":
-        out.append(candidate(other))
-    elif device == "cpu" and (saved := _saved_bytes(out[0], example)) > _MUCH:
+    if device == "cpu" and (saved := _saved_bytes(out[0], example)) > _MUCH:
         further = candidate(other)
         if saved > _MORE * _saved_bytes(further, example):
             out.append(further)
@@ -163,8 +161,7 @@ def measure(
     """Times the subject in each of ``packages``, by candidate, beside eager. None where one of them fails: that is for the self-check to say.
 
     ``saved``: bytes, by candidate. ``profiled``: a candidate's code that reports its kernels, and its graphs."""
-    seconds = SECONDS[contents.tune]
-    stage = f"time {subject.label} beside eager, about {seconds:g} s at each size"
+    stage = f"time {subject.label} beside eager, about {SECONDS:g} s at each size"
     contents.progress(stage, 0, 1)
     package = next(iter(packages.values()))
     spec = package.manifest.entries[subject.entry].variants[subject.number]
@@ -172,10 +169,10 @@ def measure(
     sizes: list[Sized] = []
     with stopwatch.on_free_processors() as (threads, others):
         for sized in sizes_to_time(spec, subject.example):
-            if sizes and _TIMES_LARGER * max(t for one in times.values() for t in one) > seconds * 1e6:
+            if sizes and _TIMES_LARGER * max(t for one in times.values() for t in one) > SECONDS * 1e6:
                 break
             with contextlib.suppress(Exception):
-                for name, microseconds in speed.measure(packages, subject.timed, spec, sized, seconds).items():
+                for name, microseconds in speed.measure(packages, subject.timed, spec, sized, SECONDS).items():
                     times.setdefault(name, []).append(round(microseconds, 1))
                 sizes.append(sized)
     if not sizes:

@@ -52,7 +52,7 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
         if seen.times_interpreted < _LEAST[0] or seen.times_in_eager < _LEAST[1] or not holds_for(spec, example, values):
             continue
         try:
-            here = stopwatch.microseconds(_calls(program, spec, libraries, example), SECONDS[tune], sample=0)
+            here = stopwatch.microseconds(_calls(program, spec, libraries, example), SECONDS, sample=0)
         except Exception as error:  # no reason to lose a pass that is right
             log.info("%s could not be timed: %s", program.name, error)
             continue

@@ -189,7 +189,7 @@ def record(
     the context does nothing. Passes of ``DistributedDataParallel`` are left to eager.
 
     ``tune``, on a CPU: "quick" times up to forty passes of each kind in eager, between the others, and each compiled pass beside its tape
-    interpreted ("full" takes longer for that; "none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else
+    interpreted ("none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else
     "quick". What is not faster compiled than in eager, by 10 % and 40 µs a pass, is left out, and ``slower`` says which.
     """
     file = Path(path) if path is not None else None

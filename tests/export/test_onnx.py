@@ -346,7 +346,7 @@ def test_other_refusals_name_what_to_do(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--format", "onnx", "--target", "cpu"], "--target means nothing with --format onnx"),
-        (["--format", "onnx", "--tune", "full"], "--tune means nothing with --format onnx"),
+        (["--format", "onnx", "--tune", "none"], "--tune means nothing with --format onnx"),
         (["--format", "onnx", "--no-weights"], "--weights means nothing with --format onnx"),
         (["--format", "tflite"], "'tflite' is not one of"),
         (["--external-data"], "--external-data means nothing with --format pt2"),

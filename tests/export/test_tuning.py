@@ -99,6 +99,12 @@ def wrong(graph: GraphModule) -> None:
     graph.recompile()
 
 
+def try_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both partitioners, however little memory the backward keeps."""
+    monkeypatch.setattr(tuning, "_MUCH", 0)
+    monkeypatch.setattr(tuning, "_MORE", 0)
+
+
 @pytest.mark.parametrize(("spoil", "spoilt"), [(slow, "default"), (slow, "min_cut"), (wrong, "default")])
 def test_a_candidate_that_is_slow_or_wrong_is_not_shipped(
     spoil: Callable[[GraphModule], None], spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -107,7 +113,8 @@ def test_a_candidate_that_is_slow_or_wrong_is_not_shipped(
     state = {n: t.clone() for n, t in net.state_dict().items()}
     drawn = torch.get_rng_state()
     monkeypatch.setattr(partition, "split_module", spoiling(spoilt, spoil))
-    path = ab.export(tmp_path / "net.pt2", {"net": ab.Module(net, [ab.Variant((x,))])}, tune="full")
+    try_both(monkeypatch)
+    path = ab.export(tmp_path / "net.pt2", {"net": ab.Module(net, [ab.Variant((x,))])}, tune="quick")
     found = measured(path)
     other = next(n for n in partition.PARTITIONERS if n != spoilt)
     assert found.chosen == other
@@ -122,7 +129,8 @@ def test_nothing_of_a_candidate_that_is_not_shipped_is_in_the_package(tmp_path: 
     net, x = made()
     one = ab.export(tmp_path / "one.pt2", {"net": ab.Module(net, [ab.Variant((x,))])}, tune="none")
     monkeypatch.setattr(partition, "split_module", spoiling("default", slow))
-    two = ab.export(tmp_path / "two.pt2", {"net": ab.Module(net, [ab.Variant((x,))])}, tune="full")
+    try_both(monkeypatch)
+    two = ab.export(tmp_path / "two.pt2", {"net": ab.Module(net, [ab.Variant((x,))])}, tune="quick")
     assert speeds(one) == [None] and measured(two).chosen == "min_cut"
     names = [set(open_package(path).members()) for path in (one, two)]
     assert names[0] == names[1]
@@ -203,7 +211,7 @@ def test_a_rebuilt_package_says_of_what_code_the_times_are(tmp_path: Path) -> No
 
 def test_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {"f": ab.Grad(lambda x: (x * x).sum(), [ab.Variant((torch.ones(3),))])}
-    with pytest.raises(ab.ExportError, match="tune is 'fast'; expected one of 'none', 'quick', 'full'"):
+    with pytest.raises(ab.ExportError, match="tune is 'fast'; expected one of 'none', 'quick'"):
         ab.export(tmp_path / "f.pt2", entries, tune="fast")
     monkeypatch.setenv(tuning.VARIABLE, "much")
     with pytest.raises(ab.ExportError, match="AOT_BACKWARD_TUNE is 'much'; expected one of"):
@@ -211,7 +219,7 @@ def test_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(tuning.VARIABLE, "")
     assert measured(ab.export(tmp_path / "f.pt2", entries), "f").tune == "quick"
     failed = aot_backward("export", "examples/digits/export.py:entries", "-o", tmp_path / "g.pt2", "--tune", "slow")
-    assert failed.returncode == 2 and "'slow' is not one of 'none', 'quick', 'full'" in failed.stderr
+    assert failed.returncode == 2 and "'slow' is not one of 'none', 'quick'" in failed.stderr
 
 
 def test_a_program_that_fails_at_a_larger_size_is_timed_at_its_own(tmp_path: Path) -> None:
@@ -226,7 +234,7 @@ def test_a_program_that_fails_at_a_larger_size_is_timed_at_its_own(tmp_path: Pat
 
 
 def test_a_size_that_is_not_cheap_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(tuning.SECONDS, "quick", 1e-5)
+    monkeypatch.setattr(tuning, "SECONDS", 1e-5)
     rows = Dim("rows", min=2, max=64)
     entries = {"f": ab.Grad(lambda x: (x * x).sum(), [ab.Variant((torch.ones(4, 2),), dynamic_shapes=({0: rows},))])}
     assert measured(ab.export(tmp_path / "f.pt2", entries, tune="quick"), "f").sizes == ("rows=4",)
@@ -234,5 +242,5 @@ def test_a_size_that_is_not_cheap_is_not_timed(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_variant_without_a_backward_is_timed(tmp_path: Path) -> None:
     frozen = nn.Linear(4, 2).requires_grad_(False)
-    found = measured(ab.export_module(frozen, (torch.ones(3, 4),), tune="full", path=tmp_path / "f.pt2"), "module")
+    found = measured(ab.export_module(frozen, (torch.ones(3, 4),), tune="quick", path=tmp_path / "f.pt2"), "module")
     assert [t.name for t in found.timings] == ["eager", "default"]

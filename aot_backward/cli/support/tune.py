@@ -9,10 +9,10 @@ import click
 
 
 def tune_option(words: str) -> Callable[..., Any]:
-    """``none``, ``quick`` or ``full``, by default what the environment says; ``words``: what it does for this command."""
+    """``none`` or ``quick``, by default what the environment says; ``words``: what it does for this command."""
     return click.option(
         "--tune",
-        type=click.Choice(["none", "quick", "full"]),
+        type=click.Choice(["none", "quick"]),
         envvar="AOT_BACKWARD_TUNE",
         default="quick",
         show_default=True,

@@ -56,7 +56,7 @@ def timed(name: str, ways: Mapping[str, Callable[[], object]], tune: str, target
     """``ways``: "eager" and "compiled", each a whole call as a script makes it. None where they could not be timed."""
     try:
         with stopwatch.on_free_processors() as (threads, others):
-            times = stopwatch.microseconds(ways, SECONDS[tune])
+            times = stopwatch.microseconds(ways, SECONDS)
     except RuntimeError as error:  # no reason to lose code that is right
         log.info("%s could not be timed: %s", name, error)
         return None

@@ -170,7 +170,7 @@ class Timing:
 @dataclass(frozen=True)
 class Speed:
     """What was measured of a variant when it was exported: eager first, then each candidate, in turns in one process. ``chosen``: the candidate whose
-    code is in the package. ``sizes``: in words ("batch=16"), "" where nothing is dynamic. ``tune``: what was asked for, "quick" or "full".
+    code is in the package. ``sizes``: in words ("batch=16"), "" where nothing is dynamic. ``tune``: "quick"; "full" in packages before format 1.15.
     ``target`` and ``torch``: what the measured code was compiled for, and by; a package that was rebuilt has other code. ``others``: how many
     threads that were not the exporter's were running or waiting for a processor; on a busy machine fewer ``threads`` are used. ``slow``: where the
     chosen code was slower than eager, what took longest in it, in words."""

@@ -22,7 +22,6 @@ from ..errors import AotBackwardError, InputError, MissError
 from ..loader import Package, load
 from ..operators import describe_missing_operators, unregistered
 from ..optimizer_steps import interception
-from ..optimizer_steps.served_steps import ServedSteps, StepObserver
 from ..package.signature_policy import Key, Policy
 from ..tapes.custom_function import PlainContext, digest_of
 from ..tapes.interpreter import Run
@@ -36,6 +35,7 @@ from .engine import MIXED_PRECISION, UNSERVED, Engine
 from .pass_contract import Operands, why_unsupported
 from .recorded_times import AROUND, SLOWER, eager_at
 from .replay_report import NOT_TIMED, OTHER_SIZES, Report
+from .served_steps import ServedSteps, StepObserver
 from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
 

@@ -12,12 +12,12 @@ import torch
 from ..errors import InputError
 from ..format.manifest import Speed
 from ..loader import Package
-from ..passes.recorded_times import is_served
-from ..passes.replay_report import Report
-from .compiled_clipping import CompiledClipping, Kind
-from .compiled_table import CompiledTable, Met
-from .compiled_update import CompiledUpdate, name_of
-from .interception import Eager
+from ..optimizer_steps.compiled_clipping import CompiledClipping, Kind
+from ..optimizer_steps.compiled_table import CompiledTable, Met
+from ..optimizer_steps.compiled_update import CompiledUpdate, name_of
+from ..optimizer_steps.interception import Eager
+from .recorded_times import is_served
+from .replay_report import Report
 
 
 class StepObserver(Protocol):
@@ -29,7 +29,8 @@ class StepObserver(Protocol):
 
 
 class ServedSteps:
-    """An interceptor (:mod:`.interception`). With an ``observer``, calls that run in eager are shown to it and not counted in ``report``."""
+    """An interceptor (``optimizer_steps/interception.py``). With an ``observer``, calls that run in eager are shown to it and not counted in
+    ``report``."""
 
     def __init__(self, package: Package | None, entry: str | None, report: Report, observer: StepObserver | None = None):
         updates = package.recorded_updates(entry) if package is not None else ()
