@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .support.failures import EXIT_CODES, debug_option
-from .support.imports import import_option
+from .support.options import import_option
 from .support.progress import shown
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import click
 
 from .convert import external_data_option, say
 from .support.failures import EXIT_CODES, debug_option
+from .support.options import tune_option
 from .support.progress import shown
-from .support.tune import tune_option
 
 if TYPE_CHECKING:
     from ..api import Entries

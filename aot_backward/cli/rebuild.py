@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .support.failures import EXIT_CODES, debug_option
-from .support.imports import import_option
+from .support.options import import_option, signature_options
 from .support.progress import shown
-from .support.signatures import signature_options
 
 if TYPE_CHECKING:
     from aot_backward_runtime.package.signature_policy import Policy

@@ -9,11 +9,10 @@ import click
 
 from .support import record_report
 from .support.failures import EXIT_CODES, FAILED, ScriptInterrupted, debug_option
-from .support.imports import import_option
+from .support.options import import_option, tune_option
 from .support.progress import shown
 from .support.script import Script, run_script, script_options
 from .support.tables import say
-from .support.tune import tune_option
 
 
 @click.command(epilog=EXIT_CODES)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .support.failures import EXIT_CODES, ScriptInterrupted, debug_option
-from .support.imports import import_option
+from .support.options import import_option, signature_options
 from .support.script import Script, run_script, script_options
-from .support.signatures import signature_options
 from .support.tables import say
 
 if TYPE_CHECKING:

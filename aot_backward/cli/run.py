@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .support.failures import EXIT_CODES, debug_option
-from .support.imports import import_option
-from .support.signatures import signature_options
+from .support.options import import_option, signature_options
 from .support.tables import say
 
 if TYPE_CHECKING:

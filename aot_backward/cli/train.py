@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .support.failures import EXIT_CODES, INTERRUPTED, debug_option
-from .support.imports import import_option
-from .support.signatures import signature_options
+from .support.options import import_option, signature_options
 
 if TYPE_CHECKING:
     from aot_backward_runtime.package.signature_policy import Policy

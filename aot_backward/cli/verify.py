@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .support.failures import EXIT_CODES, FAILED, debug_option
-from .support.imports import import_option
+from .support.options import import_option, key_option
 from .support.progress import shown
-from .support.signatures import key_option
 from .support.tables import count, say, say_json, size
 
 if TYPE_CHECKING:

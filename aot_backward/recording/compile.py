@@ -21,17 +21,16 @@ from aot_backward_runtime.passes.recorded_times import is_served
 
 from ..capture.shapes.symbolic_shapes import Sizes
 from . import pass_speed
+from .added import Added, Contents
 from .infer_shapes import fake_mode
-from .limits.added import Added, Contents
-from .limits.batches import Batches
-from .limits.interrupts import Interrupts
-from .limits.selection import percent, select
+from .interrupts import Interrupts
 from .optimizer_steps.compiled_steps import compile_steps, slower
 from .optimizer_steps.observed_steps import ObservedSteps
 from .package_update import PackageUpdate, locked
 from .pass_check import checked, libraries_of
 from .pass_graphs import graph_and_segments, graph_operands, graph_specs
 from .recorded_structure import RecordedStructure
+from .selection import Batches, percent, select
 from .trace import TracedProgram, trace_structures
 
 

@@ -16,13 +16,12 @@ from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 
 from ..packaging.package_writer import check_destination
 from ..packaging.tuning import tune_of
+from .added import Added
 from .launcher import rank_here
-from .limits.added import Added
-from .limits.batches import check_time_limit
-from .limits.selection import MIN_SEEN, check_min_seen, percent
 from .observed_passes import ObservedPasses
 from .optimizer_steps.observed_steps import ObservedSteps
 from .recorded_structure import DEFAULT_ENTRY, RecordedStructure
+from .selection import MIN_SEEN, check_min_seen, check_time_limit, percent
 
 _CONSTANTS = (
     "A number that changes from pass to pass and is part of a node, such as the limit of a clamp, makes a structure of its own: "

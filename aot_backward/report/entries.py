@@ -26,7 +26,6 @@ from aot_backward_runtime.package.archive import Archive
 from aot_backward_runtime.package.targets import targets_of
 
 from .blocks import SHOWN, code, facts, folded, line, section
-from .entry_state import program_state
 from .graph_views import order_in_words, owner, variant_title
 from .markup import Child, Html, element
 from .wording import Words, ambient_in_words, counted, pass_speed_in_words, speed_in_words, standalone_in_words, verdict_in_words
@@ -42,7 +41,7 @@ def _layer(layer: LayerSpec) -> str:
 
 
 def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
-    own = program_state(entry)
+    own = entry.program_state
     parameters, frozen = [s for s in own if s.parameter], [s.name for s in own if s.parameter and not s.requires_grad]
     elements = sum(math.prod(archive.manifest.weights[key].shape) for key in {s.weight for s in parameters})
     ties = len(own) - len({s.weight for s in own})

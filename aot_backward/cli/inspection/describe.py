@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 def describe(archive: Archive) -> dict[str, Any]:
     """The object that ``inspect --json`` prints."""
-    from aot_backward.report.entry_state import program_state
     from aot_backward_runtime.format.manifest_json import SEALED_SINCE
     from aot_backward_runtime.package.signature_policy import signature_beside
     from aot_backward_runtime.package.targets import targets_of
@@ -55,8 +54,8 @@ def describe(archive: Archive) -> dict[str, Any]:
     entries = {
         name: {
             "kind": entry.kind,
-            "parameters": sum(s.parameter for s in program_state(entry)),
-            "buffers": sum(not s.parameter for s in program_state(entry)),
+            "parameters": sum(s.parameter for s in entry.program_state),
+            "buffers": sum(not s.parameter for s in entry.program_state),
             "gradients": list(entry.names),
             "variants": [_variant(v, entry) for v in entry.variants],
             "structures": [_structure(s) for s in entry.structures],

@@ -474,6 +474,12 @@ class EntrySpec:
         """What of a replay entry writes to tensors of the script."""
         return *self.updates, *self.clippings
 
+    @property
+    def program_state(self) -> list[StateSpec]:
+        """The program's parameters and buffers, without what a training step adds: optimizer state, numbers, accumulated gradients."""
+        added = {"numbers", *(s.state for s in self.step.state), *(g.state for g in self.step.gradients)} if self.step else set()
+        return [s for s in self.state if s.name not in added]
+
 
 @dataclass(frozen=True)
 class WeightSpec:

@@ -32,7 +32,11 @@ typedef struct tensor {
 /* Keeps the words, and returns 1. */
 int core_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-int32_t size_of(int32_t dtype); /* bytes; 0: unknown */
+/* Bytes of an element; 0: unknown. */
+static inline int32_t size_of(int32_t dtype) {
+  static const int8_t bytes[] = {1, 1, 2, 4, 8, 2, 4, 8, 0, 8, 16, 1, 0, 0, 0, 2};
+  return dtype >= 0 && dtype < 16 ? bytes[dtype] : 0;
+}
 const char *name_of(int32_t dtype);
 
 /* Memory at 64 bytes, from blocks of this thread that were given back. NULL: none, and core_fail was called. */

@@ -37,14 +37,11 @@ CORE void aoti_torch_check(bool holds, const char *function, const char *file, u
 
 /* --- dtypes ----------------------------------------------------------------------------------------------------------------------------------- */
 
-static const struct {
-  const char *name;
-  int32_t size;
-} dtypes[] = {{"uint8", 1},     {"int8", 1},      {"int16", 2},       {"int32", 4}, {"int64", 8}, {"float16", 2}, {"float32", 4}, {"float64", 8},
-              {"complex32", 0}, {"complex64", 8}, {"complex128", 16}, {"bool", 1},  {"", 0},      {"", 0},        {"", 0},        {"bfloat16", 2}};
-
-int32_t size_of(int32_t dtype) { return dtype >= 0 && dtype < 16 ? dtypes[dtype].size : 0; }
-const char *name_of(int32_t dtype) { return dtype >= 0 && dtype < 16 && dtypes[dtype].size ? dtypes[dtype].name : "unknown"; }
+const char *name_of(int32_t dtype) {
+  static const char *const names[] = {"uint8",     "int8",      "int16",      "int32", "int64", "float16", "float32", "float64",
+                                      "complex32", "complex64", "complex128", "bool",  "",      "",        "",        "bfloat16"};
+  return size_of(dtype) ? names[dtype] : "unknown";
+}
 
 /* --- memory ----------------------------------------------------------------------------------------------------------------------------------- */
 
@@ -361,10 +358,10 @@ CORE int32_t aoti_torch_as_strided(tensor *t, const int64_t *sizes, const int64_
 typedef struct {
   tensor *first;
 } views;
-static _Thread_local views *listed;
+static _Thread_local views *current;
 
-CORE views *core_views_begin(void) { return listed = calloc(1, sizeof *listed); }
-CORE void core_views_end(void) { listed = NULL; }
+CORE views *core_views_begin(void) { return current = calloc(1, sizeof *current); }
+CORE void core_views_end(void) { current = NULL; }
 
 CORE void core_views_drop(views *v) {
   while (v && v->first) tensor_drop(v->first);
@@ -374,11 +371,11 @@ CORE void core_views_drop(views *v) {
 CORE int32_t aoti_torch_new_tensor_handle(tensor *t, tensor **out) {
   *out = tensor_view(t, t->rank, t->sizes, t->strides, t->offset);
   if (!*out) return 1;
-  if (listed) {
-    (*out)->after = listed->first;
-    (*out)->listed = &listed->first;
-    if (listed->first) listed->first->listed = &(*out)->after;
-    listed->first = *out;
+  if (current) {
+    (*out)->after = current->first;
+    (*out)->listed = &current->first;
+    if (current->first) current->first->listed = &(*out)->after;
+    current->first = *out;
   }
   return 0;
 }

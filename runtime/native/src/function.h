@@ -68,6 +68,9 @@ variant *function_match(struct aotb_function *f, const DLTensor *inputs, uint32_
 /* One call from C: opens the library where it is not, runs it, and gives the results out. `gradients` are behind the outputs. */
 aotb_status function_call(struct aotb_function *f, variant *v, runnable *r, DLTensor *outputs, uint32_t count);
 
+/* Sets the incoming gradients of a variant: zeros where there is none. False: f->words says why one does not fit. */
+bool function_fit_incoming(struct aotb_function *f, variant *v, const DLTensor *incoming, uint32_t count);
+
 /* One caller at a time. */
 aotb_status function_enter(struct aotb_function *f);
 aotb_status function_leave(struct aotb_function *f, aotb_status status);

@@ -153,7 +153,7 @@ aotb_status training_run(struct aotb_function *f, variant *v, DLTensor *outputs,
 }
 
 static aotb_status enter(struct aotb_function *f) {
-  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, aotb_kind(f));
+  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, kind_name(f->entry->kind));
   return function_enter(f);
 }
 
@@ -237,7 +237,7 @@ aotb_status aotb_number(aotb_function *f, int64_t group, const char *key, int64_
 aotb_status aotb_progress_of(const aotb_function *f, aotb_progress *out) {
   REQUIRE(f, "function", A_FUNCTION);
   REQUIRE(out, "out", "where to write the progress");
-  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, aotb_kind(f));
+  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, kind_name(f->entry->kind));
   const training *t = &f->step;
   *out = (aotb_progress){t->updates, t->skipped, t->accumulated, t->grad_norm, t->scale};
   return AOTB_OK;

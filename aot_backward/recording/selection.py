@@ -1,16 +1,52 @@
-"""Structures in batches, each compiled side by side and in the package before the next begins, within a limit of time."""
+"""Which recorded structures are compiled: those that came often enough, the most expensive first, in batches, within a limit of time.
+
+The structures of a batch are compiled side by side, and are in the package before the next batch begins.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from aot_backward_runtime.errors import InputError
 
+from .recorded_structure import RecordedStructure
+
 T = TypeVar("T")
 _FEW, _MANY = 2, 16  # items of a batch: as many as processors, between these
+MIN_SEEN = 2
+"""Passes of a structure from which on it is compiled. What comes once is the end of something more often than the beginning."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """``structures``: by fingerprint, the most expensive first. ``seldom``: how many came less often than is asked for."""
+
+    structures: dict[str, RecordedStructure]
+    seldom: int
+
+
+def select(structures: Mapping[str, RecordedStructure], min_seen: int, is_known: Callable[[str], bool]) -> Selection:
+    """``is_known``: whether the package has a variant of the structure with that fingerprint, which then counts as often enough."""
+    met = {fingerprint: structure for fingerprint, structure in structures.items() if structure.passes}
+    often = {fingerprint: s for fingerprint, s in met.items() if s.passes >= min_seen or is_known(fingerprint)}
+    by_cost = sorted(often.items(), key=lambda item: -item[1].backward_seconds)
+    return Selection(dict(by_cost), len(met) - len(often))
+
+
+def percent(part: float, whole: float) -> str:
+    """``93 %``: 100 only where nothing is left."""
+    return f"{math.floor(100 * part / whole + 1e-6)} %" if part < whole else "100 %"
+
+
+def check_min_seen(min_seen: int) -> int:
+    if type(min_seen) is not int or min_seen < 1:
+        raise InputError(f"min_seen is {min_seen!r}; expected a positive int")
+    return min_seen
 
 
 class Batches:

@@ -1,0 +1,60 @@
+"""Options that several commands share: ``--import``, ``--key``, ``--signature`` and ``--tune``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+def import_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Imports the modules that are named, before the command runs; the current folder comes last on the path."""
+
+    def imported(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> None:
+        if not names or context.resilient_parsing:
+            return
+        from aot_backward_runtime.operators import import_modules
+
+        if (here := str(Path.cwd())) not in sys.path:  # the console script's own path begins with the folder of the script
+            sys.path.append(here)
+        import_modules(names)
+
+    text = "Import this module first, such as one that registers operators which the package calls. May be given several times."
+    return click.option("--import", "imports", multiple=True, metavar="MODULE", expose_value=False, callback=imported, help=text)(command)
+
+
+def signature_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the two, and refuses them where one would go unused."""
+
+    @functools.wraps(command)
+    def checked(*args: Any, signature: str | None, key: Path | None, **kwargs: Any) -> Any:
+        if key is None and signature in ("require", "if-present"):
+            raise click.UsageError(f"--signature {signature} needs --key PUBLIC.pem", click.get_current_context())
+        if key is not None and signature == "off":
+            raise click.UsageError("--signature off would not look at --key", click.get_current_context())
+        return command(*args, signature=signature, key=key, **kwargs)
+
+    policies = click.Choice(["require", "if-present", "off"])
+    when = click.option("--signature", type=policies, help="When the package must be signed; by default always with --key, else never.")
+    return key_option("The public key that the package must be signed by.")(when(checked))
+
+
+def key_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option("--key", type=click.Path(path_type=Path), metavar="PUBLIC.pem", help=text)
+
+
+def tune_option(words: str) -> Callable[..., Any]:
+    """``none`` or ``quick``, by default what the environment says; ``words``: what it does for this command."""
+    return click.option(
+        "--tune",
+        type=click.Choice(["none", "quick"]),
+        envvar="AOT_BACKWARD_TUNE",
+        default="quick",
+        show_default=True,
+        show_envvar=True,
+        help=words,
+    )
