@@ -21,7 +21,7 @@ from ..capture import preserve
 from ..capture.shapes.symbolic_shapes import Sizes
 from .example_sizes import Example, resized, resized_to
 
-_TRIED = 3
+_SIZES_TRIED = 3
 """Of the sizes for which a guard does not hold, how many are tried in eager: one may be refused for the values that the example happens to have."""
 
 
@@ -45,7 +45,7 @@ def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, exa
                     f"{_range(symbol.minimum, symbol.maximum)}{_where(sizes, symbol.name)}. Declare that range, and export a variant for other sizes"
                 )
     for guard in spec.guards:
-        for values in itertools.islice(_against(guard, spec.symbols, sizes, first), _TRIED):
+        for values in itertools.islice(_against(guard, spec.symbols, sizes, first), _SIZES_TRIED):
             if served(values):
                 named = ", ".join(f"{_label(s, spec)} = {values[s.name]}" for s in spec.symbols if _occurs(s.name, guard))
                 raise ExportError(

@@ -19,8 +19,8 @@ from .speed import Timed
 from .stopwatch import Call
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
-_CALLS = 10
-_SHOWN = 3
+_CALLS_PROFILED = 10
+_KERNELS_SHOWN = 3
 _FUSED = re.compile(r"^(?:graph_\d+_)?(?:cpp|triton)_[a-z]*?_?fused_(.*?)(?:_\d+)?$")
 _CALLED = re.compile(r"^aoti_torch_[a-z]+_(?:_?mkl_|_?mkldnn_)?(.*?)(?:_out)?$")
 
@@ -33,11 +33,11 @@ def slowest(package: Package, timed: Timed, spec: VariantSpec, sized: Sized, mic
         call = stack.enter_context(timed.compiled(package, spec, sized))
         stack.enter_context(_silent_profiler())
         call()
-        found = min((_kernels(call) for _ in range(_CALLS)), key=lambda kernels: sum(kernels.values()))
+        found = min((_kernels(call) for _ in range(_CALLS_PROFILED)), key=lambda kernels: sum(kernels.values()))
     total = sum(found.values())
     if total < microseconds / 2:
         yield f"its kernels take {total:,.0f} of {microseconds:,.0f} µs: the rest is what a call costs, whatever it computes"
-    for name in sorted(found, key=lambda n: -found[n])[:_SHOWN]:
+    for name in sorted(found, key=lambda n: -found[n])[:_KERNELS_SHOWN]:
         if found[name] > total / 10:
             lines = ", ".join(list(dict.fromkeys(_lines(name, graphs)))[:2])
             yield f"{_words(name)} {found[name]:,.1f} µs{f' ({lines})' if lines else ''}"

@@ -16,7 +16,7 @@ import torch
 Call = Callable[[], object]
 
 _SAMPLE = 200e-6  # seconds
-_LOOKS = 7
+_LOAD_SAMPLES = 7
 _ROUNDS = 3, 60  # at least, also where they take longer than what was allowed; at most
 
 
@@ -57,7 +57,7 @@ def on_free_processors() -> Iterator[tuple[int, int]]:
 
 def others_running() -> int:
     """How many threads that are not this one were running or waiting for a processor, of seven looks the middle one."""
-    return statistics.median_low([_running() - 1 for _ in range(_LOOKS)])
+    return statistics.median_low([_running() - 1 for _ in range(_LOAD_SAMPLES)])
 
 
 def _running() -> int:

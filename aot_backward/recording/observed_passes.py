@@ -21,9 +21,9 @@ from .observation import Observation
 from .recorded_structure import ExamplePass, PassTimes, RecordedStructure
 from .timed_passes import TimedPasses
 
-_KINDS = 8  # kinds of passes (Observation.kind) of one structure whose values are kept: as many as variants are compiled of it
-_OBSERVATIONS = 1024  # different passes of one structure; a size that is the same in all of them stays static
-_OFTEN = 3  # times that a pass was seen before its sizes are those of a second example
+_MAX_KINDS = 8  # kinds of passes (Observation.kind) of one structure whose values are kept: as many as variants are compiled of it
+_MAX_OBSERVATIONS = 1024  # different passes of one structure; a size that is the same in all of them stays static
+_TIMES_SEEN = 3  # times that a pass was seen before its sizes are those of a second example
 
 
 class ObservedPasses:
@@ -92,7 +92,7 @@ class ObservedPasses:
         recorded = self._recorded_structure(replaying, structure.tape, operands)
         observation = Observation.of(operands, structure.tape)
         kind = observation.kind()
-        examples = recorded.examples.setdefault(kind, []) if len(recorded.examples) < _KINDS or kind in recorded.examples else None
+        examples = recorded.examples.setdefault(kind, []) if len(recorded.examples) < _MAX_KINDS or kind in recorded.examples else None
         if examples is not None and _is_worth_keeping(observation, [o for o, _ in examples], recorded.observations):
             example = ExamplePass(
                 _copy_inputs(structure.tape, operands.inputs),
@@ -111,7 +111,7 @@ class ObservedPasses:
             recorded.seconds = min(recorded.seconds, seconds)
             recorded.typical.note(seconds, copied=False)
             self._interpreted(recorded.times_of(observation), seconds)
-        if observation in recorded.observations or len(recorded.observations) < _OBSERVATIONS:
+        if observation in recorded.observations or len(recorded.observations) < _MAX_OBSERVATIONS:
             recorded.observations[observation] = recorded.observations.get(observation, 0) + 1  # not of a pass that raised
         else:
             recorded.further += 1
@@ -160,9 +160,9 @@ def _is_worth_keeping(observation: Observation, kept: Sequence[Observation], see
     more = differences(observation) - differences(kept[-1])
     if times == 0:
         return more > 0
-    if times != _OFTEN or observation in kept or more < 0:
+    if times != _TIMES_SEEN or observation in kept or more < 0:
         return False
-    return seen.get(kept[-1], 0) < _OFTEN or (more == 0 and len(kept) > 1 and sum(observation.every_size()) > sum(kept[-1].every_size()))
+    return seen.get(kept[-1], 0) < _TIMES_SEEN or (more == 0 and len(kept) > 1 and sum(observation.every_size()) > sum(kept[-1].every_size()))
 
 
 def _copy_inputs(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:

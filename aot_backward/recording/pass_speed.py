@@ -33,7 +33,7 @@ from .recorded_structure import ExamplePass
 from .trace import TracedProgram
 
 EAGER, INTERPRETED, COMPILED = "eager", "interpreted", "compiled"
-_LEAST = 2, 4  # passes that were timed in the script, interpreted and in eager
+_MIN_TIMES = 2, 4  # passes that were timed in the script, interpreted and in eager
 TOO_FEW = "too few passes of one size to time it beside eager; record 20 or more of a size, or keep what is not timed by --tune none"
 log = logging.getLogger("aot_backward")
 
@@ -49,7 +49,7 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
     for example in program.examples:
         seen = example.times
         values = PassContract(spec).symbol_values(example.shapes, example.sizes)
-        if seen.times_interpreted < _LEAST[0] or seen.times_in_eager < _LEAST[1] or not holds_for(spec, example, values):
+        if seen.times_interpreted < _MIN_TIMES[0] or seen.times_in_eager < _MIN_TIMES[1] or not holds_for(spec, example, values):
             continue
         try:
             here = stopwatch.microseconds(_calls(program, spec, libraries, example), SECONDS, sample=0)

@@ -17,7 +17,7 @@ from aot_backward_runtime.errors import InputError
 from .recorded_structure import RecordedStructure
 
 T = TypeVar("T")
-_FEW, _MANY = 2, 16  # items of a batch: as many as processors, between these
+_MIN_BATCH, _MAX_BATCH = 2, 16  # items of a batch: as many as processors, between these
 MIN_SEEN = 2
 """Passes of a structure from which on it is compiled. What comes once is the end of something more often than the beginning."""
 
@@ -55,7 +55,7 @@ class Batches:
     def __init__(self, time_limit: float | None):
         """``time_limit``: seconds from now on."""
         self._limit, self._began = time_limit, time.monotonic()
-        self._largest = min(max(len(os.sched_getaffinity(0)), _FEW), _MANY)
+        self._largest = min(max(len(os.sched_getaffinity(0)), _MIN_BATCH), _MAX_BATCH)
 
     @property
     def is_over(self) -> bool:

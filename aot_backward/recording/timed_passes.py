@@ -22,12 +22,12 @@ from aot_backward_runtime.passes.call_sites import Place, place_of
 
 from .recorded_structure import PassTimes
 
-_BEFORE, _ROW, _LONGER, _TRIED = 2, 10, 25, 10
-_LEAST, _MOST, _ENOUGH = 20, 80, 0.05  # passes of a kind that are timed in eager; as many as are wanted to fill so many seconds
-_SHORT = 1e-3  # seconds
-_BEGINNING = 6  # nodes
-_LARGEST = 20_000  # nodes
-_KEPT = 4096
+_INTERPRETED_BEFORE, _ROW_LENGTH, _SHORT_PASS_ROW_LENGTH, _MAX_ROWS = 2, 10, 25, 10
+_MIN_TIMED, _MAX_TIMED, _SECONDS_TIMED = 20, 80, 0.05  # passes of a kind that are timed in eager; as many as are wanted to fill so many seconds
+_SHORT_PASS = 1e-3  # seconds
+_NODES_LOOKED_UP = 6  # nodes
+_MAX_NODES = 20_000  # nodes
+_MAX_GRAPHS = 4096
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Row:
 
     times: PassTimes
     likeness: int
-    length: int = _ROW
+    length: int = _ROW_LENGTH
     seconds: list[float] = field(default_factory=list)
 
 
@@ -52,11 +52,11 @@ class TimedPasses:
         """The row to which the pass that is called now belongs, which is run in eager, or None: it is to be interpreted. And whether one like it
         was met."""
         self._here.likeness = None
-        key = place_of(roots), _likeness(roots, inputs, _BEGINNING)
+        key = place_of(roots), _likeness(roots, inputs, _NODES_LOOKED_UP)
         row = self._rows.get(key)
         if row is not None and len(row.seconds) < row.length:
             return row, True
-        self._here.likeness = likeness = _likeness(roots, inputs, _LARGEST)
+        self._here.likeness = likeness = _likeness(roots, inputs, _MAX_NODES)
         self._here.interpreted = None
         if row is not None:
             self._rows.pop(key, None)
@@ -64,21 +64,21 @@ class TimedPasses:
                 row.times.eager = min(row.times.eager, min(row.seconds))
                 row.times.times_in_eager += len(row.seconds)
         times = self._times.get(likeness)
-        rows = min(self._rows_due(times), _TRIED) if times is not None else 0
-        if times is None or times.rows >= rows or _is_enough(times) or len(self._rows) >= _KEPT:
+        rows = min(self._rows_due(times), _MAX_ROWS) if times is not None else 0
+        if times is None or times.rows >= rows or _is_enough(times) or len(self._rows) >= _MAX_GRAPHS:
             return None, likeness in self._times
         times.rows += 1
-        self._rows[key] = row = Row(times, likeness, _LONGER if times.times_in_eager and times.eager < _SHORT else _ROW)
+        self._rows[key] = row = Row(times, likeness, _SHORT_PASS_ROW_LENGTH if times.times_in_eager and times.eager < _SHORT_PASS else _ROW_LENGTH)
         return row, True
 
     def _rows_due(self, times: PassTimes) -> int:
         """While passes of another kind are in a row, those that come between them join in: interpreted, they would make eager slower there, too."""
         others = any(len(row.seconds) < row.length for row in self._rows.values())
-        return -(-times.times_interpreted // _BEFORE) if others else times.times_interpreted // _BEFORE
+        return -(-times.times_interpreted // _INTERPRETED_BEFORE) if others else times.times_interpreted // _INTERPRETED_BEFORE
 
     def ran_in_eager(self, row: Row, roots: Sequence[Any], inputs: Sequence[Any], seconds: float) -> None:
         """The row ends where its beginning was all that the pass had in common with it."""
-        if _likeness(roots, inputs, _LARGEST) == row.likeness:
+        if _likeness(roots, inputs, _MAX_NODES) == row.likeness:
             row.seconds.append(seconds)
             row.times.passes_in_eager += 1
         else:
@@ -91,7 +91,7 @@ class TimedPasses:
             return
         if self._times.setdefault(likeness, times) is not times:
             self._times[likeness] = None
-        if len(self._times) > _KEPT:
+        if len(self._times) > _MAX_GRAPHS:
             del self._times[next(iter(self._times))]
         self._here.interpreted = times, seconds
 
@@ -106,7 +106,7 @@ class TimedPasses:
 
 def _is_enough(times: PassTimes) -> bool:
     count = times.times_in_eager
-    return count >= _MOST or (count >= _LEAST and count * times.eager >= _ENOUGH)
+    return count >= _MAX_TIMED or (count >= _MIN_TIMED and count * times.eager >= _SECONDS_TIMED)
 
 
 def _likeness(roots: Sequence[Any], inputs: Sequence[Any], most: int) -> int:

@@ -24,7 +24,7 @@ _DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8",
     "uint8": "u8", "complex64": "c64", "complex128": "c128",
 }  # fmt: skip
-_FEW = 4  # charts that are shown before the rest is folded away
+_CHARTS_SHOWN = 4  # charts that are shown before the rest is folded away
 
 
 def page(archive: Archive) -> str:
@@ -73,8 +73,9 @@ def _memory(seen: list[View]) -> Html:
         "does not store, so this is an upper bound on the values as long as it keeps their order. What operators need inside is not counted."
     )
     charts = [chart(view, n) for n, view in enumerate(seen)]
-    more = element("details", element("summary", f"{len(charts) - _FEW} more"), charts[_FEW:]) if len(charts) > _FEW else None
-    return section("memory", "Memory", element("p", said, class_="quiet"), charts[:_FEW], more)
+    folded = charts[_CHARTS_SHOWN:]
+    more = element("details", element("summary", f"{len(folded)} more"), folded) if folded else None
+    return section("memory", "Memory", element("p", said, class_="quiet"), charts[:_CHARTS_SHOWN], more)
 
 
 def _graph(seen: list[View]) -> Html:

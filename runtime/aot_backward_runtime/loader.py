@@ -214,14 +214,14 @@ def _other_entries(path: str, entries: Mapping[str, str], kind: str, name: str |
     """What ``entries`` (kinds by name) has in place of the ``kind`` entry that was asked for, and how to get it. ``names``: those of that kind."""
     wanted = f"one {kind} entry" if names and name is None else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
     has = [f"{k} {n!r}" for n, k in entries.items()]
-    others = f" and {len(has) - _SHOWN} others" if len(has) > _SHOWN else ""
-    ways = [_WAYS[k].format(name=n) for n, k in entries.items() if n in (name, *names) or not names][:_SHOWN]
-    return f"{path}: expected {wanted}, got {', '.join(has[:_SHOWN]) or 'none'}{others}. {f'Call {_or(ways)}.' if ways else 'Export one.'}"
+    others = f" and {len(has) - _ENTRIES_SHOWN} others" if len(has) > _ENTRIES_SHOWN else ""
+    ways = [_WAYS[k].format(name=n) for n, k in entries.items() if n in (name, *names) or not names][:_ENTRIES_SHOWN]
+    return f"{path}: expected {wanted}, got {', '.join(has[:_ENTRIES_SHOWN]) or 'none'}{others}. {f'Call {_or(ways)}.' if ways else 'Export one.'}"
 
 
 def _or(words: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-_SHOWN = 8  # entries, in a message
+_ENTRIES_SHOWN = 8  # entries, in a message
 _WAYS = {kind: f"load(path).{kind}({{name!r}})" for kind in ("module", "grad", "step")} | {"replay": "replay(path, entry={name!r})"}

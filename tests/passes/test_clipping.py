@@ -274,7 +274,7 @@ def test_what_cannot_be_compiled_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_wrong_clipping_is_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traced_clipping, "_SMALL", 0.5)
+    monkeypatch.setattr(traced_clipping, "_NORM_EPSILON", 0.5)
     with ab.record(tmp_path / "wrong.pt2", tune="none") as recording:
         for step in range(3):
             clip_grad_norm_(parameters(step), 1.5)

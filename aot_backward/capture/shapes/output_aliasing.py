@@ -19,7 +19,7 @@ from aot_backward_runtime.format.manifest import Shared
 
 from .symbolic_shapes import Sizes, expression_of, write
 
-_LARGEST = 1 << 24  # elements of a memory of which every one is looked at
+_MAX_ELEMENTS = 1 << 24  # elements of a memory of which every one is looked at
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _refuse_overlaps(found: Mapping[int, Place]) -> None:
 
 def _meet(place: Place, other: Place) -> bool:
     end = max(_span(place)[1], _span(other)[1])
-    if end > _LARGEST:
+    if end > _MAX_ELEMENTS:
         return True
     marks = torch.zeros(end, dtype=torch.bool)
     for p in (place, other):

@@ -11,7 +11,7 @@ from .tables import count
 if TYPE_CHECKING:
     from ...recording.record import Recording
 
-_SHOWN = 5  # reasons
+_REASONS_SHOWN = 5  # reasons
 
 
 def to_json(session: Recording) -> dict[str, Any]:
@@ -57,15 +57,15 @@ def lines(session: Recording, output: Path) -> Iterator[str]:
     if added.unfinished:
         why = "interrupted" if added.stopped == "interrupt" else f"the time limit of {session.time_limit:g} s was reached"
         yield f"{count(added.unfinished, 'structure')} left out: {why}"
-    yield from (f"  left out, not faster than eager: {words}" for words in added.slower[:_SHOWN])
-    if len(added.slower) > _SHOWN:
-        yield f"  left out, not faster than eager: {len(added.slower) - _SHOWN} others (--json has all)"
-    for reason, times in report.eager.shown(_SHOWN).items():
+    yield from (f"  left out, not faster than eager: {words}" for words in added.slower[:_REASONS_SHOWN])
+    if len(added.slower) > _REASONS_SHOWN:
+        yield f"  left out, not faster than eager: {len(added.slower) - _REASONS_SHOWN} others (--json has all)"
+    for reason, times in report.eager.shown(_REASONS_SHOWN).items():
         yield f"  eager x{times}: {reason}"
-    for reason in list(session.skipped)[:_SHOWN]:
+    for reason in list(session.skipped)[:_REASONS_SHOWN]:
         yield f"  left out: {reason}"
-    if len(session.skipped) > _SHOWN:
-        yield f"  left out for {len(session.skipped) - _SHOWN} other reasons (--json has all)"
+    if len(session.skipped) > _REASONS_SHOWN:
+        yield f"  left out for {len(session.skipped) - _REASONS_SHOWN} other reasons (--json has all)"
 
 
 def _written(session: Recording, output: Path) -> str:

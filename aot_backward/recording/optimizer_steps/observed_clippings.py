@@ -11,7 +11,7 @@ import torch
 from aot_backward_runtime.errors import InputError
 from aot_backward_runtime.optimizer_steps.compiled_clipping import Kind, refuse_unsupported
 
-_KINDS = 32  # that are kept
+_MAX_KINDS = 32  # that are kept
 
 
 @dataclass
@@ -48,11 +48,11 @@ class ObservedClippings:
             for gradient in gradients:
                 _refuse_odd(gradient)
         except InputError as error:
-            if len(self.refused) < _KINDS:
+            if len(self.refused) < _MAX_KINDS:
                 self.refused[f"{kind[0]} called at {line}"] = str(error)
             return
         look = (kind, *((str(g.dtype), tuple(g.shape), g.stride()) for g in gradients))
-        if look not in self.kinds and len(self.kinds) >= _KINDS:
+        if look not in self.kinds and len(self.kinds) >= _MAX_KINDS:
             return
         seen = self.kinds.setdefault(look, ObservedClipping(kind, line))
         seen.count += 1

@@ -23,8 +23,8 @@ from aot_backward_runtime.training.param_groups import plain
 from ...capture.step.optimizer_spec import duplicate
 from .observed_clippings import ObservedClippings
 
-_KINDS = 32  # kinds of steps that are kept
-_LOOKS, _THEN = 16, 64  # steps of an optimizer that are looked at one by one; then one of so many
+_MAX_KINDS = 32  # kinds of steps that are kept
+_FIRST_STEPS, _EVERY_STEPS = 16, 64  # steps of an optimizer that are looked at one by one; then one of so many
 
 
 @dataclass
@@ -68,18 +68,18 @@ class ObservedSteps:
         """Called before a step in eager."""
         line = origin.line()
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if number > _LOOKS and number % _THEN:
+        if number > _FIRST_STEPS and number % _EVERY_STEPS:
             return
         try:
             look = _look(optimizer)
         except (InputError, TypeError, ValueError) as error:
-            if len(self.refused) < _KINDS:
+            if len(self.refused) < _MAX_KINDS:
                 self.refused[f"{type(optimizer).__qualname__}, step called at {line}"] = str(error)
             return
         if look is None:
             return
         digest = hashlib.sha256(look.encode()).hexdigest()
-        if digest not in self.kinds and len(self.kinds) >= _KINDS:
+        if digest not in self.kinds and len(self.kinds) >= _MAX_KINDS:
             return
         kind = self.kinds.setdefault(digest, ObservedStep(name_of(type(optimizer)), line=line))
         kind.count += 1

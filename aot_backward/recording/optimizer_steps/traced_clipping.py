@@ -24,7 +24,7 @@ from ...checks.tolerance import Tolerance, compare, norm
 from .in_place_graph import in_place_graph, timed
 from .observed_clippings import ObservedClipping
 
-_SMALL = 1e-6  # what eager adds to the norm
+_NORM_EPSILON = 1e-6  # what eager adds to the norm
 
 
 class TracedClipping:
@@ -61,7 +61,7 @@ class TracedClipping:
             low, high = ([sign * limit.to(g.dtype) for g in gradients] for sign in (-1, 1))
             return [*(torch.minimum(torch.maximum(g, a), b) for g, a, b in zip(gradients, low, high, strict=True)), numbers[1].clone()]
         total = self._total_norm(gradients)
-        coefficient = torch.clamp(limit.to(total.dtype) / (total + _SMALL), max=1.0)
+        coefficient = torch.clamp(limit.to(total.dtype) / (total + _NORM_EPSILON), max=1.0)
         kept = (numbers[1] != 0) & ~torch.isfinite(total)
         coefficient = torch.where(kept, torch.ones_like(coefficient), coefficient)
         return [*((g * coefficient).to(g.dtype) for g in gradients), total.clone()]

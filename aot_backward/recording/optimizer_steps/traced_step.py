@@ -23,7 +23,7 @@ from ...checks.tolerance import Tolerance, compare
 from .in_place_graph import in_place_graph, timed
 from .observed_steps import ObservedStep, copied
 
-_STEPS = 3  # that are compared
+_STEPS_COMPARED = 3  # that are compared
 
 
 class TracedStep:
@@ -101,7 +101,7 @@ def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer,
     eager, ours = copied(example), copied(example)
     update = CompiledUpdate(spec, library)
     worst, name = 0.0, ""
-    for _ in range(_STEPS):
+    for _ in range(_STEPS_COMPARED):
         before = [(n, t.clone()) for n, t in _tensors(ours, spec)]
         step_of(eager)(eager)
         update.bind(ours).run(ours)

@@ -32,7 +32,7 @@ _CHECKS = {
     aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default, aten._linalg_check_errors.default,
 }  # fmt: skip
 """Operators that only raise, which an ONNX graph cannot."""
-_NAMED = 3  # parameters in a message
+_PARAMETERS_NAMED = 3  # parameters in a message
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def _parameter(graph: Graph, node: Any) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    if len(names) > _NAMED:
-        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
+    if len(names) > _PARAMETERS_NAMED:
+        return f"{', '.join(names[:_PARAMETERS_NAMED])} and {len(names) - _PARAMETERS_NAMED} more"
     return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
 
 

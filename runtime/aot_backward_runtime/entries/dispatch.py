@@ -18,7 +18,7 @@ from ..native.library import Library
 from ..native.pytree import Types, signature
 from ..native.variant import Variant
 
-_REMEMBERED = 8  # signatures with a fast check; each costs one failing check for the ones behind it
+_MAX_SIGNATURES = 8  # signatures with a fast check; each costs one failing check for the ones behind it
 _RESOLVED = 1024  # signatures whose variant is known
 
 
@@ -108,7 +108,7 @@ class Entry:
                 self._resolved[key] = variant
             if untouched:
                 self._fast.insert(0, (Fast(matched.flat), variant, matched.sizes, wanted))
-                del self._fast[_REMEMBERED:]
+                del self._fast[_MAX_SIGNATURES:]
             return matched
         if short is not None:
             return short

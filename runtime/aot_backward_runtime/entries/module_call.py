@@ -54,7 +54,7 @@ def _bound_call(
     return matched, binding, runnable
 
 
-_REMEMBERED = 32
+_MAX_CALLS = 32
 
 
 class KnownCalls(dict[tuple[int, int], "_KnownSources"]):
@@ -88,7 +88,7 @@ def _differentiated(
         state, inputs = differentiated(entry, matched.variant, current, matched)
         targets = [entry.state.targets[i] for i in state] + [f"input:{i}" for i in inputs]
         of = matched.variant.differentiated(targets) if targets else None
-        if len(every) >= _REMEMBERED:
+        if len(every) >= _MAX_CALLS:
             every.clear()
         known = _KnownSources(binding, matched.sizes, of, state, inputs)
         asked = entry.state.asked(binding)

@@ -30,7 +30,7 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _DYNAMIC = struct.Struct("<qQ")
 _VERNEED, _VERNAUX = struct.Struct("<HHIII"), struct.Struct("<IHHII")
 _VERDEF, _VERDAUX = struct.Struct("<HHHHIII"), struct.Struct("<II")
-_MOST = 1 << 16  # headers, tags or versions of one kind; the largest of libtorch_cpu.so is about 100
+_MAX_HEADERS = 1 << 16  # headers, tags or versions of one kind; the largest of libtorch_cpu.so is about 100
 # A version without a number that came with a numbered glibc: packed relative relocations.
 _UNNUMBERED = {"GLIBC_ABI_DT_RELR": ("GLIBC", "2.36")}
 
@@ -147,7 +147,7 @@ class _File:
         tables = [s for s in segments if s.kind == _PT_DYNAMIC]
         if len(tables) != 1:
             raise self.wrong(f"{len(tables)} dynamic sections, expected 1")
-        if tables[0].size > _MOST * _DYNAMIC.size or tables[0].size % _DYNAMIC.size:
+        if tables[0].size > _MAX_HEADERS * _DYNAMIC.size or tables[0].size % _DYNAMIC.size:
             raise self.wrong(f"a dynamic section of {tables[0].size} bytes")
         for tag, value in _DYNAMIC.iter_unpack(self.read(tables[0].offset, tables[0].size, "dynamic section")):
             if tag == _DT_NULL:
@@ -172,7 +172,7 @@ class _File:
         the next record's offset follows ``down`` in the one layout, and is the last field of the other."""
         if table not in tags:
             return
-        left = _MOST
+        left = _MAX_HEADERS
         address = tags[table]
         for _ in range(tags.get(number, 0)):
             record = layout.unpack(self.at_address(segments, address, layout.size, "symbol versions"))
@@ -180,7 +180,7 @@ class _File:
             for _ in range(record[count]):
                 left -= 1
                 if left < 0:
-                    raise self.wrong(f"more than {_MOST} symbol versions")
+                    raise self.wrong(f"more than {_MAX_HEADERS} symbol versions")
                 item = auxiliary.unpack(self.at_address(segments, inner, auxiliary.size, "symbol versions"))
                 yield item[name]
                 inner += item[-1]

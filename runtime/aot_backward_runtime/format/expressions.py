@@ -19,13 +19,13 @@ _ALLOWED = (
     ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE,
 )  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., int]] = {"max": max, "min": min}
-_LONGEST = 10_000  # characters; the longest guard of 29 real models was below 400
+_MAX_CHARACTERS = 10_000  # characters; the longest guard of 29 real models was below 400
 
 
 @lru_cache(maxsize=4096)
 def _compiled(text: str) -> tuple[Any, frozenset[str]]:
-    if len(text) > _LONGEST:
-        raise PackageError(f"expression of {len(text)} characters; the format allows {_LONGEST}")
+    if len(text) > _MAX_CHARACTERS:
+        raise PackageError(f"expression of {len(text)} characters; the format allows {_MAX_CHARACTERS}")
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -62,7 +62,7 @@ class BoundState:
         # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
         look = _Look(Fast(own), (tensors, looks[0].binding[1] if stayed else addresses), HeldStorages(own))
         look.asked = before if before == self._requiring(current) else None  # another thread sets it meanwhile
-        self._looks = [look, *looks[: _LOOKS - 1]] if stayed else [look]
+        self._looks = [look, *looks[: _MAX_LOOKS - 1]] if stayed else [look]
         return look.binding
 
     def asked(self, binding: Binding) -> list[int] | None:
@@ -103,7 +103,7 @@ class BoundState:
         return True
 
 
-_LOOKS = 4
+_MAX_LOOKS = 4
 """Of tensors at the same addresses, such as parameters that a script freezes and thaws in each step."""
 
 

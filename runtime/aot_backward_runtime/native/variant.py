@@ -15,7 +15,7 @@ from .library import Library
 from .plan import ROLES, Runnable
 from .pytree import arguments, flatten
 
-_MOST = 256  # sets of tensors whose gradients were asked for together, that are kept
+_MAX_TARGET_SETS = 256  # sets of tensors whose gradients were asked for together, that are kept
 
 
 class Variant:
@@ -50,7 +50,7 @@ class Variant:
         """``wrt``: what gradients are asked for, as the manifest names it."""
         found = self._differentiated.get(tuple(wrt))
         if found is None:
-            if len(self._differentiated) >= _MOST:  # a script that freezes parameters at random
+            if len(self._differentiated) >= _MAX_TARGET_SETS:  # a script that freezes parameters at random
                 self._differentiated.clear()
             found = self._differentiated[tuple(wrt)] = Differentiated(self, wrt)
         return found

@@ -18,7 +18,7 @@ NORM, VALUE = "clip_grad_norm_", "clip_grad_value_"
 Kind = tuple[str, str]
 """The function, and its ``norm_type`` as the package states it: ``("clip_grad_norm_", "2.0")``."""
 
-_MOST = 1_000  # vectors of numbers that are kept
+_MAX_VECTORS = 1_000  # vectors of numbers that are kept
 
 
 class CompiledClipping:
@@ -41,7 +41,7 @@ class CompiledClipping:
         vector = self._numbers.get((limit, keep_nonfinite))
         if vector is None:
             vector = torch.tensor([limit, keep_nonfinite], dtype=torch.float64, device="cpu")
-            if len(self._numbers) >= _MOST:
+            if len(self._numbers) >= _MAX_VECTORS:
                 self._numbers.clear()
             self._numbers[limit, keep_nonfinite] = vector
         return vector

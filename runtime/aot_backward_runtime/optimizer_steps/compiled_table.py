@@ -11,7 +11,7 @@ Does = str | tuple[str, str]
 """An optimizer's class by its full name, or a function that clips with its ``norm_type``."""
 
 _UNFIT = InputError, LookupError, TypeError, ValueError  # the last three of an option that is missing or is not a number: eager says so
-_LONGEST = 64  # calls for which what did not fit is not looked at again
+_MAX_WAIT = 64  # calls for which what did not fit is not looked at again
 
 
 class Bound(Protocol):
@@ -68,7 +68,7 @@ class CompiledTable:
             result = bound.run(subject, *numbers)
         except _UNFIT as error:
             met.reason = str(error) if isinstance(error, InputError) else f"its options or state cannot be read: {type(error).__name__}: {error}"
-            met.waits, met.next_wait = met.next_wait, min(max(2 * met.next_wait, 1), _LONGEST)
+            met.waits, met.next_wait = met.next_wait, min(max(2 * met.next_wait, 1), _MAX_WAIT)
             raise InputError(met.reason) from error
         return self._ran(met, bound), result
 

@@ -21,11 +21,11 @@ Place = tuple[str, int, int, str, int, int, str]
 """Files, functions' first lines and instructions of the two innermost frames that are neither torch's nor ours, since one may be a library's that is
 called from several places; and the type of the first root."""
 
-_SURE = 3
-_SERVED = 0.1  # where more of the passes than this were served, structures take turns there, and none goes to eager unseen
-_REMEMBERED = 64  # looks
-_LOOKED_AT = 128  # one in 64 on the average: a fixed step would miss what the script does every second pass
-_KEPT = 1024
+_UNSERVED_IN_A_ROW = 3
+_SERVED_PART = 0.1  # where more of the passes than this were served, structures take turns there, and none goes to eager unseen
+_LOOKS_REMEMBERED = 64  # looks
+_MAX_SKIP = 128  # one in 64 on the average: a fixed step would miss what the script does every second pass
+_MAX_PLACES = 1024
 
 
 @dataclass
@@ -35,11 +35,11 @@ class _Seen:
     in_a_row: int = 0  # passes that were not served
     looks: int = 0
     served: float = 0.0  # the part of those looks that found a pass which was, the last ones counting most
-    until_look: int = _LOOKED_AT
+    until_look: int = _MAX_SKIP
 
     def note(self, served: bool) -> None:
         self.in_a_row = 0 if served else self.in_a_row + 1
-        self.looks = min(self.looks + 1, _REMEMBERED)
+        self.looks = min(self.looks + 1, _LOOKS_REMEMBERED)
         self.served += (served - self.served) / self.looks
 
 
@@ -55,10 +55,10 @@ class CallSites:
         if not self._seen:
             return False
         seen = self._seen.get(place_of(roots))
-        if seen is None or seen.in_a_row < _SURE or seen.served > _SERVED:
+        if seen is None or seen.in_a_row < _UNSERVED_IN_A_ROW or seen.served > _SERVED_PART:
             return False
         left = seen.until_look
-        seen.until_look = left - 1 if left > 0 else self._random.randrange(1, _LOOKED_AT)
+        seen.until_look = left - 1 if left > 0 else self._random.randrange(1, _MAX_SKIP)
         return left > 0
 
     def note(self, roots: Sequence[Any], *, served: bool) -> None:
@@ -68,7 +68,7 @@ class CallSites:
         place = place_of(roots)
         seen = self._seen.get(place)
         if seen is None:
-            if served or len(self._seen) >= _KEPT:
+            if served or len(self._seen) >= _MAX_PLACES:
                 return
             seen = self._seen[place] = _Seen()
         seen.note(served)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..optimizer_steps.compiled_update import NO_STATE
 
-_KEPT, _SHOWN, _IN_TEXT = 256, 12, 3
+_MAX_REASONS, _REASONS_SHOWN, _IN_TEXT = 256, 12, 3
 REST = "(other reasons)"
 
 
@@ -20,14 +20,14 @@ class Reasons(Counter[str]):
         if count < 1:
             return
         self[reason] += count
-        if len(self) > _KEPT:
+        if len(self) > _MAX_REASONS:
             rest = self.pop(REST, 0)
-            for rare, count in self.most_common()[_KEPT // 2 :]:
+            for rare, count in self.most_common()[_MAX_REASONS // 2 :]:
                 del self[rare]
                 rest += count
             self[REST] = rest
 
-    def shown(self, most: int = _SHOWN) -> dict[str, int]:
+    def shown(self, most: int = _REASONS_SHOWN) -> dict[str, int]:
         """The most frequent, and how many passes had another one."""
         first = [(reason, count) for reason, count in self.most_common(most + 1) if reason != REST][:most]
         rest = sum(self.values()) - sum(count for _, count in first)

@@ -82,7 +82,8 @@ class Replaying:
         observer: PassObserver | None = None,
         step_observer: StepObserver | None = None,
     ):
-        self.report, self.strict, self._observer = Report(), strict, observer
+        self.report = Report()
+        self.strict, self._observer = strict, observer
         self.looks_at_all = strict or observer is not None or package is None
         self.engine = Engine(self, may_leave=not self.looks_at_all)
         self.steps = ServedSteps(package if optimizer else None, entry, self.report, step_observer)

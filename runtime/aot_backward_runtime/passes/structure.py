@@ -18,9 +18,9 @@ from ..tapes.tape import Tape
 from .compiled_pass import CompiledPass, Match
 from .pass_contract import Operands
 
-_ADVICE = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")
+_ADVICE_OF_GUARDS = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")
 """What the guards advise the caller of an exported entry, who passes the tensors; the caller of a backward pass passes none."""
-_REMEMBERED = 1024  # lists of shapes with a fast check, per structure
+_MAX_SHAPES = 1024  # lists of shapes with a fast check, per structure
 
 
 class Structure:
@@ -55,10 +55,10 @@ class Structure:
                 check_ambient(variant.spec.ambient, variant.device)
                 fitting, values, untouched = variant.contract.fit_pass(operands)
             except InputError as error:
-                failures.append(_ADVICE.sub("", str(error)))
+                failures.append(_ADVICE_OF_GUARDS.sub("", str(error)))
                 continue
             if untouched:
-                if len(self._fast) >= _REMEMBERED:
+                if len(self._fast) >= _MAX_SHAPES:
                     del self._fast[next(iter(self._fast))]
                 self._fast[key] = _KnownSizes(variant, list(sizes), list(operands.scalars), Fast(inputs), values)
             return Match(variant, fitting, values)

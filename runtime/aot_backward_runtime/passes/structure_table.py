@@ -15,10 +15,10 @@ from ..tapes.tape import Tape
 from .recorded_times import is_served
 from .structure import Structure
 
-_NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
+_MAX_CONTEXT_NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
 MAX_STRUCTURES = 128
 """Structures that no package holds, in one context. Each has its tape kept: 1 to 4 kB a node."""
-_SMALL = 32
+_SMALL_STRUCTURE = 32
 """Nodes. In a replay a structure counts for as many of :data:`MAX_STRUCTURES` as it has times so many: to record and interpret a pass takes about
 0.25 ms a node, where eager takes 0.01, so a script of which each pass is a new structure loses a second by default (128 passes of 700 nodes: 20)."""
 
@@ -75,7 +75,7 @@ class StructureTable:
         if tape.plain_customs and fingerprint not in self._specs:
             called = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
             seen = self._context_numbers.get(called.fingerprint(), set())
-            if fingerprint not in seen and (called.fingerprint() in self._specs or len(seen) >= _NUMBERS):
+            if fingerprint not in seen and (called.fingerprint() in self._specs or len(seen) >= _MAX_CONTEXT_NUMBERS):
                 tape, fingerprint = called, called.fingerprint()
             elif not self.full:
                 seen.add(fingerprint)
@@ -89,7 +89,7 @@ class StructureTable:
             self.tapes.append(tape)
             if known.spec is None:
                 self._unknown += 1
-                self._weight += max(1, len(tape.nodes) / _SMALL) if self._by_nodes else 1
+                self._weight += max(1, len(tape.nodes) / _SMALL_STRUCTURE) if self._by_nodes else 1
                 if self.full:
                     self._on_full()
         return known

@@ -19,8 +19,8 @@ from typing import Any
 _LARGE = 1 << 20  # bytes of gradients; below, it makes no difference that could be measured
 _LARGE_MODEL = 1 << 26  # bytes of weights
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
-_KEPT = 1 << 30
-_LARGEST = 32 << 20  # glibc's own threshold grows up to that, with the largest block that was freed, and the other one to twice as much
+_NEVER = 1 << 30  # bytes, a threshold that no block of a step reaches
+_LARGE_BLOCK = 32 << 20  # glibc's own threshold grows up to that, with the largest block that was freed, and the other one to twice as much
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 _state = {"keeps": False, "frees": False}  # whether a step has asked for the first, and an export is within the second
 
@@ -31,14 +31,14 @@ def keep(size: int) -> bool:
     if size < _LARGE or _chosen():
         return False
     _state["keeps"] = True
-    return _state["frees"] or _put(_KEPT, _KEPT)
+    return _state["frees"] or _put(_NEVER, _NEVER)
 
 
 @contextlib.contextmanager
 def freed_at_once(size: int) -> Iterator[None]:
     """A context in which the system has back each block of a megabyte or more as soon as it is freed, if ``size``, the bytes of a model's weights, is
     large and the user has not set malloc's thresholds. Afterwards they are those of any process that once freed 32 MB, or :func:`keep`'s."""
-    if size < _LARGE_MODEL or _chosen() or _state["frees"] or not _put(_LARGE, _LARGEST):
+    if size < _LARGE_MODEL or _chosen() or _state["frees"] or not _put(_LARGE, _LARGE_BLOCK):
         yield
         return
     _state["frees"] = True
@@ -46,7 +46,7 @@ def freed_at_once(size: int) -> Iterator[None]:
         yield
     finally:
         _state["frees"] = False
-        _put(*((_KEPT, _KEPT) if _state["keeps"] else (_LARGEST, 2 * _LARGEST)))
+        _put(*((_NEVER, _NEVER) if _state["keeps"] else (_LARGE_BLOCK, 2 * _LARGE_BLOCK)))
         _libc().malloc_trim(0)
 
 

@@ -13,7 +13,7 @@ from ..errors import StateError
 from .param_groups import Numbers
 
 KEY = "loss_scale"
-_LARGEST = sys.float_info.max  # of Python's integers, too
+_MAX_FLOAT = sys.float_info.max  # of Python's integers, too
 
 
 class LossScale:
@@ -33,7 +33,7 @@ class LossScale:
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             kinds = (int,) if name == "growth_interval" else (int, float)
-            if name not in ("growth_factor", "backoff_factor", "growth_interval") or type(value) not in kinds or not 0 < value <= _LARGEST:
+            if name not in ("growth_factor", "backoff_factor", "growth_interval") or type(value) not in kinds or not 0 < value <= _MAX_FLOAT:
                 raise StateError(f"the loss scale's {name} is set to {value!r:.60}; growth_factor, backoff_factor and growth_interval are positive")
         super().__setattr__(name, value)
 
@@ -87,7 +87,7 @@ class LossScale:
             raise StateError(f"the state of the loss scale is {state!r:.120}; expected {sorted(expected)}, as torch.amp.GradScaler has it")
         for key, value in state.items():
             whole = key in ("growth_interval", "_growth_tracker")
-            if type(value) not in ((int,) if whole else (int, float)) or not 0 <= value <= _LARGEST or (key != "_growth_tracker" and not value):
+            if type(value) not in ((int,) if whole else (int, float)) or not 0 <= value <= _MAX_FLOAT or (key != "_growth_tracker" and not value):
                 raise StateError(f"the loss scale's {key} is {value!r:.60}; expected a positive number")
         if not 0 < _float32(state["scale"]) < math.inf:
             raise StateError(f"the loss scale is {state['scale']!r}; expected a positive, finite number")

@@ -19,7 +19,7 @@ Metadata = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | No
 COUNTERS = ("count", "skipped", "accumulated")
 MALFORMED = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 """What a state of another structure raises where it is read: other nesting, missing keys, numbers and tensors of other kinds."""
-_LARGEST = 1 << 62
+_MAX_COUNT = 1 << 62
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options by which eager chooses among implementations of the same computation."""
 _LOSS = "loss_fn."
@@ -211,6 +211,6 @@ def matching(what: str, own: Mapping[str, torch.Tensor], given: Any, exactly: bo
 
 def counter(name: str, value: Any) -> int:
     """``value``, checked to be a count."""
-    if type(value) is not int or not 0 <= value < _LARGEST:
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise StateError(f"{name} is {value!r:.60}; expected a count")
     return value
