@@ -49,7 +49,7 @@ class Program(click.ParamType):
 )
 @click.option("--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
-@tune_option("How many ways to compile are timed beside eager: those that the graphs give reason for, all, or none. The fastest is shipped.")
+@tune_option("How many ways to compile are timed beside eager: those that the graphs suggest, or none. The fastest is shipped.")
 @click.option(
     "--entry",
     "wanted",

@@ -1,6 +1,6 @@
 """Manifests from and to JSON. The reader compares the manifest's SHA-256, then refuses and names a field that does not fit the schema.
 
-Since format 1.15 a manifest ends with the field ``"sha256"``, which holds the SHA-256 of all bytes before its comma (``docs/format.md``, section 5).
+Since format 1.15 a manifest ends with the field ``"sha256"``, which holds the SHA-256 of all bytes before its comma (``docs/format.md``, section 3).
 """
 
 from __future__ import annotations
