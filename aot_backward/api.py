@@ -33,19 +33,22 @@ def export(
     runtime: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Compiles ``entries`` ahead of time, compares each with eager, and writes one package to ``path``.
+    """Compile ``entries`` ahead of time, compare each with eager, and write one package to ``path``.
 
-    ``target``: "cpu" (any x86-64-v3 processor, the same as "cpu:avx2"), "cpu:sse4" (older ones), "cpu:avx512", several with commas between them, of
-    which ``load`` takes the best that its processor can, "cuda" (this machine's GPU), or "cuda:sm_90" and others (GPUs that need not be here:
-    ``docs/rebuild.md``). ``weights=False`` leaves the weights out; they are bound when the package is loaded. ``portable=False`` leaves out the
-    graphs as data, without which the package can neither be rebuilt for another torch or target nor converted. Nothing is written where a gradient
-    is wrong or cannot be had: :class:`ExportError` says which and why.
-    ``tune``: how many ways to compile a variant are tried, each timed beside eager, of which the fastest is shipped: "quick", those that the graph
-    gives reason for; "none". Without it what ``$AOT_BACKWARD_TUNE`` says, else "quick". What was measured is in the package
-    (``VariantSpec.speed``), and what is slower than eager is logged as a warning.
-    ``runtime="standalone"``: every entry must run without PyTorch (``docs/native.md``); :class:`ExportError` names the operators that stand in the
-    way. Otherwise it is tried where ``aot-backward-native`` is installed, and the package says what came of it (``EntrySpec.standalone``).
-    The modules are left as they were: parameters, buffers, ``.grad``, modes and the random state.
+    ``target``: "cpu" (any x86-64-v3 processor, the same as "cpu:avx2"), "cpu:sse4" (older ones), "cpu:avx512", several of these separated by commas
+    (``load`` takes the best one for its processor), "cuda" (this machine's GPU), or "cuda:sm_90" and others (GPUs that need not be here:
+    ``docs/rebuild.md``). ``weights=False`` omits the weights; they are bound when the package is loaded. ``portable=False`` omits the graphs as data:
+    the package can then neither be rebuilt for another torch or target nor converted. If a gradient is wrong or cannot be computed, nothing is
+    written and :class:`ExportError` gives the reason.
+
+    ``tune``: "quick" compiles a variant in each way that the graph gives reason for, times them and eager, and ships the fastest; "none" times
+    nothing. The default is ``$AOT_BACKWARD_TUNE``, else "quick". The package stores the measurements (``VariantSpec.speed``). Variants that are
+    slower than eager are logged as a warning.
+
+    ``runtime="standalone"``: every entry must run without PyTorch (``docs/native.md``); :class:`ExportError` names the operators that prevent it.
+    Otherwise this is tried if ``aot-backward-native`` is installed, and the package states the result (``EntrySpec.standalone``).
+
+    The modules stay unchanged: parameters, buffers, ``.grad``, modes and the random state.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
         raise ExportError(f"path is {path!r}; expected the name of the file to write, such as 'model.pt2'")
@@ -64,8 +67,8 @@ def export(
 
 
 def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, progress: Progress | None) -> Path:
-    """Compiled for the CPU and compared with eager there, which casts under autocast as it would on a GPU; then the same graphs for the GPUs, which
-    compares nothing where there is none."""
+    """Compile for the CPU and compare with eager there, which casts under autocast as on a GPU. Then compile the same graphs for the GPUs; without a
+    GPU these are not compared."""
     from .packaging.rebuild import check_target, rebuild
 
     check_target(target)  # before minutes of compiling
@@ -89,8 +92,8 @@ def export_module(
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
-    """One module, one variant, in its present mode: forward and backward, with ``order=2`` twice. See :class:`Module`, :class:`Variant` and
-    :func:`export`."""
+    """Export one module, one variant, in its present mode: forward and backward, with ``order=2`` also second derivatives. See :class:`Module`,
+    :class:`Variant` and :func:`export`."""
     variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes, requires_grad=requires_grad)
     return export(path, {"module": Module(module, [variant], order)}, target=target, tune=tune, progress=progress)
 
@@ -108,7 +111,7 @@ def export_grad(
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
-    """One function or module that returns a loss: value and gradients in one fused graph. See :class:`Grad` and :func:`export`."""
+    """Export one function or module that returns a loss: value and gradients in one fused graph. See :class:`Grad` and :func:`export`."""
     variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes)
     return export(path, {"grad": Grad(fn_or_module, [variant], wrt, has_aux)}, target=target, tune=tune, progress=progress)
 
@@ -132,7 +135,7 @@ def export_step(
     loss_scale: float | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """A whole training step, in the module's present mode: forward, backward and optimizer in one native call. See :class:`Step` and
+    """Export a whole training step, in the module's present mode: forward, backward and optimizer in one native call. See :class:`Step` and
     :func:`export`. ``args``: the module's positional arguments and, with a ``loss_fn``, its target as the last."""
     step = Step(
         module,

@@ -1,4 +1,4 @@
-"""What registered the operators that a package calls, and PyTorch itself does not have: a process that loads the package must have them, too."""
+"""Find the source of operators that a package calls and PyTorch itself lacks: a process that loads the package must register them, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("aot_backward")
 
 
 def operators_of(manifest: Manifest) -> dict[str, OperatorSpec]:
-    """The operators that the libraries call and PyTorch does not have, with what registered each here; where nothing did, as ``manifest`` says."""
+    """Return the operators that the libraries call and PyTorch lacks, each with its source here or, if it has none, the source in ``manifest``."""
     called = sorted({o for spec in manifest.libraries.values() for build in spec.every_build for o in build.operators})
     found = {o: _registered_by(o) for o in called if o.partition("::")[0] not in torch_api.NAMESPACES}
     theirs = {o: s for o, s in found.items() if s.module.partition(".")[0] != "torch"}
@@ -26,7 +26,7 @@ def operators_of(manifest: Manifest) -> dict[str, OperatorSpec]:
 
 
 def say(operators: Mapping[str, OperatorSpec]) -> None:
-    """Logs what a process that loads a package calling these operators must do first."""
+    """Log the steps that a process must take before it loads a package with calls of these operators."""
     by_source: dict[OperatorSpec, list[str]] = {}
     for operator, spec in operators.items():
         by_source.setdefault(spec, []).append(operator)
@@ -49,8 +49,8 @@ def _advice(spec: OperatorSpec) -> str:
 
 
 def _registered_by(operator: str) -> OperatorSpec:
-    """By its ``torch.library.custom_op``; by what a C++ library says of itself (``m.set_python_module``); by the Python file that defined it, or that
-    registered what a trace must know of it; by a compiled extension that has its name."""
+    """Return the source of an operator, found by its ``torch.library.custom_op``; the C++ library's own statement (``m.set_python_module``); the
+    Python file that defined it or registered its tracing rules; a compiled extension that contains its name."""
     name, _, overload = operator.partition(".")
     module = sys.modules.get(torch_api.module_of_custom_op(name))
     if module is not None:
@@ -65,7 +65,7 @@ def _registered_by(operator: str) -> OperatorSpec:
 
 
 def _modules() -> Iterator[ModuleType]:
-    """Those that are imported, but for torch's own, through which others register; ``__main__`` last: a script may have imported itself by name."""
+    """Yield the imported modules, except torch's own, which others register through; ``__main__`` last: a script may have imported itself by name."""
     yield from (m for n, m in list(sys.modules.items()) if isinstance(m, ModuleType) and n.partition(".")[0] not in ("__main__", "torch"))
     yield sys.modules["__main__"]
 
@@ -81,7 +81,7 @@ def _spec(module: ModuleType) -> OperatorSpec:
 
 
 def _importable(module: ModuleType) -> bool:
-    """Whether an import of that name would find the same file, were the module not imported yet."""
+    """Return whether importing that name anew would find the same file."""
     top = module.__name__.partition(".")[0]
     whole = sys.modules.get(top)
     if top == "__main__" or whole is None:
@@ -92,6 +92,6 @@ def _importable(module: ModuleType) -> bool:
 
 
 def _holds(file: Path, name: str) -> bool:
-    """Whether a library has both parts of an operator's name among its strings."""
+    """Return whether a library contains both parts of an operator's name."""
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return all(content.find(part.encode()) >= 0 for part in name.split("::"))

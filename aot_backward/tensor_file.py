@@ -1,6 +1,6 @@
-"""Named tensors in a safetensors file: read, and written whole or not at all.
+"""Read named tensors from a safetensors file, and write them completely or not at all.
 
-Not with the safetensors library's own writer: that needs numpy, which this distribution does not ask for.
+The safetensors library's own writer is not used: it needs numpy, which this distribution does not require.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aot_backward_runtime.native.tensor_bytes import dtype_name, tensor_chunks
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name."""
+    """Return the tensors of a safetensors file by name."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -28,7 +28,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes ``path``; the old file stays where that fails."""
+    """Write ``path``. The old file stays if that fails."""
     unknown = [f"{name!r} of {t.dtype}" for name, t in tensors.items() if not stored_as(dtype_name(t), ())[0] or t.dtype is torch.complex128]
     if unknown:
         raise AotBackwardError(f"safetensors has no dtype for {', '.join(unknown)}")

@@ -1,6 +1,6 @@
-"""One graph on its way to the compiler: its parameters and buffers become constants, and its inputs and outputs a plan of the runtime.
+"""Prepare one graph for the compiler: its parameters and buffers become constants, its inputs and outputs a plan of the runtime.
 
-Parameters and buffers become ``get_attr`` nodes, which AOTInductor turns into constants that the runtime binds by pointer: they are never passed.
+Parameters and buffers become ``get_attr`` nodes. AOTInductor turns these into constants, which the runtime binds by pointer; they are never passed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Weights = Mapping[str, tuple[str, torch.Tensor]]
 
 
 class GraphBinder:
-    """Collects the results of ``graph``, which it changes, binds its constants, and says how it is called. ``joint``: what the graph is a part of."""
+    """Collects the results of ``graph``, which it modifies, binds its constants and makes its plan. ``joint``: the program that contains the
+    graph."""
 
     def __init__(self, joint: Joint, graph: GraphModule, name: str, weights: Weights):
         self.joint, self.graph, self.name, self.weights = joint, graph, name, weights
@@ -36,18 +37,18 @@ class GraphBinder:
         self.results: list[Node] = []
         self.names: list[str] = []
         self.saved: dict[str, int] = {}  # placeholder name -> index among the saved tensors
-        self.origins: dict[str, str] = {}  # of saved tensors that are inputs or outputs, too, by placeholder name: what they are called there
+        self.origins: dict[str, str] = {}  # placeholder name -> name, for saved tensors that are also inputs or outputs
         self.donated: frozenset[int] = frozenset()  # saved tensors that nothing else refers to
 
     def result(self, node: Node, name: str = "") -> str:
-        """The node as an output of the compiled graph, ``result:I``; a repeat is not computed twice."""
+        """Add the node to the outputs of the compiled graph and return ``result:I``; a repeated node is computed once."""
         if node not in self.results:
             self.results.append(node)
             self.names.append(name or node.name)
         return f"result:{self.results.index(node)}"
 
     def outputs(self, results: list[Any]) -> tuple[str, ...]:
-        """The flat output tensors of the program as sources; ``results`` are the graph's, in the joint graph's order."""
+        """Return the sources of the program's flat output tensors; ``results`` are the graph's, in the joint graph's order."""
         first = self.joint.forward_values - len(self.joint.outputs)
         sources = []
         for i, output in enumerate(self.joint.outputs):
@@ -66,7 +67,7 @@ class GraphBinder:
         watched: tuple[str, ...] = (),
         gradients: tuple[Gradient, ...] = (),
     ) -> Plan:
-        """Binds constants, adds the graph to ``graphs`` where it computes anything, and returns the plan."""
+        """Bind constants, add the graph to ``graphs`` if it computes anything, and return the plan."""
         joint, graph = self.joint, self.graph
         fx_graph.truncate(graph, self.results)
         constants: dict[str, tuple[str, torch.Tensor]] = {}
@@ -97,7 +98,7 @@ class GraphBinder:
                 number = self.saved[node.name]
                 if number in self.donated:
                     donated.append((len(operands), number))
-                # its name says again what the plan says of it: a reader compares the two
+                # the name repeats the plan, and a reader compares the two
                 more = ", consumed" if number in self.donated else f" = {self.origins[node.name]}" if node.name in self.origins else ""
                 operands.append(f"saved:{number}")
                 inputs.append(joint.sizes.spec(f"saved[{number}]{more}", node.meta["val"], False))
@@ -124,10 +125,10 @@ class GraphBinder:
         return Plan(call, outputs, saved, watched, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), gradients, consumes)
 
     def _replace_sizes(self) -> None:
-        """Size placeholders become sizes of tensor placeholders; where no tensor shows the size, an empty one of shape (size, 0) carries it."""
+        """Replace size placeholders by sizes of tensor placeholders. If no tensor has the size, an empty one of shape (size, 0) carries it."""
         graph, joint = self.graph, self.joint
         for node in graph.graph.find_nodes(op="placeholder"):
-            if "val" not in node.meta:  # an argument that is no tensor: its value is in the graph already
+            if "val" not in node.meta:  # a non-tensor argument: its value is already in the graph
                 graph.graph.erase_node(node)
         placeholders = list(graph.graph.find_nodes(op="placeholder"))
         shown: dict[Any, tuple[Node, int]] = {}
@@ -142,7 +143,7 @@ class GraphBinder:
             if node.users:
                 expression = expression_of(value)
                 if expression not in shown:
-                    first = next(iter(graph.graph.find_nodes(op="placeholder")))  # of those that are left
+                    first = next(iter(graph.graph.find_nodes(op="placeholder")))  # of the remaining placeholders
                     with graph.graph.inserting_before(first), joint.fake_mode:
                         carrier = graph.graph.placeholder(f"carrier_{len(shown)}")
                         carrier.meta["val"] = torch.empty((value, 0), device=joint.device)
@@ -158,7 +159,7 @@ class GraphBinder:
 
 def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, torch.Tensor], constants: dict[str, tuple[str, torch.Tensor]]) -> Node:
     attribute = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
-    if attribute[0].isdigit():  # of nn.Sequential; the compiler would rename it so, and the library's name must be the graph's
+    if attribute[0].isdigit():  # from nn.Sequential; the compiler would rename it this way, and both names must match
         attribute = f"constant_{attribute}"
     while attribute in constants:
         attribute += "_"
@@ -171,8 +172,8 @@ def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, tor
 
 
 def lift_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]], device: torch.device) -> None:
-    """Tensors that the program made or closed over are stored like weights, and bound like them, by content: each trace names them anew. Where the
-    graph is for a GPU, numbers (0-d tensors on the CPU) go there, as eager takes them along."""
+    """Store and bind tensors that the program made or closed over like weights, but by content: each trace names them anew. In a graph for a GPU,
+    move numbers (0-d tensors on the CPU) to the GPU, as eager does."""
     for node in graph.graph.find_nodes(op="get_attr"):
         if node.target not in constants:
             value = operator.attrgetter(node.target)(graph)

@@ -1,13 +1,14 @@
-"""What eager does otherwise on a GPU than on a CPU, for programs that are captured on a CPU and compiled for a GPU.
+"""Differences between eager on a GPU and on a CPU, for programs that are captured on a CPU and compiled for a GPU.
 
-**Autocast.** Which operators it casts is a list for each device: under CUDA's, softmax, normalisations, losses, powers and sums compute in float32,
-and under the CPU's most of them in what their input has. Within :func:`as_on_gpu` the CPU's autocast follows CUDA's lists, read from the header that
-torch was built with (``ATen/autocast_mode.h``; what each list does is written there, ``CastPolicy``), in capture and in the eager that it is compared
-with. ``torch.autocast("cuda")``, which a machine without a GPU switches off with a warning, takes effect, and so does ``torch.autocast("cpu")``: a
-program that asks its tensors for their device would say "cuda" there. The cache of cast weights is off, as in every trace.
+**Autocast.** Each device has its own lists of operators to cast. Under CUDA's, softmax, normalisations, losses, powers and sums compute in float32;
+under the CPU's, most of them compute in their input's dtype. Within :func:`as_on_gpu` the CPU's autocast follows CUDA's lists, both in capture and
+in the eager run that it is compared with. The lists come from the header that torch was built with (``ATen/autocast_mode.h``; ``CastPolicy``
+describes them). ``torch.autocast("cuda")`` takes effect, although a machine without a GPU switches it off with a warning. So does
+``torch.autocast("cpu")``: a program that asks its tensors for their device would say "cuda" on a GPU. The cache of cast weights is off, as in every
+trace.
 
-**Dropout in attention.** On a CPU it is a formula with ``dropout``; a GPU's attention kernels make masks of their own from the same seed. Refused,
-unless ``sdpa_kernel(SDPBackend.MATH)`` or a dtype of float64 says that eager takes the formula there, too.
+**Dropout in attention.** A CPU computes a formula with ``dropout``; a GPU's attention kernels draw their own masks from the same seed. This is
+refused unless ``sdpa_kernel(SDPBackend.MATH)`` or dtype float64 makes eager use the formula on a GPU, too.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from aot_backward_runtime.errors import ExportError
 
 _Kernel = Callable[..., Any]
 _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype", "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype"}
-"""What CUDA's autocast calls instead, with float32 for the result."""
+"""Overloads of ``norm`` that CUDA's autocast calls instead, with a float32 result."""
 
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """A context in which eager on a CPU casts as it would on a GPU; attention with dropout raises :class:`ExportError`."""
+    """Make eager on a CPU cast as on a GPU; attention with dropout raises :class:`ExportError`."""
     kernels = [("AutocastCPU", name, kernel) for name, kernel in {**_kernels(), **_rules_of_other_libraries()}.items()]
     kernels.append(("AutogradCPU", "aten::scaled_dot_product_attention", _attention))
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive())
         stack.callback(_clear_dispatch_caches, [name for _, name, _ in kernels])
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that a kernel is replaced
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # it says that a kernel is replaced
             libraries: dict[tuple[str, str], torch.library.Library] = {}
             for key, name, kernel in kernels:
                 namespace, _, own = name.partition("::")
@@ -55,7 +56,7 @@ def as_on_gpu() -> Iterator[None]:
 
 
 def lists() -> dict[str, tuple[str, ...]]:
-    """CUDA's lists: the policy's name -> the operators, "pow.Tensor_Scalar"."""
+    """Return CUDA's lists: name of the policy -> its operators, such as "pow.Tensor_Scalar"."""
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text()
     out = {}
@@ -65,14 +66,14 @@ def lists() -> dict[str, tuple[str, ...]]:
             raise ExportError(
                 f"torch {torch.__version__} does not say what autocast casts on a GPU (AT_FORALL_{policy}, {header.name}): export there"
             )
-        quoted = re.findall(r'"([\w.]+)"', found[1])  # where the list says more than names
+        quoted = re.findall(r'"([\w.]+)"', found[1])  # a list that contains more than names
         out[policy] = tuple(quoted or [f"{n}.{o}" if o else n for n, o in re.findall(r"\b_\((\w+)(?:, (\w+))?\)", found[1])])
     return out
 
 
 @functools.cache
 def _kernels() -> dict[str, Any]:
-    """Operator -> what autocast does to it on a GPU; those that only the CPU's lists have are left alone."""
+    """Return operator -> kernel that casts as on a GPU. Operators that are only in the CPU's lists are not cast."""
     of_cpu = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
     out: dict[str, Any] = {name: torch.library.fallthrough_kernel for name in of_cpu if name.startswith("aten::")}
     policies = {
@@ -89,7 +90,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _rules_of_other_libraries() -> dict[str, Any]:
-    """Operators of other libraries that say what autocast does to them on a GPU: it cannot be read off, nor run without one."""
+    """Return kernels that refuse other libraries' operators with an autocast rule for GPUs: without a GPU the rule cannot be read or run."""
     on_gpu = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     return {name: functools.partial(_refuse_unknown_rule, name) for name in on_gpu if not name.startswith("aten::")}
 
@@ -102,7 +103,7 @@ def _refuse_unknown_rule(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _clear_dispatch_caches(names: Iterable[str]) -> None:
-    """Empties what torch's Python dispatcher remembers of which kernel an operator has."""
+    """Clear the kernels that torch's Python dispatcher has cached for these operators."""
     for name in names:
         _operator(name)._dispatch_cache.clear()
 
@@ -128,7 +129,7 @@ def _float32(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _float32_result(operator: Any, args: Any, kwargs: Any) -> Any:
-    """A dtype that the program gives stays; else, of a floating-point argument, the result is float32."""
+    """Keep a dtype that the program passes; otherwise the result of a floating-point argument is float32."""
     named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
     if _eligible(args[0]) and named.get("dtype") is None:
         named["dtype"] = torch.float32
@@ -143,7 +144,7 @@ def _with_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _promote(operator: Any, args: Any, kwargs: Any) -> Any:
-    """In float32 where one of the tensors has it, else in the lower precision."""
+    """Compute in float32 if one of the tensors is float32, else in the lower precision."""
     low = torch.get_autocast_dtype("cpu")
     found = {t.dtype for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _eligible(t)}
     if odd := found - {low, torch.float32}:
@@ -173,7 +174,7 @@ def _eligible(value: Any) -> bool:
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     operator = torch.ops.aten.scaled_dot_product_attention.default
-    if query.dtype is torch.float64:  # for which a GPU has the formula alone
+    if query.dtype is torch.float64:  # a GPU has only the formula for float64
         with sdpa_kernel(SDPBackend.MATH):
             return operator.decompose(query, key, value, *args, **kwargs)
     dropout = args[1] if len(args) > 1 else kwargs.get("dropout_p", 0.0)
@@ -189,7 +190,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
 
 @contextlib.contextmanager
 def _autocast_of_both_devices() -> Iterator[None]:
-    """A context in which ``torch.autocast`` for either device is for both."""
+    """Make ``torch.autocast`` for either device apply to both."""
     module, kind = torch.amp.autocast_mode, torch.amp.autocast_mode.autocast
     originals = {name: vars(kind)[name] for name in ("__init__", "__enter__", "__exit__")}
     cast = module._cast
@@ -222,7 +223,7 @@ def _autocast_of_both_devices() -> Iterator[None]:
 
     with patched(kind, __init__=init, __enter__=enter, __exit__=exit), patched(module, _cast=cast_inputs):
         try:
-            if not states["cpu"][0]:  # CUDA's by hand: torch.autocast("cuda") does nothing where there is no GPU
+            if not states["cpu"][0]:  # use CUDA's state, which was set by hand: torch.autocast("cuda") has no effect without a GPU
                 torch.set_autocast_enabled("cpu", states["cuda"][0])
                 torch.set_autocast_dtype("cpu", states["cuda"][1])
             agree()

@@ -1,4 +1,4 @@
-"""What stands in the way of a capture, in the user's terms: inputs and graphs that are refused, and torch's errors with the line and the way out."""
+"""Report why a capture fails, in the user's terms: refused inputs and graphs, and torch's errors with the user's line and a remedy."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .user_code import attribute_writes, source_location
 
 @contextlib.contextmanager
 def errors_of_a_trace(program: nn.Module, written: Mapping[str, str], run: Callable[[], object]) -> Iterator[None]:
-    """A context in which an error becomes an :class:`ExportError` that names the user's line and, where it is known, what to do. ``written``: the
-    attributes that the forward has assigned so far, and where. ``run``: calls the program in eager."""
+    """Turn errors into an :class:`ExportError` that names the user's line and, if known, a remedy. ``written``: the attributes that the forward has
+    assigned so far, with their lines. ``run``: calls the program in eager."""
     try:
         yield
     except ExportError:
         raise
     except (Narrowed, torch_api.ConstraintViolationError) as error:
         raise ExportError(_violated_constraints(error, program)) from error
-    except Exception as error:  # the user's own program ran in there, and may raise anything
+    except Exception as error:  # the user's program may raise anything
         if refused := refused_control_flow(error):
             where = source_location.of_error(error, program)
             raise ExportError(f"{refused}{where and f'; it is called {where}'}") from error
         if any(text in str(error) for text in _WRITES) and not written:
             raise ExportError(_changed_tensors(error, program, run)) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        first = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # Dynamo's
+        first = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # from Dynamo
         where = source_location.of_error(error, program)
         raise ExportError(
             f"the program could not be traced: {type(error).__name__}: {first}{where and f'; {where}'}{_advice(error, program, written, where)}"
@@ -46,7 +46,7 @@ def errors_of_a_trace(program: nn.Module, written: Mapping[str, str], run: Calla
 
 
 def refused_control_flow(error: Exception) -> str:
-    """What PyTorch itself refuses of a control-flow operator, in eager, too, and the way out; "" if ``error`` is another one."""
+    """Return why PyTorch refuses a control-flow operator (in eager, too) with a remedy, or "" for any other error."""
     text = str(error)
     named = re.search(r"Higher Order Operator: (?:torch\.ops\.higher_order\.)?(\S+)|call_function (\w+)\(", text)
     files = [re.search(r"_higher_order_ops/(\w+)\.py$", frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -66,7 +66,7 @@ def refused_control_flow(error: Exception) -> str:
 
 def _violated_constraints(error: Exception, program: nn.Module) -> str:
     lines = dict.fromkeys(line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- "))
-    said = str(error) if isinstance(error, Narrowed) else " ".join(lines) or str(error)  # else torch's own words, each once
+    said = str(error) if isinstance(error, Narrowed) else " ".join(lines) or str(error)  # each line of torch's message once
     unrolled = [n or "itself" for n, m in program.named_modules() if isinstance(m, nn.RNNBase)]
     return (
         f"the program does not allow the sizes declared in dynamic_shapes: {said}"
@@ -75,7 +75,7 @@ def _violated_constraints(error: Exception, program: nn.Module) -> str:
 
 
 _WRITES = ("functional graph", "fake buffer", "non-functional tensor")
-"""What torch says if a traced program writes to a tensor that is neither an input, nor a parameter, nor a buffer."""
+"""Parts of torch's messages if a traced program writes to a tensor that is not an input, parameter or buffer."""
 
 
 def _changed_tensors(error: Exception, program: nn.Module, run: Callable[[], object]) -> str:
@@ -89,7 +89,7 @@ def _changed_tensors(error: Exception, program: nn.Module, run: Callable[[], obj
 
 
 def _advice(error: Exception, program: nn.Module, written: Mapping[str, str], where: str) -> str:
-    """What to do about it, where that is known."""
+    """Return a remedy, or "" if none is known."""
     text, kind = str(error), type(error).__name__
     if kind == "DynamicOutputShapeException":
         return (
@@ -121,7 +121,7 @@ def _advice(error: Exception, program: nn.Module, written: Mapping[str, str], wh
 
 
 _SIZE_BY_VALUE = re.compile(r":\d+: (?!(if|elif|while|assert)\b).*(\bint\(|\.item\(\)|\.tolist\(\))")
-"""A line such as ``count = int(index.max()) + 1``, as :mod:`.source_location` gives it."""
+"""Matches a line such as ``count = int(index.max()) + 1``, in the form of :mod:`.source_location`."""
 
 
 def refuse_assigned_buffers(program: nn.Module, written: Mapping[str, str]) -> None:
@@ -135,7 +135,7 @@ def refuse_assigned_buffers(program: nn.Module, written: Mapping[str, str]) -> N
 
 
 def refuse_mutations(meta: Any, parameters: Sequence[str], buffers: Sequence[str], inputs: Sequence[str]) -> None:
-    """``meta``: AOTAutograd's ``fw_metadata``, whose inputs are parameters, buffers, inputs."""
+    """Refuse in-place changes that a package cannot make. ``meta``: AOTAutograd's ``fw_metadata``; its inputs are parameters, buffers, inputs."""
     state = [*parameters, *buffers]
     for i, info in enumerate(meta.input_info):
         if not (info.mutates_data or info.mutates_metadata):
@@ -149,7 +149,7 @@ def refuse_mutations(meta: Any, parameters: Sequence[str], buffers: Sequence[str
 
 
 def refuse_nodes(graph: GraphModule, program: nn.Module) -> None:
-    """Operators and constants that no package can hold."""
+    """Refuse operators and constants that no package can hold."""
     for node in graph.graph.nodes:
         if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), torch.Tensor) and value.requires_grad:
             name = attribute_writes.name_of(program, value)
@@ -172,7 +172,7 @@ def refuse_nodes(graph: GraphModule, program: nn.Module) -> None:
 
 
 def refuse_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tensors other than plain strided ones, and leaves that are neither tensors nor constants of a package."""
+    """Refuse tensors other than plain strided ones, and leaves that are neither tensors nor constants of a package."""
     for path, value in pytree.tree_flatten_with_path((args, kwargs))[0]:
         if isinstance(value, torch.Tensor):
             name = pytree.keystr(path)

@@ -1,4 +1,4 @@
-"""FX graphs: their outputs, copies, new nodes, and which nodes share memory."""
+"""Read, copy and extend FX graphs, and find nodes that share memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VIEWS = {
     aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int,
     aten.alias.default, aten.detach.default, aten.as_strided.default, aten.diagonal.default, aten.unfold.default,
 }  # fmt: skip
-"""Operators whose result shares its first argument's memory and costs nothing to make again."""
+"""Operators that return a view of their first argument; recomputing it costs nothing."""
 _SOMETIMES_VIEWS = {aten.reshape.default, aten.contiguous.default, aten._to_copy.default, aten.to.dtype}
 
 
@@ -34,7 +34,7 @@ def by_name(graph: GraphModule) -> dict[str, Node]:
 
 
 def truncate(graph: GraphModule, results: Iterable[Any]) -> None:
-    """Makes ``results`` the graph's outputs, and removes what none of them needs."""
+    """Make ``results`` the graph's outputs, and remove dead code."""
     output = output_of(graph.graph)
     output.args = (tuple(results),)
     output.meta = {}
@@ -43,7 +43,7 @@ def truncate(graph: GraphModule, results: Iterable[Any]) -> None:
 
 
 def copy_of(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
-    """A module over a copy of the graph, with flat arguments, and the copy of each node, which has the node's name. Attributes are shared."""
+    """Return a copy of the module with flat arguments, and a map from each node to its copy, which has the same name. Attributes are shared."""
     graph = Graph()
     nodes: dict[Node, Node] = {}
     output = graph.output(graph.graph_copy(module.graph, nodes))
@@ -54,7 +54,7 @@ def copy_of(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
 
 
 def call(graph: Graph, target: Any, *args: Any) -> Node:
-    """A call at the graph's insertion point, with its fake value; of ``copy_`` that of what is written."""
+    """Insert a call with its fake value; for ``copy_`` this is the value of its target."""
     made = graph.call_function(target, args)
     if target is aten.copy_.default:
         made.meta["val"] = args[0].meta["val"]
@@ -64,7 +64,7 @@ def call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def add_placeholder(graph: GraphModule, name: str, value: Any) -> Node:
-    """Behind those that there are."""
+    """Add a placeholder after the existing ones."""
     existing = list(graph.graph.find_nodes(op="placeholder"))
     with graph.graph.inserting_after(existing[-1]) if existing else graph.graph.inserting_before(output_of(graph.graph)):
         made = graph.graph.placeholder(name)
@@ -79,15 +79,15 @@ def clone_of(graph: GraphModule, source: Node, fake_mode: Any) -> Node:
 
 
 def root_of(node: Node) -> Node:
-    """The node whose memory ``node`` is a view of; itself where it is none."""
+    """Return the node that ``node`` is a view of, or ``node`` itself."""
     while node.op == "call_function" and node.target in _VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def overlaps(node: Node) -> bool:
-    """Whether elements share memory, as in sliding windows."""
-    with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # whether a size is 1 is not known, and not to be asked
+    """Return whether elements share memory, as in sliding windows."""
+    with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # do not ask whether a size is 1, which is unknown
         if torch_api.is_non_overlapping_and_dense(node.meta["val"]):
             return False
     while node.op == "call_function" and node.target in _VIEWS:
@@ -98,7 +98,7 @@ def overlaps(node: Node) -> bool:
 
 
 def is_fresh(node: Node) -> bool:
-    """Whether the operator always makes new memory."""
+    """Return whether the operator always allocates its result."""
     maker = node.args[0] if node.target is operator.getitem else node
     target = maker.target  # type: ignore[union-attr]
     if not isinstance(target, torch_api.OpOverload) or target._schema.is_mutable:
@@ -111,5 +111,5 @@ def written_placeholders(graph: GraphModule) -> set[str]:
 
 
 def depends_on_nodes(args: Iterable[Any]) -> bool:
-    """Whether a node is among ``args``, which may be nested lists."""
+    """Return whether ``args``, which may be nested lists, contain a node."""
     return any(depends_on_nodes(a) if isinstance(a, list | tuple) else isinstance(a, Node) for a in args)

@@ -1,8 +1,8 @@
-"""The gradients of a program as a program of its own, to be differentiated again.
+"""Trace the gradients of a program as another program, which can be differentiated again.
 
-Saved tensors are detached, so a partitioned backward cannot be differentiated again. Instead the whole of (inputs, incoming gradients) to gradients
-is traced with ``create_graph=True``, and partitioned like any other program: run once more on inputs that autograd follows, it gives the same
-gradients and what their own backward needs.
+Saved tensors are detached, so a partitioned backward cannot be differentiated again. Instead the function from (inputs, incoming gradients) to
+gradients is traced with ``create_graph=True`` and partitioned like any other program. Run on inputs that autograd tracks, it returns the same
+gradients and saves the tensors that their own backward needs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ aten = torch.ops.aten
 
 
 class _Gradients(nn.Module):
-    """From the flat inputs of a program, and its incoming gradients behind them, to the gradients of ``joint``; a tied parameter's under its
-    first name."""
+    """Maps a program's flat inputs, followed by its incoming gradients, to the gradients of ``joint``. A tied parameter's is under its first name."""
 
     def __init__(self, program: nn.Module, joint: Joint, arguments: Any, weights: Mapping[str, tuple[str, torch.Tensor]]):
         super().__init__()
@@ -48,11 +47,11 @@ class _Gradients(nn.Module):
 
     @property
     def innermost(self) -> nn.Module:
-        """The caller's program. No attribute: it would be a submodule again, under a second name."""
+        """The caller's program. As an attribute it would be registered as a submodule again, under a second name."""
         return self.program.innermost if isinstance(self.program, _Gradients) else self.program
 
     def own_name(self, name: str) -> str:
-        """Of a parameter or buffer of this module: its name in the caller's program."""
+        """Return the name in the caller's program of a parameter or buffer of this module."""
         name = inner_name(name)
         return self.program.own_name(name) if isinstance(self.program, _Gradients) else name
 
@@ -78,8 +77,8 @@ class _Gradients(nn.Module):
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The gradients of a program, traced. ``gives``: what each of the outputs is the gradient of. ``random``: whether random numbers are drawn.
-    ``program``, ``arguments``: the same as a program, to be differentiated in turn."""
+    """The traced gradients of a program. ``gives``: the target of each output. ``random``: whether random numbers are drawn. ``program``,
+    ``arguments``: the gradients as a program, which can be differentiated in turn."""
 
     joint: Joint
     gives: tuple[str, ...]
@@ -89,8 +88,8 @@ class Differentiated:
 
 
 def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Differentiated:
-    """The joint graph of the gradients of ``joint``, with its sizes and the same names. :class:`ExportError` where eager has no derivative of that
-    order either. ``arguments``: the example ``(args, kwargs)``. ``weights``: state name -> (weight key, tensor)."""
+    """Return the joint graph of the gradients of ``joint``, with its sizes and the same names; raise :class:`ExportError` if eager has no derivative
+    of that order either. ``arguments``: the example ``(args, kwargs)``. ``weights``: state name -> (weight key, tensor)."""
     module = _Gradients(program, joint, arguments, weights)
     with joint.fake_mode:
         cotangents = [v.detach().clone().requires_grad_() for v in joint.cotangent_values]
@@ -106,10 +105,10 @@ def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str
                 made, shared = joint_of(FlatProgram(module, (inputs, {}), copied, False), inputs, about, lambda _, __: joint.sizes)
         except ExportError:
             raise
-        except Exception as error:  # the user's own program ran in there, and may raise anything
+        except Exception as error:  # the user's program runs here and may raise anything
             raise ExportError(_undifferentiable(error)) from error
         if made is not None:
-            shared = frozenset(i for i, o in enumerate(made.outputs) if isinstance(o, tuple))  # an incoming gradient itself
+            shared = frozenset(i for i, o in enumerate(made.outputs) if isinstance(o, tuple))  # an output that is an incoming gradient itself
             if not shared:
                 break
         if copied >= shared:
@@ -136,7 +135,8 @@ def _undifferentiable(error: Exception) -> str:
 
 
 def _drop_buffer_updates(joint: Joint, own: Callable[[str], str]) -> None:
-    """The first forward has updated them; where a gradient also reads what it has updated, running it again would read something else."""
+    """Remove buffer updates, which the first forward has already made. Raise if a gradient reads such a buffer: a second run would read another
+    value."""
     graph, written = joint.graph, set()
     for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default):
         target, value = node.args
@@ -160,7 +160,7 @@ def _drop_buffer_updates(joint: Joint, own: Callable[[str], str]) -> None:
 
 
 def _renamed(joint: Joint, own: Callable[[str], str]) -> Joint:
-    """With the names that parameters and buffers have in the program itself."""
+    """Return ``joint`` with the parameter and buffer names of the program itself."""
 
     def renamed(target: Any) -> Any:
         return (target[0], own(target[1])) if target is not None and isinstance(target[1], str) else target

@@ -1,8 +1,8 @@
 """Linear and cubic interpolation, one axis after the other.
 
-PyTorch's decompositions look up the neighbours of all axes at once, 4 of a pixel where they are linear and 16 where they are cubic, and so the
-gradient adds up as many tensors of the output's size. Axis by axis, the last one first, each output comes of the same operations in the same order,
-to the bit, and the gradient adds up 2 or 4 along each axis.
+PyTorch's decompositions look up the neighbours along all axes at once, 4 per pixel if linear and 16 if cubic, so the gradient adds up as many
+tensors of the output's size. Axis by axis, the last one first, each output results from the same operations in the same order, to the bit, and the
+gradient adds up 2 or 4 tensors along each axis.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ aten = torch.ops.aten
 
 
 def axis_by_axis() -> AbstractContextManager[None]:
-    """While something is traced."""
+    """Use these decompositions inside the context."""
     module = torch_api.decompositions
-    cast = module.pw_cast_for_opmath  # half precision is interpolated in float, as by eager's kernels
+    cast = module.pw_cast_for_opmath  # half precision is interpolated in float, as in eager's kernels
     return patched(
         module,
         _upsample_linear=cast(_for_floats(_linear, module._upsample_linear)),
@@ -41,7 +41,7 @@ def _linear(input: torch.Tensor, output_size: Sequence[Any], align_corners: bool
     made = input
     for dim in reversed(range(2, input.ndim)):
         source = _source(input, dim, output_size[dim - 2], align_corners, scales[dim - 2]).clamp(min=0.0)
-        first = source.to(torch.int64).clamp(max=input.shape[dim] - 1)  # as eager: a scale that is not the size's leads past the end
+        first = source.to(torch.int64).clamp(max=input.shape[dim] - 1)  # as eager: a scale that does not match the size leads past the end
         second = (first + 1).clamp(max=input.shape[dim] - 1)
         share = _along(input, dim, (source - first).clamp(0.0, 1.0).to(input.dtype))
         one, other = _at(made, dim, first), _at(made, dim, second)
@@ -64,7 +64,7 @@ def _bicubic(
 
 
 def _source(input: torch.Tensor, dim: int, size: Any, align_corners: bool, scale: float | None) -> torch.Tensor:
-    """Where each place of the output along ``dim`` lies in the input."""
+    """Return the input coordinate of each output position along ``dim``."""
     ratio = torch_api.decompositions._compute_scale(input.shape[dim], size, align_corners, scale)
     return torch_api.decompositions._compute_source_index(ratio, torch.arange(size, device=input.device).to(input.dtype), align_corners)
 
@@ -78,6 +78,6 @@ def _along(input: torch.Tensor, dim: int, values: torch.Tensor) -> torch.Tensor:
 
 
 def _format(input: torch.Tensor) -> torch.memory_format:
-    if input.device.type == "cuda" and input.shape[1] < 16:  # as eager: channels last only where that is faster
+    if input.device.type == "cuda" and input.shape[1] < 16:  # as eager: channels last only if that is faster
         return torch.contiguous_format
     return torch_api.decompositions.utils.suggest_memory_format(input)

@@ -1,4 +1,4 @@
-"""A traced program: forward and backward in one functional ATen graph, and what its placeholders and outputs stand for."""
+"""A traced program: forward and backward in one functional ATen graph, and the meaning of its placeholders and outputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .shapes.symbolic_shapes import Sizes
 
 @dataclass(frozen=True)
 class Joint:
-    """One traced program. Nothing changes it once it is traced, its FX graph included: what rewrites the graph (partitioning sums ties, puts hooks
-    in and runs torch's passes) works on a :meth:`copy`, so that one trace can be partitioned, differentiated again and inspected in any order.
+    """One traced program. It is immutable once traced, FX graph included. Code that rewrites the graph (partitioning sums ties, inserts hooks and
+    runs torch's passes) works on a :meth:`copy`, so one trace can be partitioned, differentiated again and inspected in any order.
 
     ``placeholders``: node name -> ("parameter", name), ("buffer", name), ("input", I) or ("cotangent", J of the flat outputs).
     ``outputs``: per flat output its node, ("input", I), ("state", name), or None for a constant.
-    ``gradients``: ("parameter", name) or ("input", I) -> node, or None where the true gradient is None.
+    ``gradients``: ("parameter", name) or ("input", I) -> node, or None if the true gradient is None.
     """
 
     graph: GraphModule
@@ -33,18 +33,18 @@ class Joint:
     output_requires_grad: tuple[bool, ...]
     forward_values: int  # how many leading outputs of the graph are the forward's
     gradients: Mapping[tuple[str, Any], Any]
-    gradient_slots: tuple[Any, ...]  # what each of the graph's outputs after the forward's is the gradient of; None where of nothing
+    gradient_slots: tuple[Any, ...]  # target of each output after the forward's; None if it is not a gradient
     cotangents: tuple[int, ...]  # the flat outputs that get an incoming gradient
     cotangent_values: tuple[torch.Tensor, ...]  # fake
     inputs: tuple[torch.Tensor, ...]  # fake, flat
-    state: Mapping[str, torch.Tensor]  # the program's parameters and buffers, ties under each name
+    state: Mapping[str, torch.Tensor]  # the program's parameters and buffers; tied ones under each name
     input_names: tuple[str, ...]
     argument_names: tuple[str, ...]
     in_tree: Tree
     out_tree: Tree
     ambient: Ambient
     trace_inputs: Any
-    hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)  # on gradients, by the parameter's first name
+    hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)  # gradient hooks, by the parameter's first name
     shared: tuple[Shared, ...] = ()
 
     @property
@@ -53,7 +53,7 @@ class Joint:
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """``cotangents``, counted among the outputs that are tensors."""
+        """``cotangents``, as indices among the outputs that are tensors."""
         position = {leaf: n for n, leaf in enumerate(i for i, o in enumerate(self.outputs) if o is not None)}
         return tuple(position[leaf] for leaf in self.cotangents)
 
@@ -62,7 +62,7 @@ class Joint:
         return next((t.device for t in self.inputs), torch.device("cpu"))
 
     def copy(self) -> Joint:
-        """The same with an FX graph of its own, to be rewritten. Nodes keep their names; tensors and the shape environment are shared."""
+        """Return a copy with its own FX graph, to be rewritten. Nodes keep their names; tensors and the shape environment are shared."""
         graph, nodes = fx_graph.copy_of(self.graph)
 
         def mapped(value: Any) -> Any:

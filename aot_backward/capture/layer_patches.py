@@ -1,4 +1,4 @@
-"""Layers of PyTorch under a trace, where one of them would lose something, stop, or make a graph that holds for less."""
+"""Patches for PyTorch layers that a trace would drop in part, reject, or specialise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def traceable_layers() -> Iterator[None]:
-    """A context in which all of them are replaced by forms that a trace takes whole."""
+    """Replace all these layers by forms that can be traced completely."""
     with (
         plain_checkpoints(),
         _bodies_with_results_of_their_own(),
@@ -38,13 +38,13 @@ def traceable_layers() -> Iterator[None]:
         contextlib.ExitStack() as stack,
     ):
         for module, (name, forward) in _FAKE_QUANTIZATION.items():
-            if module in sys.modules:  # else no program has such a layer
+            if module in sys.modules:  # if not imported, no program has such a layer
                 stack.enter_context(patched(getattr(sys.modules[module], name), forward=forward))
         yield
 
 
 def _over_open_lengths(original: Callable[..., Any], images: Callable[..., Any]) -> Callable[..., Any]:
-    """Max pooling of an open length as that of images one pixel high, which is how ATen computes it: on the way its C++ asks for the length."""
+    """Pool a dynamic length as images one pixel high, as ATen computes it; ATen's C++ would ask for the length on the way."""
 
     def pooled(input: torch.Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
         if not isinstance(input.shape[-1], torch.SymInt):
@@ -62,10 +62,10 @@ def _single(value: Any) -> Any:
 
 @contextlib.contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """A context in which ``checkpoint(use_reentrant=True)`` runs its function as it stands: its own backward cannot be traced, and gives the same
-    gradients.
+    """Run the function of ``checkpoint(use_reentrant=True)`` without its own backward, which cannot be traced and gives the same gradients.
 
-    Where no input requires a gradient, it gives none to the parameters either."""
+    If no input requires a gradient, the parameters get none either.
+    """
 
     def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
@@ -77,8 +77,8 @@ def plain_checkpoints() -> Iterator[None]:
 
 
 def _recurrent_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Recurrent layers with the dropout between them, and with final states of the shape of the initial ones: torch's decomposition looks for a layer
-    behind the last, and drops the dropout; in torch 2.11 and 2.12 an LSTM's states have a dimension too many."""
+    """Keep the dropout between recurrent layers, and give final states the shapes of the initial ones. torch's decomposition looks for a layer after
+    the last one and drops the dropout; in torch 2.11 and 2.12 an LSTM's states have an extra dimension."""
 
     def layers(
         input: torch.Tensor,
@@ -109,22 +109,22 @@ def _recurrent_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_shape(finals: Any, hidden: Any) -> list[Any]:
-    """``finals`` with the shapes of ``hidden``: a list of tensors, or of pairs of them."""
+    """Return ``finals`` with the shapes of ``hidden``: a list of tensors, or of pairs of tensors."""
     return [pytree.tree_map(lambda f, h: f if f.dim() == h.dim() else f.view(h.shape), f, h) for f, h in zip(finals, hidden, strict=True)]
 
 
 def _causal_if_declared(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-    """Transformer layers look into an attention mask to see whether it is causal, only to be faster: a trace has no values to look at."""
+    """Do not read the mask. Transformer layers check whether it is causal, only for speed, but a trace has no values."""
     return is_causal is True
 
 
 @contextlib.contextmanager
 def _bodies_with_results_of_their_own() -> Iterator[None]:
-    """A context in which the body of a control-flow operator copies a result that shares memory with one of its inputs or with an earlier result.
+    """Make the body of a control-flow operator copy a result that shares memory with one of its inputs or with an earlier result.
 
-    The operators refuse such a body. PyTorch makes one itself: the forward of a scan also returns what its backward needs, and tanh, sigmoid and exp
-    save their own result for the backward. A body that cannot be differentiated is refused with the line that calls the operator: the error comes
-    in the backward, where none of the user's code runs.
+    The operators refuse such a body, but PyTorch makes one itself: the forward of a scan also returns the tensors for its backward, and tanh,
+    sigmoid and exp save their own result. A body that cannot be differentiated is refused with the line that calls the operator, because the error
+    is raised in the backward, where no user code runs.
     """
     lines: list[str] = []
     utils = torch_api.higher_order_utils
@@ -157,7 +157,7 @@ def _bodies_with_results_of_their_own() -> Iterator[None]:
 
 
 def _apart(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """``results``, with a copy of each that shares memory with an input or with an earlier one."""
+    """Return ``results`` with a copy of each one that shares memory with an input or with an earlier result."""
     taken = {torch_api.storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
     out = []
     for result in results:
@@ -170,7 +170,8 @@ def _apart(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
 
 
 def _cumulative(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``BatchNorm(momentum=None)`` averages over all batches: its forward turns the number of batches, a buffer, into a number of Python."""
+    """Keep the number of batches a tensor in ``BatchNorm(momentum=None)``, which averages over all batches: its own forward makes it a Python
+    number."""
 
     def forward(self: Any, input: torch.Tensor) -> Any:
         if self.momentum is not None or not (self.training and self.track_running_stats) or self.num_batches_tracked is None:
@@ -189,7 +190,7 @@ def _cumulative(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fake_quantized(self: Any, X: torch.Tensor) -> torch.Tensor:
-    """``FakeQuantize``, whose forward turns its switches, which are buffers, into numbers of Python; its observer decides by values."""
+    """Replace the forward of ``FakeQuantize``, which reads its switches (buffers) as Python numbers; its observer depends on values."""
     torch_api._assert_async(
         (self.observer_enabled == 0).all(),
         "the observer of a FakeQuantize is enabled, and no graph holds what it does: call disable_observer() before the export, or use "
@@ -204,7 +205,7 @@ def _fake_quantized(self: Any, X: torch.Tensor) -> torch.Tensor:
 
 
 def _learned_quantization(self: Any, X: torch.Tensor) -> torch.Tensor:
-    """``_LearnableFakeQuantize``, whose forward writes to its parameters, too: each call checks that there is nothing to write."""
+    """Replace the forward of ``_LearnableFakeQuantize``, which also writes to its parameters: each call checks that there is nothing to write."""
     symmetric = self.qscheme in (torch.per_channel_symmetric, torch.per_tensor_symmetric)
     fit = (self.static_enabled == 0).all() & (self.scale >= self.eps).all() & ((self.zero_point == 0).all() if symmetric else True)
     torch_api._assert_async(

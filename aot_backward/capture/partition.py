@@ -1,10 +1,10 @@
-"""From a joint graph to the graphs that are compiled, and the plans that say how the runtime calls them.
+"""Split a joint graph into the graphs that are compiled, and the plans by which the runtime calls them.
 
 ``module`` entries: one of torch's partitioners (:data:`PARTITIONERS`) divides the joint graph in two; a third graph, the forward alone, serves calls
-that need no gradient. ``grad`` entries: one graph, with the incoming gradient of the loss put in as a constant one.
+that need no gradient. ``grad`` entries: one graph, in which the incoming gradient of the loss is a constant 1.
 
-What the backward needs again of a parameter it reads itself; only activations and inputs are saved. The joint graph stays as it is:
-:func:`split_module` and :func:`with_scalar_loss` begin with a copy, and the functions below them rewrite that copy's FX graph.
+The backward reads parameters itself; only activations and inputs are saved. The joint graph is not modified: :func:`split_module` and
+:func:`with_scalar_loss` begin with a copy, and the functions below them rewrite that copy's FX graph.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .user_code import parameter_hooks
 aten = torch.ops.aten
 
 PARTITIONERS: tuple[str, str] = ("default", "min_cut")
-"""torch's: ``default`` saves for the backward what autograd saves, ``min_cut`` as few bytes as it can, and computes the rest again."""
+"""torch's partitioners: ``default`` saves the tensors that autograd saves, ``min_cut`` saves as few bytes as possible and recomputes the rest."""
 
 
 def partitioners(device: str) -> tuple[str, str]:
-    """:data:`PARTITIONERS`, first the one that is nearly always faster: on a GPU it costs less to compute a tensor again than to read it."""
+    """Return :data:`PARTITIONERS`, first the one that is nearly always faster: on a GPU recomputing a tensor costs less than reading it."""
     return PARTITIONERS if device == "cpu" else (PARTITIONERS[1], PARTITIONERS[0])
 
 
 @dataclass
 class Partitions:
-    """The graphs of one variant and how they are called."""
+    """The graphs of one variant and the plans that call them."""
 
     graphs: list[Graph] = field(default_factory=list)
     forward: Plan | None = None
@@ -55,8 +55,8 @@ class Partitions:
 
 
 def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: bool, partitioner: str | None = None) -> Partitions:
-    """``name``: prefix of the graphs' names. ``forward_only``: also a graph without gradients. ``partitioner``: one of :data:`PARTITIONERS`, else
-    the first of :func:`partitioners`."""
+    """Split ``joint`` into forward and backward. ``name``: prefix of the graphs' names. ``forward_only``: also make a graph without gradients.
+    ``partitioner``: one of :data:`PARTITIONERS`; default: the first of :func:`partitioners`."""
     partitions = Partitions()
     partitioner = partitioner or partitioners(joint.device.type)[0]
     joint = joint.copy()
@@ -91,14 +91,14 @@ def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: boo
 
 
 def split_grad(joint: Joint, name: str, weights: Weights, wrt: Iterable[tuple[str, Any]]) -> Partitions:
-    """One graph that gives the outputs and the gradients of the first of them, which must be a scalar."""
+    """Make one graph that returns the outputs and the gradients of the first one, which must be a scalar."""
     partitions = Partitions()
     joint, _ = with_scalar_loss(joint, name, weights)
     graph = joint.graph
     asked = [(target, joint.gradients.get(target)) for target in wrt]
     truncate(graph, [*results_of(graph)[: joint.forward_values], *(n for _, n in asked)])
     binder = GraphBinder(joint, joint_passes(graph, joint.device), f"{name}.gradient", weights)
-    # passes rewrite nodes: what is what now stands in the output, in the same order
+    # passes rewrite nodes, but keep the order of the outputs
     results = results_of(binder.graph)
     outputs = binder.outputs(results)
     gradients = []
@@ -110,8 +110,8 @@ def split_grad(joint: Joint, name: str, weights: Weights, wrt: Iterable[tuple[st
 
 
 def with_scalar_loss(joint: Joint, name: str, weights: Weights) -> tuple[Joint, str]:
-    """A copy that needs no incoming gradient: the loss is a scalar, and its own gradient is one, the node whose name is returned. Gradients of tied
-    parameters are summed, and hooks on parameters put in."""
+    """Return a copy without an incoming gradient, and the name of the node that replaces it, a constant 1. The loss must be a scalar. Gradients of
+    tied parameters are summed, and parameter hooks inserted."""
     if not joint.has_backward or joint.outputs[0] is None or not joint.output_requires_grad[0]:
         raise ExportError(f"{name}: the loss does not depend on anything that a gradient is asked for (wrt)")
     joint = joint.copy()
@@ -120,7 +120,7 @@ def with_scalar_loss(joint: Joint, name: str, weights: Weights) -> tuple[Joint, 
         raise ExportError(f"{name}: a gradient needs a scalar loss, got shape {tuple(loss.meta['val'].shape)}; reduce it with .sum() or .mean()")
     joint = parameter_hooks.with_hooks(_with_ties_summed(joint, weights), weights)
     graph = joint.graph
-    (node,) = [n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][0] == "cotangent"]  # nothing else is differentiated
+    (node,) = [n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][0] == "cotangent"]  # only the loss is differentiated
     value = node.meta["val"]
     with graph.graph.inserting_after(node), joint.fake_mode:
         settings = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
@@ -128,12 +128,12 @@ def with_scalar_loss(joint: Joint, name: str, weights: Weights) -> tuple[Joint, 
         one.meta["val"] = aten.full.default([], 1.0, **settings)
     node.replace_all_uses_with(one)
     graph.graph.erase_node(node)
-    # a gradient is the loss's own where a parameter is added to the loss
+    # if a parameter is added to the loss, its gradient is the loss's own
     return replace(joint, gradients={t: one if gradient is node else gradient for t, gradient in joint.gradients.items()}), one.name
 
 
 def _saving_as_autograd() -> Any:
-    """The setting of Inductor by which it calls the default partitioner."""
+    """Return the Inductor setting that selects the default partitioner."""
 
     class Default(torch_api.CustomPartitionerFn):
         def __call__(self, module: GraphModule, inputs: Any, *, compiler: str, **options: Any) -> tuple[GraphModule, GraphModule]:
@@ -147,8 +147,8 @@ def _saving_as_autograd() -> Any:
 
 
 def _erase_unused_repetitions(forward: GraphModule, backward: GraphModule) -> None:
-    """Takes out of the backward what the forward does and nothing there uses. The default partitioner leaves operators that may draw random numbers,
-    as attention may, in both."""
+    """Erase unused nodes of the backward that repeat the forward. The default partitioner keeps operators that may draw random numbers, such as
+    attention, in both."""
     names = {node.name for node in forward.graph.nodes if node.op == "call_function"}
     for node in reversed(list(backward.graph.nodes)):
         if node.op == "call_function" and node.name in names and not node.users:
@@ -170,7 +170,7 @@ def _finish_forward(partitions: Partitions, binder: GraphBinder, saved: _Saved) 
 
 
 def _origins(forward: GraphBinder, saved: _Saved) -> dict[str, str]:
-    """What saved tensors are called that are inputs, or outputs too: a reader of the package can tell them from each other by that."""
+    """Name the saved tensors that are also inputs or outputs; a reader of the package tells them apart by these names."""
     out = {}
     for number, node in enumerate(saved.nodes):
         if node.op == "placeholder":
@@ -192,7 +192,7 @@ def _finish_backward(partitions: Partitions, binder: GraphBinder, saved: _Saved,
     for target, node in zip(joint.gradient_slots, results_of(binder.graph), strict=True):
         if target in joint.gradients:
             node = copies.get(node, node)
-            # its name says again on what it depends: a reader compares the two
+            # the name repeats the dependence, and a reader compares the two
             name = f"gradient of {_name_of(joint, target)} from {', '.join(map(str, depends[target]))}"
             source = binder.result(node, name) if isinstance(node, Node) else ""
             gradients.append(Gradient(_written(target), source, depends[target]))
@@ -200,7 +200,7 @@ def _finish_backward(partitions: Partitions, binder: GraphBinder, saved: _Saved,
 
 
 def _copies_of_views(binder: GraphBinder, gradients: list[Any]) -> dict[Node, Node]:
-    """Copies of gradients that are views of another one, or of what was passed in: autograd adds into what it is given."""
+    """Copy gradients that are views of another one or of a graph input, because autograd adds into gradients in place."""
     nodes = [n for n in dict.fromkeys(gradients) if isinstance(n, Node)]
     roots = {n for n in nodes if root_of(n) is n}
     out = {}
@@ -213,7 +213,7 @@ def _copies_of_views(binder: GraphBinder, gradients: list[Any]) -> dict[Node, No
 
 
 def _dependence(joint: Joint) -> dict[tuple[str, Any], tuple[int, ...]]:
-    """For each gradient the incoming gradients that reach it, by their number among the cotangents."""
+    """Return for each gradient the indices of the incoming gradients that reach it."""
     reach: dict[Node, frozenset[int]] = {}
     for node in joint.graph.graph.nodes:
         kind, index = joint.placeholders.get(node.name, ("", None)) if node.op == "placeholder" else ("", None)
@@ -225,7 +225,7 @@ def _dependence(joint: Joint) -> dict[tuple[str, Any], tuple[int, ...]]:
 
 
 def _with_ties_summed(joint: Joint, weights: Weights) -> Joint:
-    """A tied parameter's gradients are added in the graph, and stand under its first name."""
+    """Add a tied parameter's gradients in the graph, under its first name."""
     graph = joint.graph
     output = fx_graph.output_of(graph.graph)
     results = results_of(graph)
@@ -254,18 +254,18 @@ def _with_ties_summed(joint: Joint, weights: Weights) -> Joint:
 
 @dataclass
 class _Saved:
-    """What goes from the forward to the backward: nodes of the forward, and whose memory they share."""
+    """Tensors that go from the forward to the backward: nodes of the forward, and the owners of their memory."""
 
     nodes: list[Node] = field(default_factory=list)
-    watched: list[Node] = field(default_factory=list)  # not saved themselves; a saved tensor is a view of them
-    donated: list[int] = field(default_factory=list)  # by place in ``nodes``: those whose memory nothing else refers to
+    watched: list[Node] = field(default_factory=list)  # not saved themselves, but a saved tensor is a view of them
+    donated: list[int] = field(default_factory=list)  # indices in ``nodes``; nothing else refers to their memory
 
 
 def _saved_tensors(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Saved:
-    """What the backward needs of the forward, after parameters, their views and sizes have been taken out."""
+    """Return the tensors that the backward needs from the forward, without parameters, their views and sizes."""
     written = fx_graph.written_placeholders(forward)
     saved = {n.name: n for n in results_of(forward)[joint.forward_values :] if isinstance(n, Node) and isinstance(n.meta["val"], torch.Tensor)}
-    reachable: dict[Node, Node] = {}  # memory that the caller gets hold of -> the output through which
+    reachable: dict[Node, Node] = {}  # memory that the caller can reach -> the output that exposes it
     for node in results_of(forward)[: joint.forward_values]:
         if isinstance(node, Node) and isinstance(node.meta["val"], torch.Tensor):
             reachable.setdefault(root_of(node), node)
@@ -304,7 +304,7 @@ def _saved_tensors(joint: Joint, forward: GraphModule, backward: GraphModule) ->
 
 
 def _rebuild_view(source: Node, placeholder: Node, backward: GraphModule) -> bool:
-    """Makes a view in the backward, of a parameter or of what is saved already, instead of saving it; False where it cannot."""
+    """Rebuild a view of a parameter or saved tensor in the backward instead of saving it; return False if that is impossible."""
     chain = []
     node, root = source, root_of(source)
     while node is not root:
@@ -315,13 +315,13 @@ def _rebuild_view(source: Node, placeholder: Node, backward: GraphModule) -> boo
     base = existing.get(node.name)
     if base is None:
         if any(n.name == node.name for n in backward.graph.nodes):
-            return False  # computed again
+            return False  # recomputed in the backward
         with backward.graph.inserting_before(next(iter(existing.values()))):
             base = backward.graph.placeholder(node.name)
-        base.name = node.name  # what is saved is found by it; a node of that name that was erased has had it changed
+        base.name = node.name  # tensors are matched by name, and FX changes a name that an erased node had
         base.meta = dict(node.meta)
     if any(fx_graph.depends_on_nodes(step.args[1:]) for step in chain):
-        return False  # on a symbolic size: leave it among the saved tensors
+        return False  # it depends on a symbolic size: save it
     anchor = last
     for step in reversed(chain):
         with backward.graph.inserting_after(anchor):
@@ -334,7 +334,7 @@ def _rebuild_view(source: Node, placeholder: Node, backward: GraphModule) -> boo
 
 
 def _refuse_sizes_from_data(joint: Joint, forward: GraphModule) -> None:
-    """What leaves the forward, to the caller or to the backward, has a size that the inputs' sizes tell."""
+    """Refuse results of the forward, for the caller or the backward, with sizes that do not follow from the inputs' sizes."""
     for i, node in enumerate(results_of(forward)):
         value = node.meta["val"] if isinstance(node, Node) else None
         if not isinstance(value, torch.Tensor | torch.SymFloat | torch.SymInt) or not (symbols := torch_api.free_unbacked_symbols(value)):
@@ -351,7 +351,7 @@ def _refuse_sizes_from_data(joint: Joint, forward: GraphModule) -> None:
 
 
 def joint_passes(graph: GraphModule, device: torch.device) -> GraphModule:
-    """``graph`` after Inductor's passes over joint graphs, which the partitioner runs itself."""
+    """Return ``graph`` after Inductor's passes over joint graphs, which the partitioner runs itself."""
     with torch.no_grad(), _partition_settings():
         out = torch_api._recursive_joint_graph_passes(graph, input_device=device)
     return out if out is not None else graph
@@ -359,15 +359,15 @@ def joint_passes(graph: GraphModule, device: torch.device) -> GraphModule:
 
 @contextlib.contextmanager
 def _partition_settings() -> Iterator[None]:
-    """``shape_padding``: on a GPU it makes matrices larger where that is faster, asks the sizes for it, which would be guards, and the clock.
-    ``backed_size_oblivious``: whether a size is 1, which views of two dynamic sizes ask, would refuse a batch of 1."""
+    """Configure the partitioner. ``shape_padding`` enlarges matrices on a GPU if that is faster; it would add guards on sizes and run timings.
+    ``backed_size_oblivious``: views of two dynamic sizes ask whether a size is 1, and the guard would refuse a batch of 1."""
     with (
         matrix_products_for_any_size(),
         torch_api.inductor_config.patch(
             fallback_random=True,
             layout_optimization=False,
             shape_padding=False,
-            emulate_precision_casts=True,  # else a cast to 16 bits and back is taken out
+            emulate_precision_casts=True,  # otherwise casts to 16 bits and back are removed
         ),
         torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
     ):

@@ -1,4 +1,4 @@
-"""A program is left as it was by whatever runs or traces it: its modes, and the tensors in its slots."""
+"""Restore a program's modes and tensors after code has run or traced it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from aot_backward_runtime.errors import ExportError
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """The random state is put back, on the CPU and on every GPU that this process uses."""
+    """Restore the random state on the CPU and on every GPU that this process uses."""
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         yield
 
 
 @contextlib.contextmanager
 def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """The values of ``tensors`` are put back."""
+    """Restore the values of ``tensors``."""
     before = [(t, t.detach().clone()) for t in tensors]
     try:
         yield
@@ -33,8 +33,8 @@ def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(program: nn.Module) -> Iterator[None]:
-    """Attributes of ``program`` and its submodules that are numbers, text or None are put back, and what is in its lists and dicts: a forward may
-    count its calls, or keep what it has computed."""
+    """Restore attributes of ``program`` and its submodules that are numbers, text or None, and the contents of its lists and dicts: a forward may
+    count its calls or cache results."""
     plain, lists, dicts = [], [], []
     for module in program.modules():
         own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
@@ -55,9 +55,9 @@ def attributes_kept(program: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_mode(program: nn.Module, mode: str) -> Iterator[None]:
-    """``program`` in ``mode`` ("train", "eval", or "" for a function, which has none), and afterwards every submodule as it was.
+    """Put ``program`` into ``mode`` ("train", "eval", or "" for a function, which has none), and afterwards restore every submodule.
 
-    In the mode that the program is in, submodules keep their own: a BatchNorm frozen by ``.eval()`` stays frozen.
+    If the program is already in that mode, submodules keep their own: a BatchNorm frozen by ``.eval()`` stays frozen.
     """
     before = [(m, m.training) for m in program.modules()]
     try:
@@ -71,9 +71,9 @@ def in_mode(program: nn.Module, mode: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slots_kept(program: nn.Module) -> Iterator[None]:
-    """Afterwards each parameter and buffer is the object that it was, whatever the trace or the program put in its place.
+    """Restore each parameter and buffer object, whatever the trace or the program put in its place.
 
-    Tracing swaps them for its own, and puts the wrong ones back where a submodule has two names.
+    Tracing swaps them for its own, and restores the wrong ones if a submodule has two names.
     """
     _refuse_unsupported(program)
     every: list[dict[str, Any]] = [slots for m in program.modules() for slots in (m._parameters, m._buffers)]
@@ -87,7 +87,7 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
 
 
 def _refuse_unsupported(program: nn.Module) -> None:
-    """What is no module of plain tensors: a wrapper whose own hooks a trace does not see, TorchScript, a subclass of ``Tensor``."""
+    """Refuse wrappers with hooks that a trace does not see, TorchScript, and tensors that are not plain."""
     if torch.is_inference_mode_enabled():
         raise ExportError("within torch.inference_mode() nothing gets a gradient: export outside of it (torch.no_grad() does no harm)")
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -109,7 +109,7 @@ def _refuse_unsupported(program: nn.Module) -> None:
 
 
 def _instead_of_torchscript(program: nn.Module, name: str) -> str:
-    """``name``: of a part of ``program`` that is TorchScript."""
+    """Return a remedy for ``name``, a part of ``program`` that is TorchScript."""
     parents = []
     while name:
         name = name.rpartition(".")[0]
@@ -126,7 +126,7 @@ def _instead_of_torchscript(program: nn.Module, name: str) -> str:
 
 @contextlib.contextmanager
 def requiring_alone(parameters: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Of ``parameters`` those among ``targets`` require a gradient inside, and no other."""
+    """Let only ``targets`` among ``parameters`` require a gradient inside the context."""
     before = [(p, p.requires_grad) for p in parameters]
     wanted = {id(t) for t in targets}
     try:

@@ -1,4 +1,4 @@
-"""What is traced: a module or a function as a module of flat tensors, and the names of its state and its arguments."""
+"""Wrap a module or a function as a module of flat tensors for tracing, and name its state and its arguments."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from aot_backward_runtime.errors import ExportError
 
 from .shapes import output_aliasing
 
-_INNER = "program"  # the attribute of FlatProgram below which the caller's module hangs
+_INNER = "program"  # the attribute of FlatProgram that holds the caller's module
 
 
 class FlatProgram(nn.Module):
     """A program as a function of its flat tensors; other arguments are fixed (the tracer would make symbols of integers).
 
-    Outputs that share memory with an input or with each other get memory of their own: a graph compiled to native code cannot hand autograd
-    a view of something outside it.
+    Outputs that share memory with an input or with each other are copied: a graph compiled to native code cannot return a view of an outside tensor
+    to autograd.
     """
 
     def __init__(self, program: nn.Module, arguments: tuple[Any, ...], copied: frozenset[int], first_only: bool):
-        """``arguments``: the fake ``(args, kwargs)``. ``copied``: the flat outputs that get memory of their own. ``first_only``: only the first
-        output is differentiated."""
+        """``arguments``: the fake ``(args, kwargs)``. ``copied``: the flat outputs to copy. ``first_only``: only the first output is
+        differentiated."""
         super().__init__()
         self.program, self.copied, self.first_only = program, copied, first_only
         self.flat, self.spec = pytree.tree_flatten(arguments)
-        self.places: dict[int, output_aliasing.Place] = {}  # where the flat outputs lay before they were copied
-        self.constants: dict[int, Any] = {}  # flat outputs that are no tensors, as they were (the traced graph makes True a 1)
+        self.places: dict[int, output_aliasing.Place] = {}  # memory of the flat outputs before they were copied
+        self.constants: dict[int, Any] = {}  # non-tensor flat outputs, unchanged (the traced graph turns True into 1)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         rest = iter(tensors)
@@ -70,7 +70,7 @@ class FunctionModule(nn.Module):
 
 
 def _names_used(function: Callable[..., Any]) -> dict[str, Any]:
-    """The globals that the function loads, what it closes over, and, for a bound method, ``self``."""
+    """Return the globals that the function loads, the variables of its closure, and ``self`` of a bound method."""
     if isinstance(function, type) or not callable(function):
         raise ExportError(f"{function!r} is not a function or module")
     out: dict[str, Any] = {}
@@ -80,13 +80,13 @@ def _names_used(function: Callable[..., Any]) -> dict[str, Any]:
     code = inspect.unwrap(function)
     if inspect.isfunction(code) or inspect.ismethod(code):
         found = inspect.getclosurevars(code)
-        loaded = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}  # getclosurevars takes attributes for globals, too
+        loaded = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}  # getclosurevars also reports attributes as globals
         out.update({n: v for n, v in found.globals.items() if n in loaded} | dict(found.nonlocals))
     return out
 
 
 class SignatureOwner(nn.Module):
-    """What ``make_fake_inputs`` asks for: something with a ``forward`` whose signature names the arguments."""
+    """An object for ``make_fake_inputs``, which needs a ``forward`` with a signature that names the arguments."""
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
@@ -95,17 +95,17 @@ class SignatureOwner(nn.Module):
 
 
 def forward_of(program: nn.Module) -> Callable[..., Any]:
-    """The function whose signature names the program's arguments."""
+    """Return the function with the signature that names the program's arguments."""
     return program.function if isinstance(program, FunctionModule) else program.forward
 
 
 def inner_name(name: str) -> str:
-    """Of a parameter or buffer of :class:`FlatProgram`: its name in the program itself."""
+    """Return the name in the program itself of a parameter or buffer of :class:`FlatProgram`."""
     return name.removeprefix(f"{_INNER}.")
 
 
 def device_type(args: Any, kwargs: Any, program: nn.Module) -> str:
-    """The device of the first tensor among arguments and parameters; "cpu" where there is none."""
+    """Return the device type of the first tensor among arguments and parameters, or "cpu"."""
     for value in [*pytree.tree_leaves((args, kwargs)), *program.parameters()]:
         if isinstance(value, torch.Tensor):
             return value.device.type

@@ -1,4 +1,4 @@
-"""From PyTorch's pytrees to the package's own :class:`Tree`, and the names by which error messages call the leaves."""
+"""Convert PyTorch's pytrees to the package's own :class:`Tree`, and name the leaves for error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aot_backward_runtime.format.manifest import Tree
 
 
 def describe(value: Any, leaf: Callable[[Any, str], Tree], path: str = "") -> Tree:
-    """``value`` as a :class:`Tree`; ``leaf(x, path)`` makes the tree of each leaf, in PyTorch's flattening order."""
+    """Return ``value`` as a :class:`Tree`; ``leaf(x, path)`` makes the tree of each leaf, in PyTorch's flattening order."""
     kind = type(value)
     if kind in (tuple, list):
         return Tree(kind.__name__, children=tuple(describe(v, leaf, f"{path}[{i}]") for i, v in enumerate(value)))
@@ -40,7 +40,7 @@ def describe(value: Any, leaf: Callable[[Any, str], Tree], path: str = "") -> Tr
 
 
 def constant(value: Any, path: str) -> Tree:
-    """The tree of a leaf that is no tensor."""
+    """Return the tree of a leaf that is not a tensor."""
     if type(value) is float and not math.isfinite(value):
         raise ExportError(f"{path or 'a leaf'} is {value}, which a package cannot hold as a constant; pass it as a tensor")
     if value is None or type(value) in (bool, int, float, str):
@@ -49,7 +49,7 @@ def constant(value: Any, path: str) -> Tree:
 
 
 def input_names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], tuple[str, ...]]:
-    """The name of each leaf of ``(args, kwargs)`` in flattening order (``x``, ``batch['ids']``), and the positional parameters' names."""
+    """Return the name of each leaf of ``(args, kwargs)`` in flattening order (``x``, ``batch['ids']``), and the positional parameters' names."""
     names: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

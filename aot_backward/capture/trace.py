@@ -1,8 +1,8 @@
-"""A module or a function, with example inputs, to its joint graph: forward and backward in one functional ATen graph.
+"""Trace a module or a function on example inputs to its joint graph: forward and backward in one functional ATen graph.
 
-The trace is ``aot_export_joint_with_descriptors`` on the module itself, so that custom backwards, hooks inside the forward, autocast and
-checkpointing are seen by real autograd. Descriptors, never order or names, say which placeholder is which parameter, buffer, input or
-cotangent, and which output is whose gradient. ``partition.py`` makes of it the graphs that are compiled.
+The trace is ``aot_export_joint_with_descriptors`` on the module itself, so real autograd sees custom backwards, hooks inside the forward, autocast
+and checkpointing. Descriptors, never order or names, identify each placeholder (parameter, buffer, input or cotangent) and the gradient in each
+output. ``partition.py`` makes the graphs that are compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .user_code.size_guards import Places
 
 @dataclass(frozen=True)
 class _Example:
-    """What is traced, and on what."""
+    """The program and the example that it is traced on."""
 
     program: nn.Module
     args: tuple[Any, ...]
@@ -60,11 +60,10 @@ def trace_program(
     first_only: bool = False,
     eager_refuses: Callable[[Mapping[str, int]], bool] = lambda sizes: False,
 ) -> Joint:
-    """``program`` traced on ``args`` and ``kwargs`` (real tensors; which of them need gradients is read off them). ``kind``: of the entry.
+    """Trace ``program`` on ``args`` and ``kwargs`` (real tensors; their ``requires_grad`` counts). ``kind``: of the entry.
 
-    ``first_only``: only the first output is differentiated; the others are carried along. ``eager_refuses``: whether eager raises where the sizes of
-    those names are those numbers.
-    Raises :class:`ExportError` where the gradients could not be had rightly, naming what stands in the way.
+    ``first_only``: only the first output is differentiated; the others are returned, too. ``eager_refuses``: whether eager raises if the named sizes
+    have those values. Raise :class:`ExportError` with the cause if the gradients could not be correct.
     """
     diagnostics.refuse_inputs(args, kwargs)
     example = _Example(program, args, kwargs, dynamic_shapes, signature, first_only)
@@ -82,12 +81,12 @@ def trace_program(
 
 
 def _traced_with_retries(example: _Example, eager_refuses: Callable[[Mapping[str, int]], bool]) -> Joint:
-    """Tries again, each for one reason and once at most, but for the copies, of which another try can show that more are needed:
+    """Trace, and retry at most once for each of these reasons, except for copies, which can need several retries:
 
-    - A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is served where the program allows it. Where it
-      does not, and no ``Dim`` would be narrowed, the sizes from 2 on are served.
-    - A size of 0 or 1 that eager itself refuses is left out of what was declared.
-    - Outputs that turn out to be views get memory of their own.
+    - A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is supported if the program allows it. If it does
+      not, and no ``Dim`` would be narrowed, sizes from 2 on are supported.
+    - A size of 0 or 1 that eager itself refuses is removed from the declared range.
+    - Outputs that turn out to be views are copied.
     """
     copied: frozenset[int] = frozenset()
     size_one = example.dynamic_shapes is not None
@@ -117,7 +116,7 @@ def _traced_with_retries(example: _Example, eager_refuses: Callable[[Mapping[str
 
 
 def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, frozenset[int]]:
-    """One try: fake inputs, the joint graph, and the sizes that its guards leave. As :func:`joint_of`."""
+    """Trace once: make fake inputs, the joint graph, and the sizes that its guards leave. Return the same as :func:`joint_of`."""
     args, kwargs, signature, shapes = example.args, example.kwargs, example.signature, example.dynamic_shapes
     names, argument_names = pytrees.input_names(signature, args, kwargs)
     owner = SignatureOwner(signature)
@@ -131,12 +130,12 @@ def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, fr
     _guard_bounds(stated, inputs, tensor_names)
 
     def settle(graph: GraphModule, places: Places) -> Sizes:
-        # raises where the trace narrowed a declared size; may also put one symbol for another, so sizes are read off afterwards
+        # raises if the trace narrowed a declared size; may also replace one symbol by another, so read the sizes afterwards
         try:
             torch_api.produce_guards_and_solve_constraints(fake_mode, graph, checked, equalities, original)
         except torch_api.ConstraintViolationError as error:
             raise narrowed.refused(env, declared, places, error) or error from error
-        env.frozen = False  # the partitioner's and the compiler's guards are still to come
+        env.frozen = False  # the partitioner and the compiler still add guards
         sizes = Sizes.of_inputs(env, inputs, {place: dim.__name__ for place, dim in dims.items() if dim.__name__.isidentifier()})
         of = {s.name: dims[s.input, s.dim] for s in sizes.symbols if (s.input, s.dim) in dims}
         ranges = {name: narrowed.bounds(getattr(dim, "root", dim)) for name, dim in of.items()}  # 2 * Dim("half") has a root
@@ -158,7 +157,7 @@ def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, fr
 
 
 def _guard_bounds(declared: Sequence[tuple[int, int, Any]], inputs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """torch.export 2.13 does not look at the bounds of a hint: a comparison makes each a guard, which narrows the symbol's range."""
+    """Add the bounds of hints, which torch.export 2.13 ignores: a comparison makes each a guard, which narrows the symbol's range."""
     for number, dim, hint in declared:
         if spellings.is_hint(hint):
             size = inputs[number].shape[dim]
@@ -168,7 +167,7 @@ def _guard_bounds(declared: Sequence[tuple[int, int, Any]], inputs: Sequence[tor
 
 @dataclass(frozen=True)
 class Described:
-    """What a joint graph's trace does not say itself."""
+    """Facts about a joint graph that its trace does not contain."""
 
     fake_mode: Any
     ambient: Ambient
@@ -180,7 +179,8 @@ class Described:
 def joint_of(
     flat: FlatProgram, inputs: tuple[torch.Tensor, ...], about: Described, settle: Callable[[GraphModule, Places], Sizes]
 ) -> tuple[Joint | None, frozenset[int]]:
-    """The joint graph of ``flat`` on fake ``inputs``; or None, and the outputs that it must copy. ``settle``: the sizes, once it is traced."""
+    """Return the joint graph of ``flat`` on fake ``inputs``; or None, and the outputs that it must copy. ``settle``: returns the sizes after the
+    trace."""
     with contextlib.ExitStack() as stack, torch.enable_grad(), tracing():
         outermost = FlatProgram.forward.__code__
         with source_lines.recorded_lines(flat.program, outermost), size_guards.recorded(flat.program, outermost) as places:
@@ -205,14 +205,14 @@ def joint_of(
 def _described_joint(
     flat: FlatProgram, inputs: tuple[torch.Tensor, ...], about: Described, sizes: Sizes, described: Any, state: Sequence[str]
 ) -> Joint:
-    """What the descriptors say of the traced graph's placeholders and outputs. ``state``: the names of parameters and buffers, in its order."""
+    """Identify the traced graph's placeholders and outputs by their descriptors. ``state``: the names of parameters and buffers, in its order."""
     captured, meta = described._aot_graph_capture, described._aot_state.fw_metadata
     graph = captured.graph_module
     placeholders = {node.name: _place_of(node.meta["desc"]) for node in graph.graph.find_nodes(op="placeholder")}
     output_node = fx_graph.output_of(graph.graph)
     results = list(pytree.tree_leaves(output_node.args[0]))
     descriptors = list(output_node.meta["desc"])
-    if len(results) != len(descriptors):  # None leaves would shift one against the other
+    if len(results) != len(descriptors):  # otherwise None leaves would shift results against descriptors
         results = list(pytree.tree_flatten(output_node.args[0], is_leaf=lambda v: v is None)[0])
 
     first = len(meta.mutated_inp_runtime_indices)
@@ -249,7 +249,7 @@ def _described_joint(
 
 
 def _place_of(descriptor: Any) -> tuple[str, Any]:
-    """What :attr:`Joint.placeholders` and :attr:`Joint.gradients` say of an input's descriptor."""
+    """Return the key of a descriptor's input in :attr:`Joint.placeholders` and :attr:`Joint.gradients`."""
     if isinstance(descriptor, torch_api.ParamAOTInput):
         return "parameter", inner_name(descriptor.target)
     if isinstance(descriptor, torch_api.BufferAOTInput):
@@ -262,13 +262,13 @@ def _place_of(descriptor: Any) -> tuple[str, Any]:
 
 
 def _views(meta: Any) -> frozenset[int]:
-    """Outputs that share memory with an input or with another output."""
+    """Return the outputs that share memory with an input or with another output."""
     own = (torch_api.OutputType.non_alias, torch_api.OutputType.unsafe_view_alias, torch_api.OutputType.is_input)
     return frozenset(i for i, o in enumerate(meta.output_info) if o.output_type not in own)
 
 
 def _repeats(graph: GraphModule, meta: Any) -> frozenset[int]:
-    """Outputs that are the same value as an earlier one: autograd could not tell their incoming gradients apart."""
+    """Return the outputs that are the same value as an earlier one: autograd could not tell their incoming gradients apart."""
     flat = pytree.tree_flatten(fx_graph.output_of(graph.graph).args[0], is_leaf=lambda v: v is None)[0]
     first = len(meta.mutated_inp_runtime_indices)
     seen: set[Any] = set()
@@ -291,7 +291,7 @@ def _in_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
 
 
 def _out_tree(spec: Any, results: list[Any], outputs: list[Any], constants: dict[int, Any], sizes: Sizes) -> Tree:
-    """``outputs`` lists every flat result; those that are tensors are numbered, the others written into the tree."""
+    """Return the output's tree. ``outputs`` lists every flat result: tensors are numbered, the others are written into the tree."""
     position = iter(range(1 << 30))
 
     def leaf(i: int, path: str) -> Tree:
@@ -308,7 +308,7 @@ def _out_tree(spec: Any, results: list[Any], outputs: list[Any], constants: dict
 
 
 def _dims(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> dict[tuple[int, int], Dim]:
-    """(flat tensor, dimension) -> the ``torch.export.Dim``, or what was made of one, that was given for it."""
+    """Return (flat tensor, dimension) -> its ``torch.export.Dim``, or an expression of one."""
     if dynamic_shapes is None:
         return {}
     combined = torch_api._combine_args(owner, args, kwargs)

@@ -1,4 +1,4 @@
-"""What holds while something is traced: libraries and layers that a trace can take, decompositions, and no random numbers that it would not see."""
+"""Conditions of a trace: traceable forms of libraries and layers, decompositions, and no random numbers that the trace would not see."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Libraries take their traceable paths, and recurrent layers are traced as plain operators."""
+    """Make libraries take their traceable paths, and trace recurrent layers as plain operators."""
     with (
         without_convolution_libraries(),
         warnings.catch_warnings(),
@@ -38,17 +38,18 @@ def tracing() -> Iterator[None]:
         numeric_sizes.carried(),
         _control_flow_compiled_anew(),
     ):
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it, for torch.cond
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it for torch.cond
         warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")  # torch's own rules for forward mode are scripted
         yield
 
 
 @contextlib.contextmanager
 def _control_flow_compiled_anew() -> Iterator[None]:
-    """A context in which ``torch.cond``, ``scan`` and their like, which Dynamo compiles to trace them, share nothing with what it compiled before.
+    """Compile ``torch.cond``, ``scan`` and similar operators, which Dynamo compiles to trace them, without sharing earlier results.
 
-    Dynamo keeps what it compiled by the code object of the operator's wrapper. The guards of an earlier call (eager's, or another export's) would fix
-    open sizes when they are tried on them, and sizes that changed between calls would become symbols that Inductor does not know."""
+    Dynamo caches results by the code object of the operator's wrapper. The guards of an earlier call (eager's, or another export's) would fix
+    dynamic sizes when they are evaluated on them. Sizes that changed between calls would become symbols that Inductor does not know.
+    """
     compile, owner = torch.compile, threading.get_ident()
 
     def compile_anew(model: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -64,9 +65,9 @@ def _control_flow_compiled_anew() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checks_as_plain_operators() -> Iterator[None]:
-    """A context in which the check by which linear algebra raises for a singular matrix is a node like any other, which nothing removes.
+    """Make the check by which linear algebra raises for a singular matrix an ordinary node that nothing removes.
 
-    torch 2.13 threads it through the graph by tokens, as further inputs and outputs of it.
+    torch 2.13 threads it through the graph by tokens, which are extra inputs and outputs.
     """
     check = aten._linalg_check_errors.default
     effect = torch_api._get_effect(check)
@@ -83,7 +84,7 @@ def _checks_as_plain_operators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_unseen_randomness() -> Iterator[None]:
-    """Refuses a program that consumes random numbers of Python or NumPy, which a trace does not see; their generators are put back."""
+    """Refuse a program that consumes random numbers of Python or NumPy, which a trace does not see; restore their generators."""
     numpy: Any = sys.modules.get("numpy")
     before, numpy_before = random.getstate(), numpy and numpy.random.get_state(legacy=False)
     try:
@@ -111,11 +112,11 @@ _DECOMPOSITIONS: dict[Any, Any] = {}
 
 
 def decompositions() -> dict[Any, Any]:
-    """Inductor's table as it is with ``fallback_random`` (without ``native_dropout``: its masks are then eager's to the bit), without the
-    matrix products, which it decomposes by size: that would guard a dynamic batch into a corner (``batch <= 16``), and without the pooling
-    that eager's own kernels do faster (``inductor.graph_fixes.KERNELS``)."""
+    """Return Inductor's table for ``fallback_random``, without ``native_dropout`` (its masks then equal eager's to the bit), without matrix products
+    (their decomposition by size would guard a dynamic batch: ``batch <= 16``), and without the pooling that eager's own kernels do faster
+    (``inductor.graph_fixes.KERNELS``)."""
     if not _DECOMPOSITIONS:
-        _ = torch_api.partition_fn  # brings in the lowerings, which some decompositions look up
+        _ = torch_api.partition_fn  # imports the lowerings, which some decompositions look up
         with torch_api.inductor_config.patch(fallback_random=True):
             _DECOMPOSITIONS.update(sixteen_bits.rounding_as_kernels(torch_api.select_decomp_table()))
         products = (aten.mm.default, aten.bmm.default, aten.addmm.default)

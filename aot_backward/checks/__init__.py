@@ -1,1 +1,1 @@
-"""A package against eager PyTorch, and a graph against its source: what an export and ``verify`` compare."""
+"""Compare packages with eager PyTorch, and graphs with their source, for exports and ``verify``."""

@@ -1,4 +1,4 @@
-"""That a variant serves each size that was declared, but for those at which eager itself refuses the program; else the export fails."""
+"""Check that a variant serves every declared size that eager accepts; otherwise the export fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..capture.shapes.symbolic_shapes import Sizes
 from .example_sizes import Example, resized, resized_to
 
 _SIZES_TRIED = 3
-"""Of the sizes for which a guard does not hold, how many are tried in eager: one may be refused for the values that the example happens to have."""
+"""How many sizes that violate a guard are tried in eager. One may be refused only because of the example's values."""
 
 
 def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example: Example) -> None:
@@ -56,7 +56,7 @@ def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, exa
 
 
 def eager_refuses(program: nn.Module, example: Example, declared: Sequence[tuple[int, int, Any]], sizes: Mapping[str, int]) -> bool:
-    """Whether eager raises where each ``Dim`` that ``sizes`` names has that size. ``declared``: as ``dynamic_shapes.declared`` gives it."""
+    """Return whether eager raises if each ``Dim`` in ``sizes`` has that size. ``declared``: as ``dynamic_shapes.declared`` returns it."""
     shapes = [list(t.shape) for t in example.tensors]
     for number, dim, size in declared:
         if isinstance(size, Dim) and size.__name__ in sizes:
@@ -69,14 +69,14 @@ def eager_refuses(program: nn.Module, example: Example, declared: Sequence[tuple
 
 
 def _eager_serves(program: nn.Module, example: Example, tried: Sequence[Example]) -> bool:
-    """Also with zeros for integers: an index may point behind a size that is smaller than the example's."""
+    """Try also with zeros for integers: an index may be out of range if a size is smaller than the example's."""
     for one in (*tried, *(e.with_tensors([_zeros_for_integers(t) for t in e.tensors]) for e in tried)):
         with (
             preserve.in_mode(program, example.mode),
             preserve.slots_kept(program),
             preserve.values_kept(program.buffers()),
             torch.no_grad(),
-            contextlib.suppress(Exception),  # eager's own refusal, whatever it is
+            contextlib.suppress(Exception),  # eager refuses the sizes with any exception
         ):
             program(*one.args, **one.kwargs)
             return True
@@ -88,7 +88,7 @@ def _zeros_for_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _beyond(symbol: SymbolSpec, low: int, high: int | None) -> Iterator[int]:
-    """Declared sizes, but not served: those next to the range, and the smallest."""
+    """Yield declared sizes that are not served: the sizes next to the range, and the smallest."""
     if symbol.minimum > low:
         yield from {symbol.minimum - 1, low}
     if symbol.maximum is not None and (high is None or symbol.maximum < high):
@@ -96,8 +96,8 @@ def _beyond(symbol: SymbolSpec, low: int, high: int | None) -> Iterator[int]:
 
 
 def _against(guard: str, symbols: Sequence[SymbolSpec], sizes: Sizes, first: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Declared sizes for which ``guard`` does not hold, those first that only enlarge the example. None if a hint is among its sizes: what is
-    left to the trace may be narrowed."""
+    """Yield declared sizes that violate ``guard``, sizes that only enlarge the example first. Yield none if the guard contains a size that is only a
+    hint, because a trace may narrow it."""
     involved = [s for s in symbols if _occurs(s.name, guard)]
     if any(s.name not in sizes.declared for s in involved):
         return
@@ -131,6 +131,6 @@ def _label(symbol: SymbolSpec, spec: VariantSpec) -> str:
 
 
 def _where(sizes: Sizes, text: str) -> str:
-    """Where a guard that says ``text``, or the first about a symbol, comes from."""
+    """Return the origin of a guard that contains ``text``, or of the first guard on a symbol."""
     asked = sizes.origin(text)
     return "".join(f", {part}" for part in (asked.where, asked.operator) if part) if asked else ""

@@ -1,14 +1,13 @@
-"""A compiled ``module`` or ``grad`` entry against eager: every output, gradient and buffer, at the example's sizes and at others.
+"""Compare a compiled ``module`` or ``grad`` entry with eager: every output, gradient and buffer, at the example's sizes and at others.
 
-What a result may be off by is stated in ``tolerance.py``. It is compared with eager in float64; s, how far that moves, is found by rounding every
-parameter and input otherwise (each changed by a random relative amount of up to eps), and counts for at most 1e-3·max(‖t‖, G). A single number, as
-a loss is, may happen not to move, nor eager to be off: before it is refused, s is at least an eighth of the most that such changes can make of it
-(:func:`_largest_move`), which a sum of many terms that cancel needs. Where float64 is no
-reference (random operators draw other numbers, the program casts by itself, an operator has no float64, the program is float64 itself) eager
-itself is.
+``tolerance.py`` states the tolerances. The reference is eager in float64. To estimate s, how far the reference moves, every parameter and input
+is changed by a random relative amount of up to eps; s counts for at most 1e-3·max(‖t‖, G). For a single number such as a loss, both s and eager's
+error may happen to be zero. Before such a number is refused, s is raised to at least an eighth of the most that such changes can make of it
+(:func:`_largest_move`); a sum of many terms that cancel needs this. If float64 is not a valid reference (random operators draw other numbers, the
+program casts by itself, an operator has no float64, the program is float64 itself), the reference is eager itself.
 
-A large model's gradients are never there in float64 all at once, and eager's not beside them (:class:`_OneAtATime`): an export takes less than
-four times the memory of the weights.
+A large model's float64 gradients never exist all at once, nor together with eager's (:class:`_OneAtATime`): an export takes less than four times
+the memory of the weights.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from .tolerance import (
     norm,
 )
 
-_FAR = 1e-2  # eager this far from float64 did not compute the same thing: float64 is no reference then
+_FAR = 1e-2  # if eager differs from float64 by more than this, float64 computed something else and is not used as the reference
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is exported: the program and, of a ``grad`` entry, what is differentiated. ``reduced_precision``: it computes in 16 bits somewhere,
-    whatever its results are (autocast inside the forward)."""
+    """An exported program, and the ``wrt`` of a ``grad`` entry. ``reduced_precision``: it computes in 16 bits somewhere, whatever the dtype of its
+    results (autocast inside the forward)."""
 
     program: nn.Module
     wrt: Wrt | None
@@ -61,11 +60,11 @@ class Case:
 
 
 def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, sizes: Iterable[Sized], stored: Stored) -> Verdict:
-    """Compare variant ``number`` of ``entry``, which is ``spec``, with the program at ``sizes``, whose first must be one that eager serves.
-    ``load`` gives the package with weights of its own, which are not kept while eager runs.
+    """Compare variant ``number`` of ``entry``, described by ``spec``, with the program at ``sizes``. Eager must accept the first of them. ``load``
+    returns the package with separate weights, which are freed while eager runs.
 
-    Raises :class:`ExportError` naming the tensor that is wrong. What was put in and what came out, and how far off a later run may be,
-    goes to ``stored`` under ``entry/number/…``.
+    Write inputs, results and the tolerances for later runs to ``stored`` under ``entry/number/…``. Raise :class:`ExportError` naming the tensor
+    that is wrong.
     """
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     numbers = _number_attributes(case.program)
@@ -109,8 +108,8 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
 
 
 def is_right(entry: str, case: Case, example: Example, package: Package, spec: VariantSpec) -> bool:
-    """Whether ``entry`` of ``package``, whose only variant is ``spec``, gives on the example what eager gives, as far as eager itself tells. That is
-    less than :func:`check` asks for."""
+    """Return whether ``entry`` of ``package``, with ``spec`` as its only variant, agrees with eager on the example. This is a weaker check than
+    :func:`check`: the reference is eager itself."""
     values = next(sizes_to_check(spec, example)).values
     cotangents = cotangents_at(spec, values)
     try:
@@ -123,7 +122,7 @@ def is_right(entry: str, case: Case, example: Example, package: Package, spec: V
 
 
 def compare_results(actual: Named, eager: Named, reference: Reference[Named], *, reduced_precision: bool = False) -> list[Comparison]:
-    """Every tensor of ``eager`` beside ``actual``'s of the same name. :class:`ExportError` where they are no two tensors alike."""
+    """Compare each tensor of ``actual`` with ``eager``'s of the same name. Raise :class:`ExportError` if dtype or shape differ."""
     if actual.keys() != eager.keys():
         raise ExportError(f"{sorted(actual.keys() ^ eager.keys())} exist in only one of the artifact's results and eager's")
     largest = _largest_gradient(reference.results)
@@ -149,7 +148,7 @@ def compare_results(actual: Named, eager: Named, reference: Reference[Named], *,
 
 @dataclass(frozen=True)
 class _Given:
-    """What a case is run on."""
+    """A case and the inputs that it runs on."""
 
     case: Case
     example: Example
@@ -157,11 +156,11 @@ class _Given:
     cotangents: Sequence[torch.Tensor]
 
     def results(self, *, accumulated: bool = False, take: Take | None = None) -> Named:
-        """Eager's."""
+        """Return eager's results."""
         return results_of_eager(self.case.program, self.example, self.case.wrt, self.spec, self.cotangents, accumulated=accumulated, take=take)
 
     def in_float64(self, *, rounded: bool, take: Take | None) -> Named:
-        """Eager's in float64; ``rounded``: of what is :func:`perturbed`."""
+        """Return eager's results in float64; with ``rounded``, on :func:`perturbed` parameters and inputs."""
         inputs = to_float64(self.example.tensors)
         example = self.example.with_tensors(perturbed(inputs) if rounded else inputs)
         given = dataclasses.replace(self, example=example, cotangents=[c.double() for c in self.cotangents])
@@ -170,12 +169,12 @@ class _Given:
 
 
 class _OneAtATime:
-    """A large model's gradients. Of eager's no more than a sketch is kept; float64's are rounded to float32, as soon as backward has one, which is a
-    hundredth of what a gradient may be off by. How far eager is off, and how far float64's move, is then the distance of two sketches."""
+    """Gradients of a large model, taken one at a time. Only a sketch of eager's is kept. Each float64 gradient is rounded to float32 when backward
+    has computed it, an error of a hundredth of the tolerance. The error of eager and the move of float64 are distances of two sketches."""
 
     def __init__(self, eager: Named, *, frees: bool):
-        """Takes the large gradients out of ``eager``. ``frees``: a parameter in float64 whose gradient is there is freed: no operator of the backward
-        that is left reads it. What else may read it, as a hook, finds NaN."""
+        """Replace the large gradients in ``eager`` by sketches. ``frees``: free a float64 parameter once its gradient is computed, because no later
+        operator of the backward reads it. Any other reader, such as a hook, finds NaN."""
         self._frees = frees
         self.sketches = dict[str, torch.Tensor]()
         self.errors, self.moved, self.finite = dict[str, float](), dict[str, float](), True
@@ -186,7 +185,7 @@ class _OneAtATime:
                 eager[name] = e.new_zeros(()).expand(e.shape)
 
     def take_beside(self, name: str, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Where what goes in is rounded otherwise; before :meth:`take`."""
+        """Sketch the gradient of the perturbed run; called before :meth:`take`."""
         if name not in self.sketches:
             return gradient
         self._beside[name] = sketch(gradient)
@@ -210,8 +209,8 @@ class _OneAtATime:
 
 
 def _reference(given: _Given, eager: Named) -> tuple[Reference[Named], Mapping[str, torch.Tensor]]:
-    """Eager in float64; or ``eager`` itself, where float64 computes something else. And sketches of those of ``eager``'s results that float64's have
-    taken the place of."""
+    """Return eager in float64, or ``eager`` itself if float64 computes something else. Also return sketches of the results in ``eager`` that float64
+    results have replaced."""
     program = given.case.program
     itself = Reference(eager, dict.fromkeys(eager, 0.0), float64=False)
     dtypes = {t.dtype for t in [*program.parameters(), *eager.values()] if t is not None}
@@ -232,13 +231,13 @@ def _reference(given: _Given, eager: Named) -> tuple[Reference[Named], Mapping[s
 
 
 def _in_float64(given: _Given, eager: Named, large: _OneAtATime) -> Reference[Named] | None:
-    """None where float64 computes something else."""
+    """Return eager's results in float64, or None if float64 computes something else."""
     looks = {n: None if e is None else e.shape for n, e in eager.items()}
     try:
         with torch.autocast(_device(eager), enabled=False):
             beside = given.in_float64(rounded=True, take=large.take_beside if large.sketches else None)
             exact = given.in_float64(rounded=False, take=large.take if large.sketches else None)
-    except Exception:  # whatever stands against float64, eager is the next best
+    except Exception:  # whatever fails in float64, eager is the next best reference
         exact = {}
     if {n: None if t is None else t.shape for n, t in exact.items()} == looks and large.finite and large.errors.keys() == large.sketches.keys():
         largest = _largest_gradient(exact)
@@ -260,7 +259,7 @@ def _is_single_output(name: str, eager: Named) -> bool:
 
 
 def _with_largest_moves(given: _Given, reference: Reference[Named], eager: Named, names: Sequence[str]) -> Reference[Named]:
-    """``reference``, in which each of ``names``, outputs of one number, moves by at least an eighth of what it can."""
+    """Return ``reference`` with each of ``names``, outputs of one number, moving by at least an eighth of its largest move."""
     moved, largest = dict(reference.moved), _largest_gradient(reference.results)
     for name in names:
         e, t = eager[name], reference.results[name]
@@ -271,8 +270,8 @@ def _with_largest_moves(given: _Given, reference: Reference[Named], eager: Named
 
 
 def _largest_move(given: _Given, output: int, eager: torch.Tensor) -> float:
-    """Σ eps·|x·∂t/∂x| over all numbers x of parameters and inputs, t being output number ``output``, which is one number: to first order the most
-    that t moves by if each x changes by eps of its dtype, or of that of ``eager``, which t is in eager, if that is coarser. 0 where t cannot be
+    """Return Σ eps·|x·∂t/∂x| over all numbers x of parameters and inputs, for t the single-number output ``output``. To first order, t moves by at
+    most this much if each x changes by eps of its dtype, or of the dtype of ``eager`` (t in eager) if that is coarser. Return 0 if t cannot be
     differentiated by them."""
     parameters = {n: p for n, p in given.case.program.named_parameters() if p.is_floating_point()}
     inputs = {i: t for i, t in enumerate(given.example.tensors) if t.is_floating_point()}
@@ -281,7 +280,7 @@ def _largest_move(given: _Given, output: int, eager: torch.Tensor) -> float:
     try:
         with in_float64(given.case.program), torch.autocast(eager.device.type, enabled=False):
             results = results_of_eager(given.case.program, example, wrt, given.spec, (), root=output)
-    except RuntimeError:  # it has no gradient, or what is an input is written to
+    except RuntimeError:  # the output cannot be differentiated, or the program writes to an input
         return 0.0
     values = {n: t.detach() for n, t in [*parameters.items(), *((given.spec.inputs[i].name, t) for i, t in inputs.items())]}
     gradients = {n: results[f"gradient of {n}"] for n in values}
@@ -290,13 +289,13 @@ def _largest_move(given: _Given, output: int, eager: torch.Tensor) -> float:
 
 
 def _error_of_eager(name: str, eager: torch.Tensor, reference: Reference[Named]) -> float:
-    """‖e − t‖, where e is finite; inf where t is not the same."""
+    """Return ‖e − t‖ over the finite elements of e, or inf if other elements of t are finite."""
     exact = reference.results[name]
     return reference.eager_errors[name] if name in reference.eager_errors or exact is None else distance(eager, exact, eager)
 
 
 def _is_same_computation(eager: Named, reference: Reference[Named], reduced_precision: bool) -> bool:
-    """Whether float64 is eager with less rounding, and not another computation (other random numbers)."""
+    """Return whether float64 is eager with less rounding, not another computation (other random numbers)."""
     exact = reference.results
     low = (
         reduced_precision
@@ -314,7 +313,7 @@ def _is_same_computation(eager: Named, reference: Reference[Named], reduced_prec
 
 
 def _results_of_entry(package: Package, entry: str, given: _Given, where: str, *, inference: bool = False) -> Named:
-    """:class:`ExportError` where the compiled code fails."""
+    """Return the entry's results. Raise :class:`ExportError` if the compiled code fails."""
     try:
         return results_of_entry(package, entry, given.spec, given.example, given.cotangents, inference=inference)
     except Overwritten as error:
@@ -329,7 +328,7 @@ def _results_of_entry(package: Package, entry: str, given: _Given, where: str, *
 
 
 def _check_accumulated(entry: str, accumulated: Named, eager: Named, reference: Reference[Named], reduced_precision: bool) -> None:
-    """A real ``backward()`` leaves in ``.grad`` what ``torch.autograd.grad`` gives, unless something hangs on the nodes that accumulate it."""
+    """Check that ``backward()`` leaves in ``.grad`` the result of ``torch.autograd.grad``. Hooks on the AccumulateGrad nodes can change it."""
     expected = dataclasses.replace(reference, results={n: reference.results[n] for n in accumulated})
     for comparison in compare_results(accumulated, {n: eager[n] for n in accumulated}, expected, reduced_precision=reduced_precision):
         if comparison.wrong:
@@ -340,7 +339,7 @@ def _check_accumulated(entry: str, accumulated: Named, eager: Named, reference: 
 
 
 def _check_strides(entry: str, actual: Named, eager: Named) -> None:
-    """Strides are part of what a caller may rely on."""
+    """Check the strides of outputs: callers may rely on them."""
     for name, e in eager.items():
         a = actual[name]
         if a is None or e is None or e.numel() == 0:
@@ -359,13 +358,13 @@ def _refuse_sparse(entry: str, eager: Named) -> None:
 
 
 def _called(package: Package, spec: VariantSpec) -> list[str]:
-    """The operators that are not compiled, but called."""
+    """Return the operators that are called, not compiled."""
     calls = [plan.call for plan in (spec.forward, spec.backward, spec.inference, spec.gradient) if plan is not None and plan.call is not None]
     return sorted({o for call in calls for o in package.manifest.libraries[call.library].operators})
 
 
 def _number_attributes(program: nn.Module) -> dict[str, Any]:
-    """Plain attributes that are numbers, by name."""
+    """Return plain attributes that are numbers, by name."""
     modules = program.named_modules()
     return {f"{p}.{n}" if p else n: v for p, m in modules for n, v in m.__dict__.items() if type(v) in (int, float) and n != "training"}
 
@@ -378,7 +377,7 @@ def _changed_numbers(program: nn.Module, before: Mapping[str, Any]) -> str:
 
 
 def _allowed_of_eager(comparisons: Sequence[Comparison], eager: Named, reference: Reference[Named]) -> dict[str, float]:
-    """What ``verify``, which has eager's results alone, allows: what was allowed here, and how far eager is from float64."""
+    """Return the tolerances for ``verify``, which only has eager's results: the tolerance of this check plus eager's distance from float64."""
     return {c.name: c.allowed + (_distance(c.name, eager[c.name], reference) if reference.float64 else 0.0) for c in comparisons}
 
 
@@ -391,7 +390,7 @@ def _store(
     allowed: Mapping[str, float],
     sketches: Mapping[str, torch.Tensor],
 ) -> None:
-    """``sketches``: of the results that are not in ``eager`` any more."""
+    """Store inputs, incoming gradients and results. ``sketches``: of results that are no longer in ``eager``."""
     for i, value in enumerate(example.tensors):
         stored[f"{prefix}/input/{i}"] = value.detach().contiguous()
     for i, value in enumerate(cotangents):
@@ -412,7 +411,7 @@ def _device(named: Named) -> str:
 
 
 def _distance(name: str, eager: torch.Tensor | None, reference: Reference[Named]) -> float:
-    """‖e − t‖ over the elements that are finite in both, 0 where one of them is None."""
+    """Return ‖e − t‖ over the elements that are finite in both, or 0 if e or t is None."""
     exact = reference.results[name]
     if name in reference.eager_errors:
         return reference.eager_errors[name]

@@ -1,4 +1,4 @@
-"""The example that a variant is checked on, at its own sizes and, where sizes are dynamic, at others."""
+"""Make the example that a variant is checked on, at its own sizes and at other ones if sizes are dynamic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec, Variant
 from aot_backward_runtime.native.guards import Contract, dtype_of
 
 SEED = 20
-"""Of the random numbers that a program draws while it is checked, and of those that the checks draw."""
+"""Seed of the random numbers that a program draws while it is checked, and that the checks draw."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Sized:
-    """An example at certain sizes: ``values`` of the variant's symbols, and the same in words ("batch=4", "" where nothing is dynamic)."""
+    """An example at certain sizes: ``values`` of the variant's symbols, and a label ("batch=4", or "" if no size is dynamic)."""
 
     example: Example
     values: Mapping[str, int]
@@ -47,7 +47,7 @@ class Sized:
 
 def sizes_to_check(spec: VariantSpec, example: Example, zero: SymbolSpec | None = None) -> Iterator[Sized]:
     """Yield the example, then, if sizes are dynamic, others: all larger, all the smallest allowed but 0, and each 1 by itself.
-    With ``zero``: only the example with that size at 0, and those with it that must be equal to it; nothing if ``spec`` excludes that.
+    With ``zero``: only the example with that size at 0, and with it the sizes that must be equal to it; nothing if ``spec`` excludes that.
 
     Raise :class:`InputError` if a tensor of size 0 would have to be enlarged."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
@@ -73,7 +73,7 @@ def sizes_to_check(spec: VariantSpec, example: Example, zero: SymbolSpec | None 
 
 
 def sizes_to_time(spec: VariantSpec, example: Example) -> Iterator[Sized]:
-    """The example as it is, then, where sizes are dynamic, with all of them four times as large, or as large as they may be."""
+    """Yield the example; if sizes are dynamic, yield it also with all of them four times as large, or as large as allowed."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
     first = contract.solve(example.tensors)
     yield Sized(example, first, _label(spec, first))
@@ -85,7 +85,7 @@ def sizes_to_time(spec: VariantSpec, example: Example) -> Iterator[Sized]:
 
 
 def cotangents_at(spec: VariantSpec, values: Mapping[str, int]) -> list[torch.Tensor]:
-    """Incoming gradients of those sizes, the same ones each time."""
+    """Return incoming gradients of these sizes, the same ones each time."""
     generator = torch.Generator().manual_seed(SEED)
     out = []
     for c in spec.cotangents:
@@ -100,7 +100,7 @@ def _label(spec: VariantSpec, values: Mapping[str, int]) -> str:
 
 
 def _discriminating_sizes(contract: Contract, symbols: Sequence[SymbolSpec], first: Mapping[str, int]) -> dict[str, int] | None:
-    """Every size changed, each by another amount, so that two that were mixed up show."""
+    """Change every size by a different amount, so that two swapped sizes show."""
     for factor in (1, 2, 3, 4, 6, 8, -1):
         values = {s.name: first[s.name] + factor * (i + 1) if factor != 8 else first[s.name] * 2 for i, s in enumerate(symbols)}
         if _allowed(contract, symbols, values):
@@ -119,7 +119,7 @@ def _allowed(contract: Contract, symbols: Sequence[SymbolSpec], values: Mapping[
 
 
 def resized(spec: VariantSpec, example: Example, values: Mapping[str, int]) -> Example:
-    """The example at those sizes. :class:`InputError` where a tensor of size 0 would have to be enlarged."""
+    """Return the example at these sizes. Raise :class:`InputError` if a tensor of size 0 would have to be enlarged."""
     return example.with_tensors([_resize(t, s, values) for t, s in zip(example.tensors, spec.inputs, strict=True)])
 
 
@@ -132,7 +132,7 @@ def _resize(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int]) -
 
 
 def resized_to(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """``tensor`` with its rows taken again or left out along each dimension: values stay such as the program expects."""
+    """Resize ``tensor`` by repeating or dropping rows along each dimension, so that the program accepts the values."""
     out = tensor.detach()
     for d, wanted in enumerate(shape):
         if out.shape[d] != wanted:

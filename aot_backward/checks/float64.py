@@ -1,4 +1,4 @@
-"""Eager in float64, which a result is compared with: the program's tensors widened, and what goes in rounded otherwise."""
+"""Run eager in float64, the reference for results: widen the program's tensors, and perturb its inputs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .tolerance import pieces
 
 @contextlib.contextmanager
 def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
-    """The program's own parameters and buffers as copies in float64 (``rounded``: each :func:`perturbed`), wherever the program reaches them from;
-    put back afterwards, whatever became of the copies.
+    """Replace the program's parameters and buffers by copies in float64 (``rounded``: each :func:`perturbed`), wherever the program refers to them.
+    Restore them on exit, even if the copies have changed.
 
-    The Python objects change places with others of what they stand for. Giving them other ``.data`` would make torch forget the node on which the
-    gradient of each is accumulated, and the hooks on it, and ``.grad`` would stand in the way. Hooks on the gradients themselves run here too."""
+    The Python objects swap their tensors. Setting ``.data`` instead would make torch forget each AccumulateGrad node with its hooks, and would
+    conflict with ``.grad``. Hooks on the gradients themselves run here too."""
     default = torch.get_default_dtype()
     swap, swapped = torch_api._swap_tensor_impl, list[tuple[torch.Tensor, torch.Tensor]]()
     try:
@@ -30,7 +30,7 @@ def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
             if tensor.is_floating_point():
                 wide = tensor.detach().to(torch.float64, copy=True)
                 other = (_perturb(wide) if rounded else wide).requires_grad_(tensor.requires_grad)
-                if tensor._backward_hooks is not None:  # one that is empty now may get a hook: it must be the copy's, too
+                if tensor._backward_hooks is not None:  # an empty dict may get a hook later; the copy must share it
                     other._backward_hooks = tensor._backward_hooks
                 swap(tensor, other)
                 swapped.append((tensor, other))
@@ -43,7 +43,7 @@ def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
 
 
 def to_float64(value: Any) -> Any:
-    """The floating-point tensors in ``value`` as float64 leaves."""
+    """Return ``value`` with its floating-point tensors as float64 leaves."""
 
     def widen(v: Any) -> Any:
         return v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
@@ -52,7 +52,7 @@ def to_float64(value: Any) -> Any:
 
 
 def perturbed(value: Any) -> Any:
-    """``value`` with each floating-point element changed by a random relative amount of up to float32's eps."""
+    """Return ``value`` with each floating-point element changed by a random relative amount of up to float32's eps."""
 
     def perturb(v: Any) -> Any:
         return _perturb(v.detach().clone()).requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
@@ -61,7 +61,7 @@ def perturbed(value: Any) -> Any:
 
 
 def _perturb(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself, changed."""
+    """Change ``tensor`` in place and return it."""
     generator = torch.Generator(tensor.device).manual_seed(SEED)
     for (piece,) in pieces(tensor):
         change = torch.rand(piece.shape, generator=generator, dtype=piece.dtype, device=piece.device).mul_(2).sub_(1)
@@ -70,8 +70,8 @@ def _perturb(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def consumed_cuda_rng(device: str) -> bool:
-    """Whether what ran since :data:`.example_sizes.SEED` was set has drawn random numbers on a GPU: there float64 draws others than narrower types
-    do. The seed is set again."""
+    """Return whether a GPU has drawn random numbers since :data:`.example_sizes.SEED` was set: there float64 draws others than narrower types do.
+    Set the seed again."""
     if device != "cuda":
         return False
     after = torch.cuda.get_rng_state()

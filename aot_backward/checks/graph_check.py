@@ -1,8 +1,8 @@
-"""Compiled graphs against the same graphs run by eager's operators, on the very tensors that the compiled ones were given.
+"""Compare compiled graphs with eager's operators, on the same input tensors.
 
-This is the check of a rebuilt package, where the model's source is absent. Per result of a graph, a the compiled code's and e the operators':
-‖a − e‖ ≤ r·max(‖e‖, 1e-2·G), G the largest norm among the graph's results, r the :data:`.tolerance.RELATIVE` of e, and in a graph with 16-bit
-values twice theirs.
+This checks a rebuilt package without the model's source. For each result of a graph, with a from the compiled code and e from the
+operators: ‖a − e‖ ≤ r·max(‖e‖, 1e-2·G). G is the largest norm among the graph's results and r the :data:`.tolerance.RELATIVE` of e; in a graph
+with 16-bit values, r is at least twice theirs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .verify import stored_example, verify_variant
 
 @dataclass
 class _Findings:
-    """The result nearest to what is allowed, so far; of each library only the first call at each set of sizes is looked at, since operators run one
-    by one are slow. ``trains``: an optimizer divides a gradient that is zero but for rounding by its own size, and what it writes is compared with
-    what is stored alone."""
+    """The result nearest to its tolerance so far. For each library, only the first call at each set of sizes is compared, because operators run one
+    by one are slow. ``trains``: compare written state only with the stored results, because an optimizer divides a gradient that is zero up to
+    rounding by its own size."""
 
     worst: str = ""
     ratio: float = 0.0
@@ -50,13 +50,13 @@ class _Findings:
             self.worst, self.ratio = name, ratio
 
     def verdict(self, labels: Sequence[str]) -> Verdict:
-        """``labels``: the sizes at which it was run, in words."""
+        """Return the verdict. ``labels``: the sizes of the runs, as text."""
         return Verdict("verified", self.worst, round(self.ratio, 6), tuple(dict.fromkeys(filter(None, labels))))
 
 
 def check_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor], graphs: Mapping[str, Graph]) -> Verdict:
-    """Runs variant ``number`` of ``entry`` on its stored example, compared with what is stored and with the operators; where a size is dynamic, also
-    at others, compared with the operators. Raises :class:`ExportError` naming what is wrong."""
+    """Run variant ``number`` of ``entry`` on its stored example, and compare it with the stored results and the operators. If a size is dynamic, also
+    compare with the operators at other sizes. Raise :class:`ExportError` naming the wrong result."""
     spec = package.manifest.entries[entry].variants[number]
     findings = _Findings(trains=package.entries[entry] == "step")
     labels = list[str]()
@@ -78,7 +78,7 @@ def check_variant(package: Package, entry: str, number: int, examples: Mapping[s
                 try:
                     results_of_entry(package, entry, spec, sized.example, cotangents_at(spec, sized.values))
                 except (_Refused, InputError):
-                    continue  # as eager does at this size: an index out of range, or rows that do not fit the program
+                    continue  # eager refuses this size, too: an index out of range, or a number of rows that does not fit the program
                 labels.append(sized.label)
     return findings.verdict(labels)
 
@@ -86,7 +86,7 @@ def check_variant(package: Package, entry: str, number: int, examples: Mapping[s
 def check_pass(
     manifest: Manifest, variant: PassSpec, paths: Mapping[str, Path], weights: Mapping[str, torch.Tensor], graphs: Mapping[str, Graph]
 ) -> Verdict:
-    """Every graph of a recorded pass on made-up numbers, since the recorded ones are not kept. Raises :class:`ExportError` naming what is wrong."""
+    """Compare every graph of a recorded pass on made-up numbers: recorded ones are not kept. Raise :class:`ExportError` naming the wrong result."""
     findings = _Findings()
     labels = list[str]()
     for name in [s.library for s in variant.segments if s.library]:
@@ -96,7 +96,7 @@ def check_pass(
         constants = {c.weight: weights[c.weight].to(device) for c in spec.constants}
         library.bind((constants, ()))
         for values in _sizes(variant, spec, graphs[name]):
-            for most in (3, 1, 0):  # integers may be indices into what has but few elements: the operators, which are run first, say so
+            for most in (3, 1, 0):  # integers may be indices into few elements; then the operators, which run first, raise
                 try:
                     inputs = [_random_input(described, values, i, most) for i, described in enumerate(spec.inputs)]
                     _compare_call(name, spec, graphs[name], inputs, constants, library.run, findings, "a recorded pass")
@@ -113,7 +113,7 @@ def check_pass(
 
 
 def check_update(manifest: Manifest, update: UpdateSpec, paths: Mapping[str, Path], graphs: Mapping[str, Graph]) -> Verdict:
-    """An optimizer step on made-up parameters, gradients and state, and the recorded numbers, beside the graph's operators; as :func:`check_pass`."""
+    """Compare an optimizer step with its operators, on made-up parameters, gradients and state and the recorded numbers; as :func:`check_pass`."""
     spec, count = manifest.libraries[update.library], len(update.trained)
     inputs = [_random_input(described, {}, i, 1) for i, described in enumerate(spec.inputs)]
     for state in inputs[2 * count : -1]:
@@ -123,7 +123,7 @@ def check_update(manifest: Manifest, update: UpdateSpec, paths: Mapping[str, Pat
 
 
 def check_clipping(manifest: Manifest, clipping: ClippingSpec, paths: Mapping[str, Path], graphs: Mapping[str, Graph]) -> Verdict:
-    """A clipping of made-up gradients, by which they change, beside the graph's operators; as :func:`check_pass`."""
+    """Compare a clipping of made-up gradients with its operators, by the changed gradients; as :func:`check_pass`."""
     spec = manifest.libraries[clipping.library]
     inputs = [_random_input(described, {}, i, 1) for i, described in enumerate(spec.inputs)]
     inputs[-1].copy_(torch.tensor([0.5, 0.0], dtype=torch.float64))
@@ -139,7 +139,7 @@ def _check_written(
     inputs: list[torch.Tensor],
     places: range,
 ) -> Verdict:
-    """What the library ``name`` writes to those of ``inputs`` at ``places``, beside what the graph's operators do."""
+    """Compare the values that library ``name`` and the graph's operators write to the ``inputs`` at ``places``."""
     spec, findings = manifest.libraries[name], _Findings()
     library = library_on(device_of(manifest), partial(paths.__getitem__, name), spec)
     library.bind(({}, ()))
@@ -161,7 +161,7 @@ def _check_written(
 
 
 def _sizes(variant: PassSpec, spec: LibrarySpec, graph: Graph) -> Iterator[dict[str, int]]:
-    """The sizes of the example, then others, where the variant allows any."""
+    """Yield the sizes of the example, then others if the variant allows any."""
     first: dict[str, int] = {}
     for node, described in zip(graph.module.graph.find_nodes(op="placeholder"), spec.inputs, strict=True):
         for size, stated in zip(node.meta["val"].shape, described.shape, strict=True):
@@ -181,7 +181,7 @@ def _sizes(variant: PassSpec, spec: LibrarySpec, graph: Graph) -> Iterator[dict[
 
 
 def _random_input(described: TensorSpec, values: Mapping[str, int], seed: int, most: int) -> torch.Tensor:
-    """``most``: the largest integer."""
+    """Return a random tensor. ``most``: the largest integer."""
     shape, stride = [evaluate(s, values) for s in described.shape], [evaluate(s, values) for s in described.stride]
     dtype, generator = dtype_of(described.dtype), torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
@@ -200,12 +200,12 @@ class _Refused(Exception):
 
 @contextlib.contextmanager
 def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings, what: str) -> Iterator[None]:
-    """A context in which every graph that ``package`` opens is compared each time it is called."""
+    """Compare every graph that ``package`` opens, each time it is called inside."""
     loaded = Library._load
 
     def load_watched(library: Library) -> Any:
         name = next((n for n, spec in package.manifest.libraries.items() if spec is library.spec), None)
-        if name is None:  # of a package that another thread loads meanwhile
+        if name is None:  # another thread is loading another package
             return loaded(library)
         return _Watched(loaded(library), name, library.spec, graphs[name], findings, what)
 
@@ -214,7 +214,7 @@ def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings,
 
 
 class _Watched:
-    """Stands for a library's runner."""
+    """Runner of a library that compares each call."""
 
     def __init__(self, runner: Any, name: str, spec: LibrarySpec, graph: Graph, findings: _Findings, what: str):
         self._runner, self._name, self._spec, self._graph, self._findings, self._what = runner, name, spec, graph, findings, what
@@ -239,15 +239,15 @@ def _compare_call(
     name: str, spec: LibrarySpec, graph: Graph, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor], run: Any, findings: _Findings,
     what: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """What ``run`` gives, once it is compared. The operators run on the CPU, where the graph was captured; one that draws random numbers draws others
-    there than on a GPU, and is not compared."""
+    """Compare a call of ``run`` and return its results. The operators run on the CPU, where the graph was captured. A graph that draws random numbers
+    is not compared on a GPU, because the CPU draws others."""
     if consumes_rng(graph) and any(t.device.type != "cpu" for t in (*inputs, *constants.values())):
         return list(run(list(inputs)))
     kept, weights = [_copy(t).cpu() for t in inputs], {key: _copy(t).cpu() for key, t in constants.items()}
     with torch.random.fork_rng(devices=[]):
         try:
             expected = run_graph(graph.module, kept, {target: weights[key] for target, (key, _) in graph.constants.items()})
-        except Exception as error:  # an index out of range is an IndexError, of an operator written in Python it may be anything
+        except Exception as error:  # an index out of range is an IndexError; an operator written in Python may raise any exception
             raise _Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     actual = run(list(inputs))
     pairs = [(described.name, a.cpu(), e) for described, a, e in zip(spec.outputs, actual, expected, strict=True)]
@@ -267,20 +267,20 @@ def _compare_call(
 
 
 def consumes_rng(graph: Graph) -> bool:
-    """Whether it draws random numbers."""
+    """Return whether the graph draws random numbers."""
     return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _has_dropout(node) for node in graph.module.graph.nodes)
 
 
 def _has_dropout(node: Node) -> bool:
-    """False of attention without dropout, which is tagged as if it had some."""
+    """Return False for attention without dropout, which has the tag of random operators all the same."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
 def run_graph(module: GraphModule, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of ``module`` (of :func:`portable.graph_json.graph_of`), run operator by operator. ``constants``: of its attributes; what it writes
-    to them is written."""
+    """Run ``module`` (from :func:`portable.graph_json.graph_of`) operator by operator and return its outputs. ``constants``: its attributes' values;
+    the graph may write to them."""
     values: dict[Node, Any] = {}
     rest = iter(inputs)
     with torch.no_grad():
@@ -311,6 +311,6 @@ def _dtypes(module: GraphModule) -> set[torch.dtype]:
 def _compare(label: str, a: torch.Tensor, e: torch.Tensor, largest: float, coarsest: float) -> Comparison:
     if a.shape != e.shape or a.dtype != e.dtype:
         return Comparison(label, math.inf, 0.0)
-    if not is_inexact(e):  # a mask, or where the largest is: what lies at the limit falls to either side by rounding
+    if not is_inexact(e):  # a mask, or the index of a maximum: rounding decides values at the limit
         return Comparison(label, distance(a, e), max(coarsest, 1e-6) * e.numel())
     return compare_graph_result(label, a, e, largest, coarsest)

@@ -1,4 +1,4 @@
-"""Where the time of a compiled entry goes: the kernels of code that reports them to ``torch.profiler``, and the lines that they come from."""
+"""Profile a compiled entry: its kernels, which the code reports to ``torch.profiler``, and the source lines that they come from."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CALLED = re.compile(r"^aoti_torch_[a-z]+_(?:_?mkl_|_?mkldnn_)?(.*?)(?:_out)?$")
 
 
 def slowest(package: Package, timed: Timed, spec: VariantSpec, sized: Sized, microseconds: float, graphs: Sequence[Graph]) -> Iterator[str]:
-    """In words how much of ``microseconds``, what a call takes, is spent in kernels, and in which most of it. ``package``: of code that reports its
-    kernels; ``graphs``: what it was compiled from."""
+    """Describe how much of ``microseconds``, the time of a call, is spent in kernels, and name the slowest. ``package``: code that reports its
+    kernels; ``graphs``: the graphs that it was compiled from."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         call = stack.enter_context(timed.compiled(package, spec, sized))
@@ -44,7 +44,7 @@ def slowest(package: Package, timed: Timed, spec: VariantSpec, sized: Sized, mic
 
 
 def _kernels(call: Call) -> dict[str, float]:
-    """Microseconds, by kernel, of one call."""
+    """Return microseconds of one call by kernel."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         call()
     return {e.key: e.cpu_time_total for e in profiled.key_averages() if _FUSED.match(e.key) or _CALLED.match(e.key)}
@@ -52,7 +52,7 @@ def _kernels(call: Call) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _silent_profiler() -> Iterator[None]:
-    """Else it says on stderr that it starts and stops. It reads the variable once, when it is first used."""
+    """Silence the profiler's messages on stderr about start and stop. It reads the variable once, when it is first used."""
     before = os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "99")
     try:
@@ -69,7 +69,7 @@ def _words(name: str) -> str:
 
 
 def _lines(name: str, graphs: Sequence[Graph]) -> Iterator[str]:
-    """Those of the model from which the operators that a kernel is named after come."""
+    """Yield the model's lines that contain the operators in a kernel's name."""
     fused, called = _FUSED.match(name), _CALLED.match(name)
     text = fused[1] if fused else called[1] if called else ""
     for graph in graphs:

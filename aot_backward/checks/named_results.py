@@ -1,4 +1,4 @@
-"""Everything that an entry gives, by name: outputs, gradients and buffers; of the loaded entry, and of eager."""
+"""Compute all results of an entry by name (outputs, gradients and buffers), for the loaded entry and for eager."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from ..capture import layer_patches, preserve
 from .example_sizes import SEED, Example
 
 Take = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Given a gradient's name, what it is the gradient of, and the gradient as soon as it is there: what stands in the results for it."""
+"""Called with a gradient's name, its target and the gradient, when backward has computed it; returns its replacement in the results."""
 
 Named = dict[str, torch.Tensor | None]
 """Results by name: "output[0]", "gradient of weight", "second-order gradient of weight", "buffer running_mean"."""
 
 Wrt = tuple[tuple[str, Any], ...]
-"""What a ``grad`` entry differentiates, in order: ("parameter", its name) or ("input", its number among the tensors of the call)."""
+"""Targets of a ``grad`` entry, in order: ("parameter", its name) or ("input", its number among the tensors of the call)."""
 
 
 def infers_apart(spec: VariantSpec) -> bool:
-    """Whether a module's variant has code of its own for calls under ``no_grad``."""
+    """Return whether a module's variant has separate code for calls under ``no_grad``."""
     return spec.inference is not None and spec.forward is not None
 
 
 class Overwritten(ExportError):
-    """Compiled code wrote to what it was given to read."""
+    """Compiled code wrote to an input or parameter that it must only read."""
 
 
 def results_of_entry(
     package: Package, entry: str, spec: VariantSpec, example: Example, cotangents: Sequence[torch.Tensor], *, inference: bool = False
 ) -> Named:
-    """Results of a loaded ``module`` or ``grad`` entry, whose buffers are put back. ``inference``: of a module under ``no_grad``, which may be other
-    code: outputs and buffers. :class:`Overwritten` where a parameter or what was put in is not what it was."""
+    """Return the results of a loaded ``module`` or ``grad`` entry, and restore its buffers. ``inference``: only outputs and buffers, of a module
+    under ``no_grad``, which may run other code. Raise :class:`Overwritten` if a parameter or an input has changed."""
     out: Named = {}
     example = _fresh_leaves(example)
     given = {described.name: t for described, t in zip(spec.inputs, example.tensors, strict=True)}
@@ -79,7 +79,7 @@ def results_of_entry(
 
 @contextlib.contextmanager
 def _only_read(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Raises :class:`Overwritten` at its end, naming those of ``tensors`` that are not as they were."""
+    """Raise :class:`Overwritten` on exit if any of ``tensors`` has changed, and name them."""
     before = {name: _hash(t) for name, t in tensors.items()}
     yield
     if changed := [name for name, t in tensors.items() if _hash(t) != before[name]]:
@@ -87,7 +87,7 @@ def _only_read(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 def _hash(tensor: torch.Tensor) -> int:
-    """Of every bit, without a copy."""
+    """Return a hash of every bit, without a copy."""
     value = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     bits = value.view(_BITS[value.itemsize])
     return int(torch.hash_tensor(bits).view(torch.int64)) if bits.numel() else 0
@@ -107,9 +107,9 @@ def results_of_eager(
     take: Take | None = None,
     root: int = 0,
 ) -> Named:
-    """The same names from eager. ``program``'s buffers are put back. ``wrt``: of a ``grad`` entry; ``root``: which output is differentiated then.
-    ``accumulated``: only what ``backward()`` leaves in ``.grad`` of the parameters. ``take``: what is done with each gradient; not with those of
-    entries that have gradients of gradients."""
+    """Return the same names from eager, and restore ``program``'s buffers. ``wrt``: of a ``grad`` entry; ``root``: which output it differentiates.
+    ``accumulated``: only return the ``.grad`` that ``backward()`` leaves on the parameters. ``take``: called with each gradient, except for entries
+    that have gradients of gradients."""
     out: Named = {}
     taking = None if take is None else _Taking(take)
     example = _fresh_leaves(example)
@@ -120,7 +120,7 @@ def results_of_eager(
     else:
         targets = differentiated(spec, parameters, example)
     torch.manual_seed(SEED)
-    torch.clear_autocast_cache()  # it keeps casts of weights for as long as the caller's autocast lasts, whatever becomes of the weights
+    torch.clear_autocast_cache()  # it keeps casts of weights while the caller's autocast lasts, even if the weights change
     with (
         preserve.in_mode(program, example.mode),
         preserve.slots_kept(program),
@@ -144,7 +144,7 @@ def results_of_eager(
 
 
 def differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], example: Example) -> dict[str, torch.Tensor]:
-    """What a ``module`` variant gives gradients of, by name."""
+    """Return the tensors that a ``module`` variant has gradients for, by name."""
     out, inputs = {}, example.tensors
     for gradient in spec.backward.gradients if spec.backward else ():
         kind, _, where = gradient.of.partition(":")
@@ -156,14 +156,14 @@ def differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], ex
 
 
 def _add_outputs(out: Named, value: Any) -> list[torch.Tensor]:
-    """Adds the output's tensors by number, and returns them; a dict stands in the order of its keys, as both sides return it."""
+    """Add the output's tensors by number, and return them. A dict is in the order of its keys, as both sides return it."""
     flat = tensors_of(value)
     out.update({f"output[{i}]": v for i, v in enumerate(flat)})
     return flat
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in what a program returns, in order."""
+    """Return the tensors in a program's return value, in order."""
     return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 
@@ -175,7 +175,7 @@ def _add_gradients(
     cotangents: Sequence[torch.Tensor],
     taking: _Taking | None = None,
 ) -> None:
-    """Adds the gradients of a ``module`` variant; then those of the gradients themselves, also with regard to the incoming ones, to its order."""
+    """Add the gradients of a ``module`` variant, then gradients of these, also with respect to the incoming gradients, up to its order."""
     if not targets or not spec.differentiable:
         return
     roots = [outputs[i] for i in spec.differentiable]
@@ -201,16 +201,16 @@ def _add_gradients(
 
 
 class _Taking:
-    """Hands each gradient to ``take`` as soon as backward has it, and autograd a single number in its place, so that its memory can be freed."""
+    """Passes each gradient to ``take`` when backward has computed it. Autograd gets a single expanded number instead, so that memory can be freed."""
 
     def __init__(self, take: Take):
-        self.taken: dict[int, torch.Tensor] = {}  # by the identity of what it is the gradient of
+        self.taken: dict[int, torch.Tensor] = {}  # by the identity of the target
         self._take = take
 
     @contextlib.contextmanager
     def hooked(self, targets: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Each target has a hook inside, and no trace of it is left: float32 and float64 tensors change places under a parameter, and one of them
-        would go on without the hooks that the other is registered for."""
+        """Hook each target inside, and leave no trace: float32 and float64 tensors are swapped under a parameter, and one of them would lack the
+        hooks that are registered on the other."""
         with contextlib.ExitStack() as stack:
             for name, target in {id(t): (n, t) for n, t in targets.items()}.values():
                 if not target._backward_hooks:
@@ -220,7 +220,7 @@ class _Taking:
 
     def _hook(self, name: str, target: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if id(target) in self.taken:
-            raise RuntimeError(f"the {name} comes twice")  # the program runs a backward within its own
+            raise RuntimeError(f"the {name} comes twice")  # the program calls backward within its own backward
         self.taken[id(target)] = kept = self._take(name, target, gradient)
         return gradient if kept is gradient else gradient.new_zeros(()).expand_as(gradient)
 
@@ -228,7 +228,7 @@ class _Taking:
 def _gradients(
     roots: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor] | None, taking: _Taking | None
 ) -> Named:
-    """``torch.autograd.grad``, by "gradient of NAME"."""
+    """Call ``torch.autograd.grad``; return results by "gradient of NAME"."""
     with taking.hooked(targets) if taking is not None else contextlib.nullcontext():
         gradients = torch.autograd.grad(roots, list(targets.values()), None if cotangents is None else list(cotangents), allow_unused=True)
     taken = {} if taking is None else taking.taken
@@ -236,7 +236,7 @@ def _gradients(
 
 
 def _cast(cotangents: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Incoming gradients in the dtypes of what they come in for: in float64 a program's outputs are others."""
+    """Return incoming gradients in the dtypes of their outputs, which differ in float64."""
     return [c.to(o.dtype) for c, o in zip(cotangents, roots, strict=True)]
 
 
@@ -246,8 +246,8 @@ def _accumulated(
     parameters: Mapping[str, torch.Tensor],
     targets: Mapping[str, torch.Tensor],
 ) -> Named:
-    """``.grad`` of those of ``targets`` that are ``parameters`` after the ``backward()`` that a caller makes of ``roots``, by "gradient of NAME": one
-    that names no inputs, since eager's kernels then run as they do in training. The parameters' own ``.grad`` are put aside."""
+    """Return ``.grad`` of the ``targets`` in ``parameters`` after a caller's ``backward()`` of ``roots``, by "gradient of NAME". It passes no
+    ``inputs=``, so that eager's kernels run as in training. The parameters' own ``.grad`` are restored."""
     own = {id(p) for p in parameters.values()}
     wanted = {n: t for n, t in targets.items() if id(t) in own}
     if not wanted or not roots:
@@ -268,7 +268,7 @@ def _fresh_leaves(example: Example) -> Example:
 
 
 def _copied(named: Named, taking: _Taking | None = None) -> Named:
-    """``named`` with copies in the place of its tensors, one after the other; what was taken is nobody else's."""
+    """Replace the tensors in ``named`` by copies, one after the other. Tensors from ``take`` are not shared and stay."""
     own = set() if taking is None else {id(t) for t in taking.taken.values()}
     for name, value in named.items():
         if value is not None and id(value) not in own:

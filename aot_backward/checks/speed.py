@@ -1,7 +1,7 @@
-"""What a compiled entry costs beside eager, on the example's tensors and in one process: of a ``module`` or ``grad`` entry forward and backward, of
-a ``step`` entry the whole step, with the user's own module, loss and optimizer on eager's side.
+"""Time a compiled entry and eager, on the example's tensors and in one process: forward and backward of a ``module`` or ``grad`` entry, the whole
+step of a ``step`` entry. Eager uses the user's own module, loss and optimizer.
 
-Whatever the calls change is put back: buffers, gradients, parameters, the optimizer's state.
+Buffers, gradients, parameters and the optimizer's state are restored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EAGER = "eager"
 
 
 class Timed(Protocol):
-    """What is timed. Each method gives a context in which the call can be made any number of times."""
+    """A pair of calls to time. Each method returns a context that allows any number of calls inside."""
 
     def eager(self, spec: VariantSpec, sized: Sized) -> AbstractContextManager[Call]: ...
 
@@ -38,7 +38,7 @@ class Timed(Protocol):
 
 
 def measure(packages: Mapping[str, Package], timed: Timed, spec: VariantSpec, sized: Sized, seconds: float) -> dict[str, float]:
-    """Microseconds of one call of eager (:data:`EAGER`) and of what each of ``packages`` holds. What the program prints is not shown."""
+    """Return microseconds of one call of eager (:data:`EAGER`) and of each of ``packages``. Output that the program prints is discarded."""
     device = next(iter(packages.values())).device
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -1,5 +1,5 @@
-"""Whether the C library runs an entry without PyTorch (``docs/native.md``): every function that its code calls is there, and the stored examples come
-out as they are allowed to. Nothing is said where ``aot-backward-native`` is not installed."""
+"""Check if the C library runs an entry without PyTorch (``docs/native.md``): it has every function that the code calls, and the results of the stored
+examples are within their tolerances. The check is skipped if ``aot-backward-native`` is not installed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def is_installed() -> bool:
 
 
 def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
-    """What the libraries call of PyTorch and the standalone backend does not have: operators ("aten.abs"), or functions of PyTorch's C interface.
-    ``operators``: those that they call by name ("aten::_linalg_det", "aten::set_.source_Tensor")."""
+    """Return PyTorch functions that the libraries call and the standalone backend lacks: operators ("aten.abs"), or functions of PyTorch's C
+    interface. ``operators``: operators that they call by name ("aten::_linalg_det", "aten::set_.source_Tensor")."""
     native = importlib.import_module(_MODULE)
     core = ctypes.CDLL(str(Path(native.library_dir()) / "libaotb_core.so"))
     names = set[str]()
@@ -51,7 +51,7 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
 
 
 def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torch.Tensor]) -> str:
-    """:data:`VERIFIED`, or why not, of an entry of the package at ``path``, whose stored examples are ``examples``."""
+    """Return :data:`VERIFIED`, or an error, for an entry of the package at ``path``, which has the stored ``examples``."""
     for number in range(len(entry.variants)):
         prefix = f"{name}/{number}/"
         stored = {key.removeprefix(prefix): t for key, t in examples.items() if key.startswith(prefix)}
@@ -71,11 +71,11 @@ def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torc
 
 
 class _Failed(Exception):
-    """The C library refused the call, or the process of it ended."""
+    """The C library refused the call, or its process ended."""
 
 
 def _difference(found: Named, stored: Mapping[str, torch.Tensor], *, as_stored: bool) -> str:
-    """What differs by more than is allowed, or "". Gradients of gradients are PyTorch's runtime's alone."""
+    """Return the first difference above its tolerance, or "". Gradients of gradients need PyTorch's runtime and are skipped."""
     names = {n for n in stored_results.names_of(stored) if not n.startswith(("second-order ", "third-order ", "fourth-order "))}
     if missing := sorted(names - {n for n, t in found.items() if t is not None}):
         return f"{missing[0]} is missing"
@@ -92,7 +92,7 @@ def _difference(found: Named, stored: Mapping[str, torch.Tensor], *, as_stored: 
 
 
 def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, stored: Mapping[str, torch.Tensor]) -> Named:
-    """What that variant of the entry gives on its stored example, in a process of its own."""
+    """Run that variant of the entry on its stored example in a separate process."""
     variant, states = entry.variants[number], _states(entry)
     request = {
         "path": str(path),
@@ -115,7 +115,7 @@ def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, s
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise _Failed(f"the process ended with status {done.returncode}{said and f': {said}'}")
-    answer = pickle.loads(done.stdout)  # noqa: S301  # by the process above
+    answer = pickle.loads(done.stdout)  # noqa: S301  # written by the process above
     if "error" in answer:
         raise _Failed(answer["error"])
     data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8) if file.stat().st_size else torch.empty(0, dtype=torch.uint8)
@@ -123,7 +123,7 @@ def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, s
 
 
 def _states(entry: EntrySpec) -> dict[str, str]:
-    """The state's tensors that are compared: what results call them, and their names."""
+    """Return the names of the compared tensors of the state, by their label in results."""
     if entry.step is None:
         return {f"buffer {s.name}": s.name for s in entry.state if not s.parameter} if entry.kind == "module" else {}
     out = {f"{'parameter' if s.parameter else 'buffer'} {s.name[7:]}": s.name for s in entry.state if s.name.startswith("module.")}

@@ -1,5 +1,5 @@
-"""What ``standalone.py`` runs in a process of its own, as a script: an entry on its stored example, without PyTorch. Native code that ends the
-process ends this one, not the export. stdin: a pickled request; stdout: a pickled answer; the results' bytes go to a file."""
+"""Script that ``standalone.py`` runs in a separate process: it runs an entry on its stored example, without PyTorch. If native code ends the process,
+the export goes on. stdin: a pickled request; stdout: a pickled answer; the results' bytes go to a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import aot_backward_native as abn
 
 Placed = tuple[str, tuple[int, ...], int]
-"""Dtype, shape, and where in the file the row-major bytes begin."""
+"""Dtype, shape, and the offset of the row-major bytes in the file."""
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
-"""A compiled training step against eager: the same steps from the same state, and everything that they leave behind.
+"""Compare a compiled training step with eager: the same steps from the same state, with all results and state.
 
-Several steps are made on the example: by the artifact, in eager (the user's module, loss and optimizer, put back afterwards), and in eager with
-everything in float64. What is compared is the losses, and by how much each parameter, buffer and tensor of the optimizer's state has changed: a
-wrong update is small beside the parameter that it is added to. What they may be off by is stated in ``tolerance.py``. s, how far a change itself
-moves, has two parts here: one where everything that goes in is rounded otherwise, as in ``eager_check.py``, and one where each gradient is off by
-as much as that allows a gradient to be, in a random direction: an optimizer such as Adam divides a gradient by its own size, and makes a whole
-step of one whose true value is zero (a bias before BatchNorm).
+Several steps are made on the example: by the artifact, in eager (the user's module, loss and optimizer, restored afterwards), and in eager with
+everything in float64. The check compares the losses, and the change of each parameter, buffer and tensor of the optimizer's state. It compares
+changes because a wrong update is small relative to its parameter. ``tolerance.py`` states the tolerances. s, how far a change itself moves, has two
+parts here. In the first, everything that goes in is perturbed, as in ``eager_check.py``. In the second, each gradient is off in a random direction
+by as much as ``eager_check.py`` allows: an optimizer such as Adam divides a gradient by its own size, and makes a whole step even if the true
+gradient is zero (a bias before BatchNorm).
 
-Of a large tensor no run keeps more than a sketch (``stored_results.py``). It is linear, and every measure is the norm of a difference: a change's
-sketch is the difference of two, and stands wherever the change of a small tensor does.
+No run keeps more than a sketch of a large tensor (``stored_results.py``). A sketch is linear, and every measure is the norm of a difference, so
+the sketch of a change is the difference of two sketches, and replaces the change everywhere.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PROBES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """What is exported: the program, its optimizer, and whether gradients can be accumulated. ``names``: of its parameters by identity."""
+    """An exported program, its optimizer, and whether gradients can be accumulated. ``names``: parameter names by identity."""
 
     program: steps.ProgramWithLoss
     optimizer: torch.optim.Optimizer
@@ -64,25 +64,25 @@ class Case:
     names: dict[int, str]
     trained: tuple[str, ...]
     waiting: bool
-    reduced_precision: bool  # the optimizer computes in 16 bits: what it makes is compared as such
+    reduced_precision: bool  # the optimizer computes in 16 bits: its results get that tolerance
 
 
 @dataclass
 class StepResults:
-    """What a few steps give: the losses, and every tensor of the state before and after them, by name."""
+    """Results of a few steps: the losses, and every tensor of the state before and after them, by name."""
 
     losses: dict[str, torch.Tensor]
     before: dict[str, torch.Tensor]
     after: dict[str, torch.Tensor]
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each step, of eager alone
-    sketched: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)  # those of ``after`` that are sketches: what they are of
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # for each step; only for eager
+    sketched: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)  # dtype and shape of each sketched tensor in ``after``
 
     def look(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """Its dtype and shape."""
+        """Return the tensor's dtype and shape."""
         return self.sketched.get(name, (self.after[name].dtype, self.after[name].shape))
 
     def change(self, name: str) -> torch.Tensor:
-        """By how much a parameter or buffer has changed, or the sketch of that; of the optimizer's state, which may be new, what it is."""
+        """Return the change of a parameter or buffer, or the sketch of it; for the optimizer's state, which may be new, its value."""
         after = self.after[name].double()
         if not name.startswith(("parameter ", "buffer ")) or self.before[name].shape != after.shape:
             return after
@@ -90,28 +90,28 @@ class StepResults:
 
     @property
     def has_only_nan(self) -> bool:
-        """Whether a loss is NaN, or a tensor throughout after the last step."""
+        """Return whether a loss is NaN, or a tensor is NaN throughout after the last step."""
         return any(map(is_nan_throughout, (*self.losses.values(), *self.after.values())))
 
     @property
     def diverged(self) -> set[str]:
-        """What is large, and kept whole before the first step or after the last, since it has NaN or Inf there."""
+        """Return the large tensors that are kept whole, before the first step or after the last, because they have NaN or Inf there."""
         whole = {n for n, t in self.after.items() if n not in self.sketched and _is_large(n, t)}
         return whole | {n for n, t in self.after.items() if n in self.before and self.before[n].shape != t.shape}
 
 
 Sketched = Callable[[str, torch.Tensor], bool]
-"""Given a tensor's name and the tensor, whether it is kept as a sketch. One with NaN or Inf is kept whole."""
+"""Predicate of a tensor's name and the tensor: whether to keep a sketch. A tensor with NaN or Inf is kept whole."""
 
 Noise = list[dict[str, float]]
-"""The norm of what is added to each gradient in each step."""
+"""For each step, the norm of the noise added to each gradient."""
 
 
 def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, sizes: Iterable[Sized], stored: Stored) -> Verdict:
-    """Compare variant ``number`` of ``entry``, which is ``spec``, with eager at ``sizes``, whose first must be one that eager serves. ``load``
-    gives the package with weights of its own.
+    """Compare variant ``number`` of ``entry``, described by ``spec``, with eager at ``sizes``. Eager must accept the first of them. ``load``
+    returns the package with separate weights.
 
-    Raises :class:`ExportError` naming the tensor that is wrong, and by how much. What ``verify`` needs goes to ``stored``."""
+    Write the data for ``verify`` to ``stored``. Raise :class:`ExportError` naming the tensor that is wrong, and by how much."""
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     for number_of_size, sized in enumerate(sizes):
         compared = True
@@ -121,7 +121,7 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
             try:
                 with _gradients_kept(case):
                     eager = _steps_of_eager(case, sized.example, waiting, sketched)
-                    if eager.diverged:  # a sketch would hide what is beside a NaN
+                    if eager.diverged:  # a sketch would hide the elements next to a NaN
                         sketched = _never
                         eager = _steps_of_eager(case, sized.example, waiting, sketched)
             except Exception as error:
@@ -153,7 +153,7 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
 
 
 def steps_of_entry(package: Package, entry: str, example: Example, waiting: bool, sketched: Sketched) -> StepResults:
-    """:data:`STEPS` steps of the loaded entry from its present state, which is not put back."""
+    """Make :data:`STEPS` steps of the loaded entry from its present state, which is not restored."""
     step = package.step(entry).train(example.mode == "train")
     torch.manual_seed(SEED)
     before = _flat(step.parameters, step.buffers, _full_state(step), sketched)
@@ -167,7 +167,7 @@ def steps_of_entry(package: Package, entry: str, example: Example, waiting: bool
 
 @contextlib.contextmanager
 def everything_kept(case: Case, example: Example) -> Iterator[None]:
-    """Inside, eager's steps can be made; afterwards parameters, ``.grad``, buffers and the optimizer's state are as they were."""
+    """Allow steps of eager inside; on exit, restore parameters, ``.grad``, buffers and the optimizer's state."""
     with _gradients_kept(case), _everything_kept(case, example, [*case.program.parameters(), *case.program.buffers()]):
         yield
 
@@ -185,26 +185,26 @@ def _everything_kept(case: Case, example: Example, tensors: Sequence[torch.Tenso
 
 @contextlib.contextmanager
 def state_kept(package: Package, entry: str) -> Iterator[None]:
-    """Afterwards the loaded entry's state is as it was."""
+    """Restore the loaded entry's state on exit."""
     step = package.step(entry)
     kept, held = step.state_dict(), [(t, t.detach().clone()) for t in step._held]
     try:
         yield
     finally:
         step.load_state_dict(kept)
-        with torch.no_grad():  # what that does not hold: buffers that are not persistent, and those of the loss
+        with torch.no_grad():  # state_dict() lacks non-persistent buffers and the loss function's buffers
             for tensor, value in held:
                 tensor.copy_(value)
 
 
 def _full_state(step: Any) -> dict[str, torch.Tensor]:
-    """The optimizer's state and the loss function's, by name, also before the first step."""
+    """Return the optimizer's state and the loss function's, by name, also before the first step."""
     state = step._state
     return {f"{key} of {name}": t for key, names, t in state.slots for name in names} | {f"{n} of the loss": t for n, t in state.loss.items()}
 
 
 _Flat = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""By name a tensor, and a copy or a sketch of it."""
+"""Pairs of a tensor and its copy or sketch, by name."""
 
 
 def _flat(parameters: Any, buffers: Any, slots: Any, sketched: Sketched) -> _Flat:
@@ -219,7 +219,7 @@ def _results(losses: dict[str, torch.Tensor], before: _Flat, after: _Flat, gradi
 
 
 def _is_large(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a sketch stands for it; as many elements in every dtype, since float64's are compared with float32's."""
+    """Return whether to keep a sketch. The limit is a number of elements, because float64 is compared with float32."""
     return tensor.is_floating_point() and tensor.numel() > LARGE // 4
 
 
@@ -234,8 +234,8 @@ def _first(value: Any) -> torch.Tensor:
 def _steps_of_eager(
     case: Case, example: Example, waiting: bool, sketched: Sketched, noise: Noise | None = None, *, copies: bool = False
 ) -> StepResults:
-    """The same steps by the user's module, loss and optimizer, which are put back; ``copies``: not what :func:`in_float64` has copied. ``noise``:
-    added to the gradients."""
+    """Make the same steps with the user's module, loss and optimizer, and restore them; with ``copies``, except tensors that :func:`in_float64` has
+    copied. ``noise``: added to the gradients."""
     module, optimizer, settings = case.program.module, case.optimizer, case.settings
     torch.manual_seed(SEED)
     trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
@@ -284,7 +284,7 @@ def _kept(gradient: torch.Tensor, sketched: Sketched) -> torch.Tensor:
 
 
 def _add_noise(gradient: torch.Tensor, norm: float, generator: torch.Generator) -> None:
-    """Adds a random direction of that norm, which a large one has but for a thousandth."""
+    """Add a random direction of that norm; for a large gradient the norm is accurate to a thousandth."""
     if not _is_large("", gradient):
         direction = torch.randn(gradient.shape, generator=generator, dtype=torch.float64).to(gradient.device)
         gradient += (norm / max(float(direction.norm()), 1e-30) * direction).to(gradient.dtype)
@@ -300,7 +300,7 @@ def _device(case: Case) -> str:
 
 @contextlib.contextmanager
 def _gradients_kept(case: Case) -> Iterator[None]:
-    """The parameters' own ``.grad`` are put aside, out of the way of parameters that become float64."""
+    """Set aside the parameters' ``.grad`` inside: it would conflict with parameters that become float64."""
     kept = [p.grad for p in case.program.parameters()]
     for p in case.program.parameters():
         p.grad = None
@@ -313,7 +313,7 @@ def _gradients_kept(case: Case) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The optimizer works on a copy of its state inside, which has the dtype of its parameters."""
+    """Let the optimizer work on a copy of its state inside, in the dtype of its parameters."""
     kept, groups = optimizer.state, [dict(g) for g in optimizer.param_groups]
 
     def own(parameter: torch.Tensor, value: Any) -> Any:
@@ -335,7 +335,7 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, random: bool, sketched: Sketched) -> Reference[StepResults]:
-    """The steps in float64, or eager itself where float64 is no reference (``random``: it would draw other random numbers)."""
+    """Return the steps in float64, or eager itself if float64 cannot be the reference (``random``: it would draw other random numbers)."""
     values = [*case.program.parameters(), *eager.losses.values()]
     wider = not random and not any(t.is_complex() for t in values) and any(t.is_floating_point() and t.dtype is not torch.float64 for t in values)
     exact, moved = eager, dict.fromkeys(eager.after, 0.0)
@@ -348,7 +348,7 @@ def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, 
                         exact = _steps_of_eager(case, wide, waiting, sketched, copies=True)
                     with in_float64(case.program, rounded=True):
                         beside = _steps_of_eager(case, wide.with_tensors(perturbed(wide.tensors)), waiting, sketched, copies=True)
-            except Exception:  # whatever stands against float64, eager is the next best
+            except Exception:  # whatever fails in float64, eager is the next best reference
                 exact = eager
         if exact is not eager and _is_same_computation(eager, exact):
             moved = {n: _apart(beside, exact, n) for n in exact.after}
@@ -363,13 +363,13 @@ def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, 
 
 
 def _apart(one: StepResults, other: StepResults, name: str) -> float:
-    """How far two changes are apart; 0 where but one of them has NaN or Inf."""
+    """Return the distance of two changes over elements that are finite in both; 0 if only one is a sketch (the other has NaN or Inf)."""
     a, b = one.change(name), other.change(name)
     return distance_of_finite(a, b) if a.shape == b.shape else 0.0
 
 
 def _is_same_computation(eager: StepResults, exact: StepResults) -> bool:
-    """Whether float64 is eager with less rounding, and not another computation (other random numbers)."""
+    """Return whether float64 is eager with less rounding, not another computation (other random numbers)."""
     if exact.after.keys() != eager.after.keys() or exact.sketched.keys() != eager.sketched.keys():
         return False
     for name, loss in eager.losses.items():
@@ -380,7 +380,7 @@ def _is_same_computation(eager: StepResults, exact: StepResults) -> bool:
 
 
 def _noise(eager: StepResults, exact: StepResults) -> Noise:
-    """What ``eager_check.py`` allows each gradient to be off by; where eager itself is the reference, a quarter."""
+    """Return the tolerance that ``eager_check.py`` gives each gradient; a quarter of it if eager itself is the reference."""
     out = []
     dtypes = {n: eager.look(f"parameter {n}")[0] for gradients in eager.gradients for n in gradients}
     for gradients, right in zip(eager.gradients, exact.gradients, strict=True):
@@ -397,11 +397,11 @@ def _noise(eager: StepResults, exact: StepResults) -> Noise:
 
 
 def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference[StepResults], reduced_precision: bool) -> list[Comparison]:
-    """The losses, and the change of everything that changes. :class:`ExportError` where they are no two tensors alike."""
+    """Compare the losses, and the change of everything that changes. Raise :class:`ExportError` if dtype or shape differ."""
     out, exact = [], reference.results
     for name, loss in eager.losses.items():
         own, right = float(actual.losses[name]), float(exact.losses[name])
-        if not is_finite(loss):  # then eager itself is the reference
+        if not is_finite(loss):  # the reference is then eager itself
             if own != right and not (math.isnan(own) and math.isnan(right)):
                 raise ExportError(f"{name} is {own:.6g} in the compiled step and {right:.6g} in eager")
             if not math.isnan(right):
@@ -441,12 +441,12 @@ def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference
 
 
 def _store(stored: Stored, prefix: str, example: Example, eager: StepResults, allowed: Mapping[str, float]) -> None:
-    """For ``verify``: inputs, losses, and of each tensor a few projections of its change, not the whole."""
+    """Store inputs, losses and a few projections of each tensor's change for ``verify``."""
     for i, value in enumerate(example.tensors):
         stored[f"{prefix}/input/{i}"] = value.detach().contiguous()
     for name, loss in eager.losses.items():
-        if name in allowed:  # else it is NaN
-            stored_results.store(stored, prefix, name, loss, 2 * allowed[name])  # another machine's rounding
+        if name in allowed:  # otherwise it is NaN
+            stored_results.store(stored, prefix, name, loss, 2 * allowed[name])  # another machine rounds differently
     for name, e in eager.after.items():
         if e.is_floating_point():
             change, limit = eager.change(name), 2 * allowed[f"the change of {name}"]
@@ -457,7 +457,7 @@ def _store(stored: Stored, prefix: str, example: Example, eager: StepResults, al
 
 
 def probes(change: torch.Tensor) -> torch.Tensor:
-    """Projections of ``change`` on a few random directions: each is off by at most as much as the whole."""
+    """Return projections of ``change`` on a few random directions. The error of each is at most that of the whole."""
     flat = change.reshape(-1).double()
     generator = torch.Generator().manual_seed(SEED)
     directions = torch.randn(_PROBES, flat.numel(), generator=generator, dtype=torch.float64)
@@ -465,7 +465,7 @@ def probes(change: torch.Tensor) -> torch.Tensor:
 
 
 def results_as_stored(package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """What :func:`_store` keeps, of the artifact, as far as ``stored``, one variant's part, has it. The entry's state is put back."""
+    """Return the artifact's results in the form of :func:`_store`, for the names in ``stored``, one variant's part. Restore the entry's state."""
     with state_kept(package, entry):
         results = steps_of_entry(package, entry, example, False, lambda name, tensor: f"sketch/{name}" in stored)
     return _as_stored(results, stored)
@@ -474,7 +474,7 @@ def results_as_stored(package: Package, entry: str, example: Example, stored: Ma
 def steps_as_stored(
     before: Mapping[str, torch.Tensor], losses: dict[str, torch.Tensor], after: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
-    """The same of another runtime's :data:`STEPS` steps; the state's tensors go by the names of :class:`StepResults`."""
+    """Return the same for another runtime's :data:`STEPS` steps. The state's tensors are named as in :class:`StepResults`."""
 
     def sketched(name: str, tensor: torch.Tensor) -> bool:
         return f"sketch/{name}" in stored

@@ -1,4 +1,4 @@
-"""Times several calls against each other in one process, in turns. The shortest time counts: what else the machine does only adds to it."""
+"""Time several calls against each other in one process, in turns. Use the minimum: noise only adds time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Call = Callable[[], object]
 
 _SAMPLE = 200e-6  # seconds
 _LOAD_SAMPLES = 7
-_ROUNDS = 3, 60  # at least, also where they take longer than what was allowed; at most
+_ROUNDS = 3, 60  # minimum, even if they take longer than allowed; maximum
 
 
 def microseconds(calls: Mapping[str, Call], seconds: float, finish: Call = lambda: None, *, sample: float = _SAMPLE) -> dict[str, float]:
-    """The shortest time of one call of each, in microseconds, of up to 60 samples.
+    """Return the shortest time of one call of each, in microseconds, of up to 60 samples.
 
-    ``seconds``: what all of it may take, but for the first calls and three rounds. ``finish`` waits for what the calls have begun, as on a GPU.
-    ``sample``: seconds, shorter calls are made several times in a row; with 0 each call comes after one of the others, as in a program."""
+    ``seconds``: time limit, without the first calls and three rounds. ``finish`` waits for work that the calls have started, such as on a GPU.
+    ``sample``: seconds; shorter calls are repeated in a row. With 0 each call follows one of the others, as in a program."""
     repeats = {name: _repeats(call, seconds, finish, sample) for name, call in calls.items()}
     shortest = dict.fromkeys(calls, math.inf)
     collecting = gc.isenabled()
@@ -44,8 +44,8 @@ def microseconds(calls: Mapping[str, Call], seconds: float, finish: Call = lambd
 
 @contextlib.contextmanager
 def on_free_processors() -> Iterator[tuple[int, int]]:
-    """Inside, torch uses no more threads than there are processors that nobody else keeps busy, but one: a parallel region that has to wait for a
-    processor takes milliseconds. Gives that number, and how many threads of others were running or waiting to."""
+    """Limit torch inside to as many threads as processors are not busy with others, at least one: a parallel region that waits for a processor takes
+    milliseconds. Yield that number, and how many threads of others were running or waiting for a processor."""
     before, processors = torch.get_num_threads(), len(os.sched_getaffinity(0))
     others = others_running()
     torch.set_num_threads(max(1, min(before, processors - others)))
@@ -56,18 +56,18 @@ def on_free_processors() -> Iterator[tuple[int, int]]:
 
 
 def others_running() -> int:
-    """How many threads that are not this one were running or waiting for a processor, of seven looks the middle one."""
+    """Return how many other threads were running or waiting for a processor, the median of seven samples."""
     return statistics.median_low([_running() - 1 for _ in range(_LOAD_SAMPLES)])
 
 
 def _running() -> int:
-    """How many threads of all processes are running or waiting for a processor, this one among them."""
+    """Return how many threads of all processes are running or waiting for a processor, including this one."""
     time.sleep(0.01)
     return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
 
 
 def _repeats(call: Call, seconds: float, finish: Call, sample: float) -> int:
-    """How many calls make one sample. The first calls, in which caches fill, are made here: three, or one where that alone takes long."""
+    """Return how many calls make one sample. Make the first calls, which fill caches: three, or one if it takes long."""
     took = _time_of(call, 1, finish)
     if took < seconds / 10:
         took = min(_time_of(call, 1, finish) for _ in range(2))

@@ -1,15 +1,15 @@
-"""Results as they lie in a package, for ``verify``: small ones whole, large ones as a sketch, which takes 8 KB however large they are.
+"""Store results in a package for ``verify``: small ones whole, large ones as a sketch, which always takes 8 KB.
 
-It is an AMS sketch (Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments"): each element, under a random sign that
-depends on its place alone, is added to one of :data:`SUMS` sums. It is linear, so that the norm of the difference of two sketches estimates ‖a − e‖:
-exactly where one element is off, within a tenth where many are. Integers and booleans, of which none may differ, have a SHA-256 instead.
+It is an AMS sketch (Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments"). Each element gets a random sign that
+depends only on its place, and is added to one of :data:`SUMS` sums. The sketch is linear, so the norm of the difference of two sketches estimates
+‖a − e‖: exactly if one element is off, within a tenth if many are. Integers and booleans must be equal, and have a SHA-256 instead.
 
-| key behind ``ENTRY/N/``  | of                                                      | what it holds                                                 |
+| key behind ``ENTRY/N/``  | result                                                  | value                                                         |
 |--------------------------|---------------------------------------------------------|---------------------------------------------------------------|
 | ``expected/NAME``        | up to :data:`LARGE` bytes, or with NaN or Inf           | the result, whole                                             |
-| ``sketch/NAME``          | more than that, of floating-point or complex numbers    | float64, ``(SUMS,)``                                          |
-| ``digest/NAME``          | more than that, of integers or booleans                 | uint8, ``(32,)``: the SHA-256 of its row-major bytes          |
-| ``allowed/NAME``         | each of these                                           | float64, ``()``: what the norm of a difference may be         |
+| ``sketch/NAME``          | larger, floating-point or complex numbers               | float64, ``(SUMS,)``                                          |
+| ``digest/NAME``          | larger, integers or booleans                            | uint8, ``(32,)``: the SHA-256 of its row-major bytes          |
+| ``allowed/NAME``         | each of these                                           | float64, ``()``: the largest allowed norm of a difference     |
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .example_sizes import SEED
 from .tolerance import Comparison, distance, is_finite, is_inexact
 
 Stored = dict[str, torch.Tensor]
-"""The examples of a package, by key."""
+"""Stored inputs and results of a package, by key."""
 
 LARGE = 1 << 16
-"""Bytes. What is larger is not stored whole."""
+"""Bytes. Larger results are not stored whole."""
 
 SUMS = 1021
-"""A prime: neighbours in a column are added to different sums, however many columns there are."""
+"""A prime, so that neighbours in a column are added to different sums for any number of columns."""
 
 MARGIN = 1.5
-"""What a sketch may be off by, in what the whole may be: an estimate is hardly ever as far from what it estimates."""
+"""Factor on the tolerance for sketches. The error of an estimate hardly ever exceeds it."""
 
 
 def is_large(tensor: torch.Tensor) -> bool:
@@ -45,7 +45,7 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 
 def sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """float64, of shape ``(SUMS,)``, on the CPU."""
+    """Return the float64 sketch, of shape ``(SUMS,)``, on the CPU."""
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
     sums, block = torch.zeros(SUMS, dtype=torch.float64), SUMS << 8
     generator = torch.Generator().manual_seed(SEED)
@@ -57,12 +57,12 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sketched_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """About ‖a − b‖, given their sketches."""
+    """Estimate ‖a − b‖ from their sketches."""
     return float(torch.linalg.vector_norm(a - b))
 
 
 def store(stored: Stored, prefix: str, name: str, result: torch.Tensor, allowed: float) -> None:
-    """Adds ``result`` to ``stored``, under ``prefix/…/name``, and what the norm of a later one's difference may be."""
+    """Add ``result`` to ``stored``, under ``prefix/…/name``, and ``allowed``, the largest norm of a later result's difference."""
     if is_large(result) and is_inexact(result) and is_finite(result):
         store_sketch(stored, prefix, name, sketch(result), allowed)
         return
@@ -74,13 +74,13 @@ def store(stored: Stored, prefix: str, name: str, result: torch.Tensor, allowed:
 
 
 def store_sketch(stored: Stored, prefix: str, name: str, sums: torch.Tensor, allowed: float) -> None:
-    """:func:`store`, of a result whose :func:`sketch` is ``sums``."""
+    """Do as :func:`store`, given ``sums``, the :func:`sketch` of the result."""
     stored[f"{prefix}/sketch/{name}"] = sums
     stored[f"{prefix}/allowed/{name}"] = torch.tensor(allowed, dtype=torch.float64)
 
 
 def names_of(stored: Mapping[str, torch.Tensor]) -> set[str]:
-    """Of the results in ``stored``, the part of an example behind its prefix."""
+    """Return the names of the results in ``stored``, which holds an example's keys without their prefix."""
     return {name for kind, _, name in (key.partition("/") for key in stored) if kind in ("expected", "sketch", "digest", "allowed")}
 
 
@@ -89,8 +89,8 @@ def is_whole(stored: Mapping[str, torch.Tensor], name: str) -> bool:
 
 
 def compare_stored(name: str, result: torch.Tensor, stored: Mapping[str, torch.Tensor], *, as_stored: bool = False) -> Comparison:
-    """``result`` (``as_stored``: or its sketch, where one is stored) beside what is stored of it. :class:`Differs` where it has another dtype or
-    shape, :class:`PackageError` where ``stored`` does not say what it may be off by, or is no sketch."""
+    """Compare ``result`` (``as_stored``: or its sketch, if a sketch is stored) with the stored one. Raise :class:`Differs` if dtype or shape differ,
+    and :class:`PackageError` if ``stored`` lacks its tolerance or holds an invalid sketch."""
     allowed = stored.get(f"allowed/{name}")
     if allowed is None or allowed.shape != () or allowed.dtype is not torch.float64 or not 0 <= float(allowed) < math.inf:
         raise PackageError(f"the package does not say how far off {name} may be: 'allowed/{name}' is missing, or no number from 0 on in float64")
@@ -114,11 +114,11 @@ def compare_stored(name: str, result: torch.Tensor, stored: Mapping[str, torch.T
 
 
 class Differs(Exception):
-    """A result cannot be compared with what is stored of it; says why."""
+    """A result cannot be compared with the stored one, for the reason given."""
 
 
 def as_dtype(dtype: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A stored tensor as what it was: complex128 is stored as pairs, and packages are mapped, so that a write must go to a copy."""
+    """Return a stored tensor in its original dtype (complex128 is stored as pairs), as a copy, because packages are mapped."""
     return torch.view_as_complex(tensor).clone() if dtype == "complex128" and not tensor.is_complex() else tensor.clone()
 
 

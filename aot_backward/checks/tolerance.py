@@ -1,8 +1,8 @@
-"""How far off a compiled result may be. Every bound has one form, a being the result and t what it is compared with:
+"""Tolerances of compiled results. Every bound has one form, with a the result and t its reference:
 
     ‖a − t‖ ≤ absolute + relative·max(‖t‖, floor)
 
-| what is compared                                  | relative                          | floor  | absolute                      |
+| comparison of                                     | relative                          | floor  | absolute                      |
 |---------------------------------------------------|-----------------------------------|--------|-------------------------------|
 | a result with eager in float64                    | 32·eps                            | 0.1·G  | 4·‖e − t‖ + 8·s               |
 | a result with eager                               | r                                 | 1e-3·G | 0                             |
@@ -12,12 +12,12 @@
 | a change made by a step with eager in float64     | 16·eps                            | 0      | 4·‖e − t‖ + 2·eps·‖p‖ + 8·s   |
 | a change made by a step with eager                | r                                 | 0      | 4·eps·‖p‖ + 8·s               |
 
-e is eager's result, eps that of its dtype, r its :data:`RELATIVE`, G the largest norm among the gradients (of a graph: among its results), p the
-tensor after the step, whose storage rounds off eps·‖p‖, and s how far t itself moves when what goes in is rounded otherwise. So a result may be as
-far from float64 as eager is; where the program is ill-conditioned (BatchNorm over two rows), eager's luck is not the measure; and a gradient whose
-true value is zero (a bias before BatchNorm) is not compared noise with noise. Of a single number, which may be a sum
-of terms that cancel, s is another (``eager_check.py``). Where a program computes in 16 bits somewhere (``reduced_precision``), what is compared with
-eager has at least bfloat16's r, a loss 1e-2, and a change bfloat16's r in addition. No norm counts what is not finite.
+e is eager's result, eps that of its dtype, r its :data:`RELATIVE`, G the largest norm among the gradients (for a graph: among its results), p the
+tensor after the step, which is stored with a rounding error of eps·‖p‖, and s the distance by which t itself moves if its inputs are perturbed.
+So a result may be as far from float64 as eager is. An ill-conditioned program (BatchNorm over two rows) is not measured by eager's luck. A gradient
+that is truly zero (a bias before BatchNorm) is not compared noise with noise. For a single number, which may be a sum of terms that cancel, s is
+computed differently (``eager_check.py``). If a program computes in 16 bits somewhere (``reduced_precision``), a result compared with eager has at
+least bfloat16's r, a loss at least 1e-2, and a change bfloat16's r in addition. Norms skip elements that are not finite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aot_backward_runtime.errors import ExportError
 
 RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 RELATIVE |= {torch.complex64: 2e-4, torch.complex128: 1e-9, torch.complex32: 3e-2}
-"""‖a − e‖ / ‖e‖ allowed where eager itself is what a result is compared with."""
+"""‖a − e‖ / ‖e‖ allowed if the reference is eager itself."""
 
 _PIECE = 1 << 20  # elements
 
@@ -42,8 +42,8 @@ Results = TypeVar("Results")
 
 @dataclass(frozen=True)
 class Reference(Generic[Results]):
-    """What results are compared with: eager's in float64 (``float64``), or eager's own. ``moved``: of each result s of the table above.
-    ``eager_errors``: ‖e − t‖ of the results that eager's own have made room for."""
+    """The reference of a comparison: eager's results in float64 (``float64``), or eager's own. ``moved``: s of the table above for each result.
+    ``eager_errors``: ‖e − t‖ of results that have replaced eager's own."""
 
     results: Results
     moved: Mapping[str, float]
@@ -53,40 +53,40 @@ class Reference(Generic[Results]):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """``absolute`` + ``relative`` · max(‖t‖, ``floor``). ``eager_error``, of the functions that make one, is ‖e − t‖ where t is float64's, and None
-    where eager itself is compared with; ``reduced_precision`` says that the program computes in 16 bits somewhere, whatever its results are."""
+    """``absolute`` + ``relative`` · max(‖t‖, ``floor``). ``eager_error`` of the constructors is ‖e − t‖ if t is float64's, and None if t is eager
+    itself. ``reduced_precision``: the program computes in 16 bits somewhere, whatever the dtype of its results."""
 
     relative: float
     floor: float = 0.0
     absolute: float = 0.0
 
     def allowed(self, norm: float) -> float:
-        """What a tensor of that norm may be off by."""
+        """Return how far off a tensor of that norm may be."""
         return self.absolute + self.relative * max(norm, self.floor)
 
     @classmethod
     def of_result(
         cls, dtype: torch.dtype, largest: float, eager_error: float | None, moved: float = 0.0, *, reduced_precision: bool = False
     ) -> Tolerance:
-        """Of an output, a gradient or a buffer. ``largest``: the norm of the largest gradient."""
+        """Return the tolerance of an output, a gradient or a buffer. ``largest``: the norm of the largest gradient."""
         if eager_error is None:
             return cls(max(RELATIVE[dtype], RELATIVE[torch.bfloat16] if reduced_precision else 0.0), 1e-3 * largest)
         return cls(32 * torch.finfo(dtype).eps, 0.1 * largest, 4 * eager_error + 8 * moved)
 
     @classmethod
     def of_graph_result(cls, dtype: torch.dtype, largest: float, coarsest: float) -> Tolerance:
-        """Of a graph's result beside that of eager's operators. ``coarsest``: the largest :data:`RELATIVE` of the dtypes that it computes in."""
+        """Return the tolerance of a graph's result, compared with eager's operators. ``coarsest``: the largest :data:`RELATIVE` of its dtypes."""
         return cls(max(RELATIVE[dtype], coarsest), 1e-2 * largest)
 
     @classmethod
     def of_loss(cls, dtype: torch.dtype, eager_error: float | None, *, reduced_precision: bool) -> Tolerance:
-        """Of the loss of one of several training steps."""
+        """Return the tolerance of the loss of one of several training steps."""
         relative = max(16 * torch.finfo(dtype).eps, 2e-4 if eager_error is None else 1e-5, 1e-2 if reduced_precision else 0.0)
         return cls(relative, 1e-3, 4 * (eager_error or 0.0))
 
     @classmethod
     def of_change(cls, dtype: torch.dtype, stored: float, eager_error: float | None, moved: float, *, reduced_precision: bool) -> Tolerance:
-        """Of the change that training steps make to a tensor whose norm is ``stored`` afterwards."""
+        """Return the tolerance of the change that training steps make to a tensor with norm ``stored`` afterwards."""
         eps = torch.finfo(dtype).eps
         relative = (RELATIVE[dtype] if eager_error is None else 16 * eps) + (RELATIVE[torch.bfloat16] if reduced_precision else 0.0)
         return cls(relative, 0.0, 4 * (eager_error or 0.0) + (4 if eager_error is None else 2) * eps * stored + 8 * moved)
@@ -100,7 +100,7 @@ class WrongResult(ExportError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far one result is off, and how far it may be."""
+    """The error of one result, and its tolerance."""
 
     name: str
     error: float
@@ -108,7 +108,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """``error`` / ``allowed``: above 1, or NaN, it is wrong."""
+        """``error`` / ``allowed``: the result is wrong if it is above 1, or NaN."""
         if self.allowed:
             return self.error / self.allowed
         return 0.0 if self.error == 0 else math.inf
@@ -119,31 +119,31 @@ class Comparison:
 
 
 def compare(name: str, actual: torch.Tensor, reference: torch.Tensor, tolerance: Tolerance, like: torch.Tensor | None = None) -> Comparison:
-    """``actual`` beside ``reference``, both of floating point, where ``like`` (eager's result; by default ``reference``) is finite."""
+    """Compare two floating-point tensors over the elements that are finite in ``like`` (eager's result; by default ``reference``)."""
     like = reference if like is None else like
     return Comparison(name, distance(actual, reference, like), tolerance.allowed(norm(reference, like)))
 
 
 def compare_graph_result(name: str, actual: torch.Tensor, expected: torch.Tensor, largest: float, coarsest: float) -> Comparison:
-    """A graph's result beside that of eager's operators (:meth:`Tolerance.of_graph_result`); integers and booleans must be equal."""
+    """Compare a graph's result with eager's operators' (:meth:`Tolerance.of_graph_result`); integers and booleans must be equal."""
     if not is_inexact(expected):
         return Comparison(name, distance(actual, expected), 0.0)
     return compare(name, actual, expected, Tolerance.of_graph_result(expected.dtype, largest, coarsest))
 
 
 def is_inexact(tensor: torch.Tensor) -> bool:
-    """Whether it is of floating-point or complex numbers."""
+    """Return whether the dtype is floating-point or complex."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def norm(tensor: torch.Tensor, like: torch.Tensor | None = None) -> float:
-    """‖tensor‖ in double precision over the elements that are finite in ``like`` (by default ``tensor``): one Inf would allow all errors."""
+    """Return ‖tensor‖ in double precision over the elements finite in ``like`` (default ``tensor``): one Inf would allow all errors."""
     return math.hypot(*(_norm(_widened(t), torch.isfinite(same)) for t, same in pieces(tensor, tensor if like is None else like)))
 
 
 def distance(a: torch.Tensor, b: torch.Tensor, like: torch.Tensor | None = None) -> float:
-    """‖a − b‖ in double precision over the elements that are finite in ``like`` (by default ``b``), inf where those of ``a`` are others; of integers
-    and booleans, how many differ."""
+    """Return ‖a − b‖ in double precision over the elements that are finite in ``like`` (default ``b``), or inf if other elements of ``a`` are finite.
+    For integers and booleans, return how many differ."""
     like = b if like is None else like
     if not is_inexact(like):
         return float((a != like).sum())
@@ -153,22 +153,22 @@ def distance(a: torch.Tensor, b: torch.Tensor, like: torch.Tensor | None = None)
 
 
 def distance_of_finite(a: torch.Tensor, b: torch.Tensor) -> float:
-    """‖a − b‖ in double precision over the elements that are finite in both."""
+    """Return ‖a − b‖ in double precision over the elements that are finite in both."""
     return math.hypot(*(norm(_widened(x) - _widened(y)) for x, y in pieces(a, b)))
 
 
 def finite_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the same elements of both are finite."""
+    """Return whether the same elements of both are finite."""
     return all(torch.equal(torch.isfinite(x), torch.isfinite(y)) for x, y in pieces(a, b))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are."""
+    """Return whether all elements are finite."""
     return all(bool(torch.isfinite(t).all()) for (t,) in pieces(tensor))
 
 
 def is_nan_throughout(tensor: torch.Tensor) -> bool:
-    """Whether it has elements, all of them NaN: beside such a result no other is wrong, so nothing was compared."""
+    """Return whether it has elements, all of them NaN. With such a result no other result counts as wrong: nothing was compared."""
     return is_inexact(tensor) and tensor.numel() > 0 and all(bool(torch.isnan(t).all()) for (t,) in pieces(tensor))
 
 
@@ -177,7 +177,7 @@ def _norm(wide: torch.Tensor, where: torch.Tensor) -> float:
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of one shape, cut alike along their longest dimension: in double precision a large one would take twice its memory several times."""
+    """Yield tensors of one shape, cut alike along their longest dimension: in double precision a large one would take twice its memory repeatedly."""
     shape = tensors[0].shape
     if tensors[0].numel() <= _PIECE or any(t.shape != shape for t in tensors):
         yield tensors

@@ -1,4 +1,4 @@
-"""``verify_package``: a package against its own digests, then its numbers against those that were stored when it was built."""
+"""``verify_package``: check a package against its digests, then compare its results with the results stored when it was built."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .tolerance import Comparison
 
 @dataclass(frozen=True)
 class VariantReport:
-    """One variant at its stored inputs. ``wrong``: what differs, in words; ``worst``, ``ratio``: the tensor nearest to what is allowed;
-    ``sketched``: how many of ``tensors`` are large, and were compared by a sketch or a digest (``stored_results.py``)."""
+    """Results of one variant at its stored inputs. ``wrong``: a description of each difference; ``worst``, ``ratio``: the tensor nearest to its
+    tolerance; ``sketched``: how many of ``tensors`` are large, and were compared by a sketch or a digest (``stored_results.py``)."""
 
     entry: str
     variant: int
@@ -42,14 +42,14 @@ class VariantReport:
     worst: str
     ratio: float
     wrong: tuple[str, ...]
-    target: str = ""  # whose code it was, where the package is for several
+    target: str = ""  # the target of the code, if the package has several
     sketched: int = 0
 
 
 @dataclass(frozen=True)
 class RecordedReport:
-    """A ``replay`` entry. It stores no numbers to compare with: ``compared`` says when it was, ``unproved`` how many of its variants,
-    optimizer steps and clippings never were."""
+    """A ``replay`` entry. It stores no numbers to compare with. ``compared``: when it was compared; ``unproved``: how many of its variants, optimizer
+    steps and clippings never were."""
 
     entry: str
     structures: int
@@ -62,8 +62,8 @@ class RecordedReport:
 
 @dataclass(frozen=True)
 class Report:
-    """``not_run``: why numbers were not compared, or "". ``recorded``: entries that are never run here. ``signature``: the file of the signature
-    that was found good, or "" where none was asked for."""
+    """``not_run``: why numbers were not compared, or "". ``recorded``: entries that are never run here. ``signature``: the file of the valid
+    signature, or "" if none was requested."""
 
     members: int
     bytes: int
@@ -78,13 +78,13 @@ class Report:
 
 
 def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: Progress | None = None, key: Key | None = None) -> Report:
-    """Compares every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's at export; of a training
-    step its losses over a few steps, and what they change; of several targets all that this machine can run.
+    """Compare every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's at export. For a training
+    step, compare losses and changes over a few steps. If the package has several targets, run all that this machine can.
 
-    ``key``: the public key that the package must be signed by, else :class:`SignatureError`, before anything else is looked at.
+    ``key``: the public key that must have signed the package. It is checked first; on failure raise :class:`SignatureError`.
 
-    A ``replay`` entry stores no numbers, and is only reported. With ``run=False`` no native code is opened. Raises
-    :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` where the native code cannot run here.
+    A ``replay`` entry stores no numbers, and is only reported. With ``run=False`` no native code is opened. Raise
+    :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` if the native code cannot run here.
     """
     progress = progress or silent
     progress("digests", 0, 1)
@@ -108,7 +108,7 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
             not_run = "the package stores no example inputs"
     reports = []
     if not not_run:
-        with warnings.catch_warnings():  # load's advice, for a package that was not compared with eager, is to run this
+        with warnings.catch_warnings():  # load() warns about packages that were not compared with eager, and advises verify
             warnings.filterwarnings("ignore", message=".*was not compared with eager")
             runnable = _runnable(archive.manifest)
             packages = {label: load(path, target=label, key=key) for label in runnable} or {"": load(path, key=key)}  # the latter raises
@@ -123,7 +123,7 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
 
 
 def _runnable(manifest: Manifest) -> Iterator[str]:
-    """The package's targets that this machine can run."""
+    """Yield the package's targets that this machine can run."""
     for number, target in enumerate(targets_of(manifest)):
         if not compatibility.why_incompatible(manifest, number):
             yield target.label
@@ -137,7 +137,7 @@ def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
 
 
 def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> Example:
-    """The stored arguments of a variant."""
+    """Return the stored arguments of a variant."""
     names = [f"{entry}/{number}/input/{i}" for i in range(len(spec.inputs))]
     if missing := [n for n in names if n not in examples]:
         raise PackageError(f"the package stores examples, and no {missing[0]!r}, which variant {number} of entry {entry!r} is compared with")
@@ -148,7 +148,7 @@ def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping
 
 
 def verify_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> VariantReport:
-    """Runs variant ``number`` of ``entry`` on its stored inputs and compares with what is stored."""
+    """Run variant ``number`` of ``entry`` on its stored inputs and compare with the stored results."""
     spec = package.manifest.entries[entry].variants[number]
     stored = {name.removeprefix(f"{entry}/{number}/"): t for name, t in examples.items() if name.startswith(f"{entry}/{number}/")}
     cotangents = [as_dtype(s.dtype, stored[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in stored]
@@ -172,8 +172,8 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
 
 
 def _results_of_step(package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]) -> Named:
-    """What a few steps make of the loss and of the state, as far as eager's is stored; the step's own state is put back."""
-    from . import step_check  # brings in sympy, which looking at other entries does not need
+    """Return the loss and state after a few steps, in the form of eager's stored ones. Restore the step's own state."""
+    from . import step_check  # imports sympy, which other entries do not need
 
     return step_check.results_as_stored(package, entry, example, stored)
 
@@ -205,7 +205,7 @@ def _compare_with_stored(entry: str, number: int, actual: Named, stored: Mapping
 
 @contextlib.contextmanager
 def _under(ambient: Ambient, spec: VariantSpec) -> Iterator[None]:
-    """The global state that the variant was captured under."""
+    """Set the global state that the variant was captured under."""
     device = next((s.device for s in (*spec.inputs, *spec.outputs)), "cpu")
     dtype = getattr(torch, ambient.autocast) if ambient.autocast else None
     with exclusive():

@@ -1,1 +1,1 @@
-"""ONNX files of what is exported: names of inputs and outputs, comparison with eager, and writing."""
+"""ONNX files of entries: names of inputs and outputs, comparison with eager, and writing."""

@@ -1,4 +1,4 @@
-"""The names of an entry's parameters and arguments in its ONNX graphs. Imports no onnx, because ``inspect`` prints them, too."""
+"""Name an entry's parameters and arguments in its ONNX graphs. This imports no onnx, because ``inspect`` prints them, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MODULE, NUMBERS = "module.", "numbers"
 
 
 def constant_names(entry: EntrySpec) -> dict[str, str]:
-    """Parameters, buffers and an optimizer's state: weight key -> name."""
+    """Return names of parameters, buffers and an optimizer's state: weight key -> name."""
     out: dict[str, str] = {}
     for state in entry.state:
         if state.name != NUMBERS or entry.step is None:
@@ -19,14 +19,14 @@ def constant_names(entry: EntrySpec) -> dict[str, str]:
 
 
 def argument_names(entry: EntrySpec, variant: VariantSpec) -> list[str]:
-    """One for each flat input of the variant."""
+    """Return one name for each flat input of the variant."""
     numbers = ["optimizer.accumulate", "optimizer.first", *map(number_name, entry.step.numbers)] if entry.step is not None else []
     taken = {*constant_names(entry).values(), *numbers}
     return [free_name(_dotted(spec.name), "input", taken) for spec in variant.inputs]
 
 
 def number_name(number: NumberSpec) -> str:
-    """``optimizer.0.lr``, ``optimizer.0.betas.1``; the entry's own ``optimizer.clip_norm``."""
+    """Return ``optimizer.0.lr``, ``optimizer.0.betas.1``; for the entry's own numbers ``optimizer.clip_norm``."""
     parts = ["optimizer", *([str(number.group)] if number.group >= 0 else []), number.key, *([str(number.position)] if number.position >= 0 else [])]
     return ".".join(parts)
 
@@ -36,5 +36,5 @@ def free_name(name: str, prefix: str, taken: set[str]) -> str:
 
 
 def _dotted(name: str) -> str:
-    """``batch['x'][0]`` -> ``batch.x.0``."""
+    """Return ``batch.x.0`` for ``batch['x'][0]``."""
     return re.sub(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]", lambda m: "." + next(g for g in m.groups() if g is not None), name)

@@ -1,4 +1,4 @@
-"""From captured graphs to ONNX files: translated, checked by ONNX's own checker, compared, written. ``export`` and ``convert`` share it."""
+"""Convert captured graphs to ONNX files: translate, run ONNX's own checker, compare, write. ``export`` and ``convert`` share it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """One ONNX file. ``graph``: "forward", "backward", "inference", "gradient", "step", "accumulate" or "update". ``nodes``: of ONNX.
+    """One ONNX file. ``graph``: "forward", "backward", "inference", "gradient", "step", "accumulate" or "update". ``nodes``: ONNX nodes.
 
-    ``compared``: what ran it beside eager ("onnxruntime 1.31.0"), with the tensor that came nearest to the tolerance; or "not compared: why".
+    ``compared``: the engine that ran it ("onnxruntime 1.31.0"), with the tensor nearest to its tolerance; or "not compared: why".
     """
 
     path: Path
@@ -42,7 +42,7 @@ class OnnxFile:
 
 
 def require_onnx() -> None:
-    """:class:`ExportError` where what writes ONNX is not installed."""
+    """Raise :class:`ExportError` if a package that writes ONNX is not installed."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise ExportError(
@@ -51,7 +51,7 @@ def require_onnx() -> None:
 
 
 def checked_destination(path: str | os.PathLike[str]) -> Path:
-    """``path``; :class:`ExportError`, before any work, where no ONNX file could be written there."""
+    """Return ``path``. Raise :class:`ExportError`, before any work, if an ONNX file cannot be written there."""
     if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
         raise ExportError(f"path is {path!r}; expected the name of the file to write, such as 'model.onnx'")
     path = Path(path)
@@ -77,7 +77,7 @@ class Conversion:
         variant: int | None,
         say: Progress,
     ):
-        """``entry``, ``variant``: only those; by default all."""
+        """Translate the graphs. ``entry``, ``variant``: only that one; by default all."""
         from aot_backward_exporters.onnx.model import translate
 
         from . import value_names
@@ -112,8 +112,8 @@ class Conversion:
         say("translate", len(parts), len(parts))
 
     def compare(self, check: Callable[[Callable[[], Package]], dict[tuple[str, int], str]]) -> dict[tuple[str, int], str]:
-        """``check``: is given what loads the graphs as a package with weights of its own, and compares that with eager; returns, by entry and
-        variant, the tensor that came nearest to the tolerance."""
+        """Compare the graphs with eager. ``check`` gets a function that loads them as a package with separate weights, compares that package, and
+        returns the tensor nearest to its tolerance by entry and variant."""
         import onnx
         import onnx.shape_inference
 

@@ -1,4 +1,4 @@
-"""``convert``: a package's graphs as ONNX, without the model's source."""
+"""``convert``: translate a package's graphs to ONNX, without the model's source."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def convert(
     external_data: bool | None = None,
     progress: Progress | None = None,
 ) -> list[OnnxFile]:
-    """Writes the gradients in the package ``source`` as ONNX graphs to ``path``, and beside it, as :func:`aot_backward.export_onnx` does.
+    """Write the gradients in the package ``source`` as ONNX graphs to ``path`` and next to it, as :func:`aot_backward.export_onnx` does.
 
-    ``entry``, ``variant``: only that one. Each graph is compared with what is stored in the package and with PyTorch's operators. Raises
-    :class:`PackageError` where ``source`` is no whole package, :class:`ExportError` where it has no graphs as data, or one has no translation.
+    ``entry``, ``variant``: only that one. Each graph is compared with the results stored in the package and with PyTorch's operators. Raise
+    :class:`PackageError` if ``source`` is not a whole package, :class:`ExportError` if it lacks graphs as data, or one cannot be translated.
     """
     require_onnx()
     path = checked_destination(path)
@@ -76,7 +76,7 @@ def convert(
             if manifest.entries[name].kind != "step":
                 out[name, number] = graph_check.check_variant(package, name, number, examples, graphs).worst
                 continue
-            # the operators' own step is no reference: Adam makes a full step of rounding noise, which a bias's gradient before a BatchNorm is
+            # eager's operators are not the reference: Adam makes a full step of rounding noise, such as a bias's gradient before BatchNorm
             report = verify_variant(package, name, number, examples)
             if report.wrong:
                 raise ExportError(f"{name} variant {number}: the ONNX graph does not give what is stored in the package: {report.wrong[0]}")
@@ -87,7 +87,7 @@ def convert(
 
 
 def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: Mapping[str, torch.Tensor]) -> dict[str, Graph]:
-    """The graphs of one variant, read from the package."""
+    """Return the graphs of one variant, read from the package."""
     libraries = archive.manifest.libraries
     plans = [*(getattr(variant, role) for role in ROLES), entry.step.update if entry.step is not None else None]
     names = [p.call.library for p in plans if p is not None and p.call is not None]
@@ -103,7 +103,7 @@ def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: M
         hints |= sizes
     try:
         return _read(archive, variant, forms, hints, weights, oblivious=True)
-    except PackageError:  # the export traced without it, too: a size was compared with 0 or 1
+    except PackageError:  # the export also traced without it: a size was compared with 0 or 1
         return _read(archive, variant, forms, hints, weights, oblivious=False)
 
 

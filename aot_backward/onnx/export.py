@@ -31,12 +31,12 @@ def export_onnx(
     external_data: bool | None = None,
     progress: Progress | None = None,
 ) -> list[OnnxFile]:
-    """Writes the gradients of ``entries`` as ONNX graphs, after comparing each with eager where something can run them here.
+    """Write the gradients of ``entries`` as ONNX graphs, after comparing each with eager if an engine can run them here.
 
-    A ``grad`` and a ``step`` entry is one file, ``path``; a ``module`` entry is ``NAME.forward.onnx`` and ``NAME.backward.onnx`` beside each other
-    (in eval mode also ``NAME.inference.onnx``). Several entries, and several variants, have their names and numbers in the files' names.
-    ``variant``: only the one of that number. ``external_data``: whether weights are stored in one ``NAME.onnx.data``; by default where they are
-    larger than 64 MiB. :class:`ExportError` names the operator that has no translation, or the tensor that is wrong; then nothing is written.
+    A ``grad`` and a ``step`` entry is one file, ``path``; a ``module`` entry is ``NAME.forward.onnx`` and ``NAME.backward.onnx`` next to each other
+    (in eval mode also ``NAME.inference.onnx``). If there are several entries or variants, the files' names contain their names and numbers.
+    ``variant``: only the one of that number. ``external_data``: whether weights are stored in one ``NAME.onnx.data``; by default if they are
+    larger than 64 MiB. :class:`ExportError` names the operator that cannot be translated, or the wrong tensor; then nothing is written.
     """
     require_onnx()
     progress = progress or silent
@@ -63,7 +63,7 @@ def export_onnx(
 
 
 class Captured(Contents):
-    """Graphs that are captured, and not compiled."""
+    """Graphs that are captured but not compiled."""
 
     def compile(self, graphs: Sequence[Graph], joint: Any, only: int | None = None) -> None:
         for graph in graphs:

@@ -1,4 +1,4 @@
-"""ONNX graphs in place of native code: the runtime's modules, gradients and steps call them, so that native code and ONNX are checked alike."""
+"""Run ONNX graphs in place of native code: the runtime's modules, gradients and steps call them, so that both are checked alike."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.library import Library
 
 Run = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Takes tensors by the inputs' names, returns those of all outputs."""
+"""Takes tensors by the inputs' names, returns tensors of all outputs by name."""
 
 
 def engine() -> str:
-    """What runs a graph here: "onnxruntime", or the slow "onnx.reference"."""
+    """Return the engine that runs graphs here: "onnxruntime", or the slow "onnx.reference"."""
     return "onnxruntime" if importlib.util.find_spec("onnxruntime") is not None else "onnx.reference"
 
 
 def runner(model: onnx.ModelProto, engine: str) -> Run:
-    """:class:`ExportError` where the engine has no kernel for one of the graph's operators, naming it."""
+    """Return a function that runs the graph. Raise :class:`ExportError` naming an operator that the engine lacks a kernel for."""
     outputs = [o.name for o in model.graph.output]
     if engine == "onnx.reference":
         evaluator = onnx.reference.ReferenceEvaluator(model)
@@ -47,7 +47,7 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
     options.log_severity_level = 4
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's classes of errors share no base
+    except Exception as error:  # onnxruntime's exception classes share only this base
         raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} cannot run the graph: {_first_line(error)}") from error
     value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
 
@@ -63,19 +63,19 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    if value.data_type() == "tensor(bfloat16)":  # NumPy has no such numbers
+    if value.data_type() == "tensor(bfloat16)":  # NumPy lacks bfloat16
         held = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
         return torch.frombuffer(held, dtype=torch.bfloat16).reshape(value.shape()) if held else torch.empty(value.shape(), dtype=torch.bfloat16)
     return tensor_of(value.numpy())
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of onnxruntime's error, without the location in its own source."""
+    """Return the first line of onnxruntime's error, without the location in its own source."""
     return re.sub(r"/\S*onnxruntime/\S+\s", "", str(error).splitlines()[0])
 
 
 class OnnxLibrary(Library):
-    """One ONNX graph where the runtime expects a compiled one."""
+    """One ONNX graph in place of a compiled one."""
 
     def __init__(self, spec: LibrarySpec, names: Names, translated: Translated, run: Run):
         super().__init__(lambda: Path(), spec, torch.device("cpu"))
@@ -89,8 +89,8 @@ class OnnxLibrary(Library):
 
 
 class _Runner:
-    """Does for an ONNX graph what :class:`aot_backward_runtime.torch_api.Runner` does for a compiled one. Updated values are written into the
-    tensors that the graph is bound to."""
+    """The equivalent of :class:`aot_backward_runtime.torch_api.Runner` for an ONNX graph. Updated values are written into the tensors that the graph
+    is bound to."""
 
     def __init__(self, spec: LibrarySpec, names: Names, translated: Translated, run: Run):
         self._spec, self._names, self._translated, self._run = spec, names, translated, run
@@ -122,7 +122,7 @@ class _Runner:
 
 
 def _with_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """``tensor`` with its dimensions in memory in the order of ``spec``'s strides: ONNX has row-major tensors only."""
+    """Return ``tensor`` with its dimensions in memory in the order of ``spec``'s strides: ONNX only has row-major tensors."""
     symbols = {name: 10007 + 2 * i for i, name in enumerate(sorted({n for s in spec.stride for n in symbols_of(s)}))}
     strides = [evaluate(s, symbols) for s in spec.stride]
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
@@ -130,7 +130,7 @@ def _with_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 class OnnxPackage(Package):
-    """A package whose libraries are ONNX graphs. ``archive``: has the manifest, and a name for errors."""
+    """A package with ONNX graphs as libraries. ``archive``: has the manifest, and a name for errors."""
 
     def __init__(self, archive: Any, weights: Mapping[str, torch.Tensor], libraries: Mapping[str, Callable[[], Library]]):
         super().__init__(archive, weights, {})
@@ -141,7 +141,7 @@ class OnnxPackage(Package):
 
 
 class UnwrittenArchive:
-    """The attributes of an archive that a :class:`Package` reads, for one that is never written."""
+    """The archive attributes that a :class:`Package` reads, for a package that is never written."""
 
     def __init__(self, manifest: Manifest):
         self.manifest, self.path, self.manifest_digest = manifest, Path("the ONNX graph"), ""

@@ -1,4 +1,4 @@
-"""The names of the inputs and outputs of an entry's ONNX graphs: those of the program's arguments, parameters and results."""
+"""Name the inputs and outputs of an entry's ONNX graphs after the program's arguments, parameters and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLES = ("forward", "backward", "inference", "gradient", "step", "accumulate")
 
 @dataclass(frozen=True)
 class Part:
-    """One ONNX graph of an entry, made from one plan. ``file``: what the file's name has besides the entry's: "backward", or nothing."""
+    """One ONNX graph of an entry, made from one plan. ``file``: the suffix of the file's name: "backward", or nothing."""
 
     entry: str
     variant: int
@@ -33,7 +33,7 @@ class Part:
 
 
 def parts(name: str, entry: EntrySpec, number: int) -> list[Part]:
-    """The graphs of variant ``number`` of the entry; of a step whose gradients can be accumulated also the optimizer alone."""
+    """Return the graphs of variant ``number`` of the entry. A step that can accumulate gradients also has the optimizer alone."""
     variant = entry.variants[number]
     plans = [(role, plan) for role in ROLES if (plan := getattr(variant, role)) is not None]
     if entry.step is not None and entry.step.update is not None:
@@ -100,26 +100,26 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
 
 
 def _source(source: str, plan: Plan, weights: Mapping[str, str]) -> str:
-    """As :class:`Names` has it: inputs by their place among the graph's own; "" where it is none of them."""
+    """Return ``source`` in the form of :class:`Names`: inputs by their place among the graph's own, "" for other inputs."""
     kind, _, where = source.partition(":")
     if kind == "parameter":
         return f"constant:{weights[where]}"
     if kind == "input":
         assert plan.call is not None
         if source not in plan.call.operands:
-            return ""  # an argument returned as it is, which the graph does not read: the caller has it
+            return ""  # the graph does not read this argument, which is returned unchanged: the caller has it
         return f"input:{plan.call.operands.index(source)}"
     return source
 
 
 def _kept(variant: VariantSpec, arguments: list[str]) -> list[str]:
-    """The names of a backward's saved tensors; one that is an argument has the argument's name, so that it is passed once."""
+    """Return the names of a backward's saved tensors. A saved argument keeps the argument's name, so that it is passed once."""
     saved = variant.forward.saved if variant.forward is not None else ()
     return [arguments[int(s.partition(":")[2])] if s.startswith("input:") else f"saved.{i}" for i, s in enumerate(saved)]
 
 
 def _results(variant: VariantSpec, kind: str) -> list[str]:
-    """The flat output tensors by name: ``output``, ``output.0``, the keys of a dict; a loss is ``loss``."""
+    """Return the names of the flat output tensors: ``output``, ``output.0``, the keys of a dict; a loss is ``loss``."""
     found = dict(_leaves(variant.out_tree, ""))
     names = [found[i] or "output" for i in range(len(variant.outputs))]
     names = [f"output.{n}" if n[0].isdigit() else n for n in names]
@@ -145,7 +145,7 @@ def _numbers(step: StepSpec) -> tuple[NumberInput, ...]:
 
 
 def _about(name: str, entry: EntrySpec, number: int, role: str) -> dict[str, str]:
-    """``metadata_props``: what the graph is, and for which sizes and numbers it is right."""
+    """Return ``metadata_props``: a description of the graph, and the sizes and numbers that it is valid for."""
     variant = entry.variants[number]
     out = {"entry": name, "kind": entry.kind, "variant": str(number), "graph": role}
     if variant.mode:

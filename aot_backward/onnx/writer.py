@@ -1,4 +1,4 @@
-"""Writes ONNX models: each file whole or not at all, weights in a file beside them where they are large."""
+"""Write ONNX models: each file whole or not at all, large weights in a file next to them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.atomic_file import replacing
 
 LARGE = 64 << 20
-"""More bytes of weights than these are stored outside the models."""
-_ALIGNMENT = 4096  # of each tensor in the file of weights, so that it can be mapped
+"""Weights with more bytes in all are stored outside the models."""
+_ALIGNMENT = 4096  # of each tensor in the file of weights, so that the file can be mapped
 
 
 def write(models: Mapping[Path, Translated], data: Path, external: bool | None) -> Path | None:
-    """``models`` by path. ``external``: whether weights go to ``data``, which all models share; None: where they are large.
+    """Write ``models`` to their paths. ``external``: whether weights go to ``data``, shared by all models; None: if they are large.
 
-    Returns the file of weights, where there is one. Weights are written first, so that a new model never refers to weights that are not there.
+    Return the file of weights, if there is one. Weights are written first, so that a new model never refers to missing weights.
     """
     tensors = {_key(t, name): tensor for t in models.values() for name, tensor in _values(t).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -45,7 +45,7 @@ def _values(translated: Translated) -> dict[str, torch.Tensor]:
 
 
 def _key(translated: Translated, name: str) -> str:
-    """Equal for one weight in several models."""
+    """Return a key, equal for one weight in several models."""
     return translated.keys.get(name, f"number {name}")
 
 
@@ -59,7 +59,7 @@ def _write_data(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def _with_values(translated: Translated, places: Mapping[str, tuple[int, int]], file: str) -> onnx.ModelProto:
-    """The model with each weight's value, or its place in ``file``."""
+    """Return the model with each weight's value, or its place in ``file``."""
     out = onnx.ModelProto()
     out.CopyFrom(translated.model)
     for name, tensor in _values(translated).items():

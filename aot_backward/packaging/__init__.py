@@ -1,1 +1,1 @@
-"""From entries to a package: each is captured, compiled, checked, written."""
+"""Capture, compile and check entries, and write them into a package."""

@@ -1,4 +1,4 @@
-"""From entries to a manifest: each entry is captured and compiled, then compared with eager."""
+"""Build a manifest from entries: capture and compile each entry, then compare it with eager."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("aot_backward")
 
 
 class Build:
-    """The entries of one package, whose weights, graphs and libraries are in ``contents``."""
+    """The entries of one package. ``contents`` holds their weights, graphs and libraries."""
 
     def __init__(self, contents: Contents):
         self.contents = contents
@@ -33,7 +33,7 @@ class Build:
         self._checks: dict[str, Check] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Captures and compiles ``entry``."""
+        """Capture and compile ``entry``."""
         if not name.isidentifier():
             raise ExportError(f"entry name {name!r}: use a Python identifier")
         if isinstance(entry, Module) and not (type(entry.order) is int and 1 <= entry.order <= 4):
@@ -46,7 +46,7 @@ class Build:
             self.entries[name], self._checks[name] = add_program(self.contents, name, entry)
 
     def manifest(self, with_weights: bool) -> Manifest:
-        """What the package says, but for verdicts and members."""
+        """Return the manifest without verdicts and members."""
         return dataclasses.replace(
             self.contents.manifest(self.entries),
             required_features=self._features(),
@@ -55,8 +55,8 @@ class Build:
         )
 
     def check(self, manifest: Manifest, packages: Sequence[Callable[[], Package] | str], stored: Stored) -> Manifest:
-        """``manifest`` with the verdict of every variant for every target in it. ``packages``: of each target what loads it, or why nothing can
-        (:meth:`Contents.packages`). Inputs, results and what they may be off go to ``stored``."""
+        """Return ``manifest`` with the verdict of every variant for every target. ``packages``: for each target its loader, or why it cannot be
+        loaded (:meth:`Contents.packages`). Inputs, results and tolerances go to ``stored``."""
         progress, entries = self.contents.progress, dict[str, Any]()
         for name, spec in manifest.entries.items():
             variants = []
@@ -79,7 +79,7 @@ class Build:
         return dataclasses.replace(manifest, entries=entries, notes=self.contents.notes)
 
     def _without_empty_sizes(self, name: str, number: int, variant: VariantSpec, load: Callable[[], Package]) -> VariantSpec:
-        """``variant``, from 1 for each size that may be 0, if at 0 eager refuses the program or compiled code does not compute what eager does."""
+        """Return ``variant``, from 1 for each size that may be 0, if at 0 eager refuses the program or compiled code differs from eager."""
         for symbol in variant.symbols:
             if symbol.minimum > 0 or symbol.offset != 0:
                 continue
@@ -92,11 +92,11 @@ class Build:
         return variant
 
     def repair(self, error: WrongResult) -> None:
-        """Have eager's kernels compute what the variant of ``error`` gets wrong. Raise ``error`` if that does not help."""
+        """Let eager's kernels compute the operators that the variant of ``error`` gets wrong. Raise ``error`` if that does not help."""
         name, number = error.variant
         entry = self.entries[name]
         variants = list(entry.variants)
-        variants[number] = dataclasses.replace(variants[number], speed=None)  # of the code that was wrong
+        variants[number] = dataclasses.replace(variants[number], speed=None)  # the speed was measured with the wrong code
         self.entries[name] = entry = dataclasses.replace(entry, variants=tuple(variants))
 
         def load() -> Package:
@@ -112,6 +112,6 @@ class Build:
         log.warning("%s: %s", name, done)
 
     def _features(self) -> tuple[str, ...]:
-        """What a runtime must know to read the package rightly."""
+        """Return the features that a runtime needs to read the package correctly."""
         plans = [p for e in self.entries.values() for one in e.variants for v in one.orders for p in (v.backward,) if p is not None]
         return (*(["fill"] if self.contents.fills else []), *(["consumes"] if any(p.consumes for p in plans) else []))

@@ -1,4 +1,4 @@
-"""Entries -> capture -> native code -> self-check -> one package, for targets of which one can run here."""
+"""Entries -> capture -> native code -> self-check -> one package, for targets that include this machine's kind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checked_package(
     progress: Progress,
     runtime: str | None = None,
 ) -> Manifest:
-    """Writes the package, for targets of which one is this machine's kind."""
+    """Write the package. One of its targets is this machine's kind."""
     parameters = [t for program in _programs(entries) for t in program.parameters()]
     size = sum(t.nbytes for t in parameters if t.layout is torch.strided and not nn.parameter.is_lazy(t))
     with everything_kept(entries), allocator.freed_at_once(size), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
@@ -65,10 +65,10 @@ def checked_package(
 
 @contextlib.contextmanager
 def everything_kept(entries: Entries) -> Iterator[None]:
-    """Buffers and random state are put back: tracing and checking run the program. Only one thread is within at a time."""
+    """Restore buffers and random state afterwards: tracing and checking run the program. Only one thread is inside at a time."""
     programs = _programs(entries)
     with exclusive(), preserve.random_state_kept(), contextlib.ExitStack() as stack:
-        buffers = [b for p in programs for b in p.buffers()]  # not before: another thread's export of the same module may be changing them
+        buffers = [b for p in programs for b in p.buffers()]  # read under the lock: another thread's export of the same module may be changing them
         kept = [b.detach().clone() for b in buffers]
         for program in programs:
             stack.enter_context(preserve.slots_kept(program))
@@ -84,7 +84,7 @@ def everything_kept(entries: Entries) -> Iterator[None]:
 
 
 def _programs(entries: Entries) -> list[nn.Module]:
-    """What is exported, and the loss functions."""
+    """Return the exported programs and the loss functions."""
     fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
     fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]
     return [p if isinstance(p, nn.Module) else program_module.FunctionModule(p) for p in fns]

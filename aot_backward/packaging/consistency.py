@@ -1,7 +1,7 @@
-"""The writer's assertion: each plan of a manifest passes the tensors that its library was compiled for.
+"""Check that each plan of a manifest passes the tensors that its library was compiled for. The writer calls this as an assertion.
 
-A plan and its library come from one graph, so a difference is a fault of the exporter. Readers trust what was written (its SHA-256 is in the file)
-and check only that references lead somewhere (``aot_backward_runtime/package/references.py``).
+A plan and its library come from one graph, so a difference is a fault of the exporter. Readers trust the manifest (its SHA-256 is in the file) and
+only check that its references exist (``aot_backward_runtime/package/references.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aot_backward_runtime.package.references import ROLES, check_references
 
 
 def check_consistent(manifest: Manifest) -> None:
-    """Raise :class:`ExportError`, which names the entry, the variant and the plan."""
+    """Raise an :class:`ExportError` that names the entry, the variant and the plan."""
     try:
         check_references(manifest)
     except PackageError as error:
@@ -48,7 +48,7 @@ def _problem(variant: VariantSpec, plan: Plan, manifest: Manifest) -> str | None
 
 
 def _same(given: TensorSpec, wanted: TensorSpec, symbols: Sequence[SymbolSpec]) -> bool:
-    """Whether dtype, device, sizes and strides are the same. The stride of a dimension of size 0 or 1 does not matter."""
+    """Return whether dtype, device, sizes and strides are the same. The stride of a dimension of size 0 or 1 does not matter."""
     if (given.dtype, given.device) != (wanted.dtype, wanted.device) or not _equal(given.shape, wanted.shape, symbols):
         return False
     strides = [(a, b) for n, a, b in zip(wanted.shape, given.stride, wanted.stride, strict=True) if n not in (0, 1)]
@@ -56,7 +56,7 @@ def _same(given: TensorSpec, wanted: TensorSpec, symbols: Sequence[SymbolSpec]) 
 
 
 def _equal(a: Sequence[Size], b: Sequence[Size], symbols: Sequence[SymbolSpec]) -> bool:
-    """Whether the sizes are written the same, or have equal values for three assignments of the symbols."""
+    """Return whether the sizes are written the same, or have equal values for three assignments of the symbols."""
     if len(a) != len(b):
         return False
     unequal = [(x, y) for x, y in zip(a, b, strict=True) if x != y]

@@ -1,4 +1,4 @@
-"""What the entries of a package share: weights by key, graphs, and the libraries compiled from them."""
+"""Data that the entries of a package share: weights by key, graphs, and the libraries compiled from them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ..checks.stored_results import Stored
 from .package_writer import library_spec, stem_of, stems_of
 
 _DECOMPOSED = 3
-"""How often a graph is decomposed for the standalone backend: a decomposition may consist of operators that it lacks, too."""
+"""How often a graph is decomposed for the standalone backend: a decomposition may itself consist of operators that it lacks."""
 Check = Callable[[Callable[[], Package], int, VariantSpec, Stored, SymbolSpec | None], Verdict]
-"""Compare a variant with eager, given what loads the package, the variant's number, what the manifest says of it, where to store what ``verify`` will
-need, and the size that is to be 0, if only that is compared."""
+"""Compare a variant with eager. Arguments: the package's loader, the variant's number and spec, storage for the tensors that ``verify``
+needs, and the size to set to 0 if only that is compared."""
 
 
 class Contents:
-    """What is collected while entries are captured and compiled."""
+    """The data collected while entries are captured and compiled."""
 
     def __init__(
         self,
@@ -48,18 +48,18 @@ class Contents:
         tune: str = "none",
         standalone: bool = False,
     ):
-        """``target``: one or several (:func:`targets.parsed`). ``portable``: whether the graphs go into the package as data, too. ``tune``: how many
-        ways to compile a variant are tried (:data:`.tuning.TUNES`). ``standalone``: whether operators that run with PyTorch alone are decomposed."""
+        """``target``: one or several (:func:`targets.parsed`). ``portable``: also store the graphs as data. ``tune``: how many ways to compile a
+        variant are tried (:data:`.tuning.TUNES`). ``standalone``: decompose operators that need PyTorch."""
         self.targets, self.folder, self.progress, self.portable, self.tune = targets.parsed(target), folder, progress, portable, tune
         self.standalone = standalone
         self.specs = tuple(targets.target_spec(name) for name in self.targets)
         self.graphs: dict[str, Graph] = {}
-        self.joints: dict[str, Joint] = {}  # of each graph the joint graph that it is a part of
+        self.joints: dict[str, Joint] = {}  # the joint graph that contains each graph
         self.artifacts: dict[str, Artifact] = {}
         self.portables: dict[str, bytes] = {}
         self.notes: dict[str, str] = {}
         self.weights: dict[str, torch.Tensor] = {}
-        self.fills: dict[str, float] = {}  # weights that are one number throughout, and are not stored
+        self.fills: dict[str, float] = {}  # weights with one value throughout, which are not stored
         self._keys: dict[int, str] = {}
         self._keyed: list[tuple[str, torch.Tensor]] = []
 
@@ -68,17 +68,17 @@ class Contents:
         return self.specs[0].device
 
     def weight_key(self, entry: str, name: str, tensor: torch.Tensor) -> str:
-        """The weight's key: one per distinct tensor, however many names and entries it has."""
+        """Return the weight's key: one per distinct tensor, even if it has several names or entries."""
         if id(tensor) not in self._keys:
             self._refuse_overlap(name, tensor)
             key = name if name not in self.weights else f"{entry}.{name}"
             self._keys[id(tensor)] = key
-            self._keyed.append((name, tensor))  # also keeps it, so that no other tensor gets its id
+            self._keyed.append((name, tensor))  # keeps the tensor alive, so that no other tensor gets its id
             self.weights[key] = tensor.detach()
         return self._keys[id(tensor)]
 
     def compile(self, graphs: Sequence[Graph], joint: Joint, only: int | None = None) -> None:
-        """``only``: the number of a target, the code for others staying what it is."""
+        """Compile ``graphs`` for every target, or only for target number ``only``; the code for others stays unchanged."""
         self._compile(graphs, joint, only)
         if self.standalone:
             graphs = [self._decomposed(graph, joint, only) for graph in graphs]
@@ -98,7 +98,7 @@ class Contents:
             self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
 
     def _decomposed(self, graph: Graph, joint: Joint, only: int | None) -> Graph:
-        """``graph``, or another form of it, compiled anew, without operators that the standalone backend lacks, as far as they can be avoided."""
+        """Return ``graph``, or an equivalent, compiled again, that avoids operators which the standalone backend lacks, as far as possible."""
         for _ in range(_DECOMPOSED):
             lacking = {name for artifact in self._artifacts(graph.name) for name in standalone.lacking([artifact.library], artifact.operators)}
             found = replaced.without(graph, lacking, joint.fake_mode) if lacking else None
@@ -114,11 +114,11 @@ class Contents:
             self.weights.setdefault(key, tensor)
 
     def libraries(self) -> dict[str, LibrarySpec]:
-        """What the manifest says of each graph."""
+        """Return the manifest's description of each graph."""
         return {name: library_spec(graph, *self._artifacts(name)) for name, graph in self.graphs.items()}
 
     def manifest(self, entries: Mapping[str, EntrySpec]) -> Manifest:
-        """What a package of ``entries`` says, but for verdicts, features and members."""
+        """Return the manifest of a package of ``entries``, without verdicts, features and members."""
         further = len(self.specs) - 1
         return Manifest(
             format_version=FORMAT_VERSION,
@@ -138,7 +138,7 @@ class Contents:
         )
 
     def profiled(self, name: str, entry: EntrySpec, graphs: Sequence[Graph], joint: Joint) -> Package | None:
-        """As :meth:`package_of`, the code of ``graphs`` reporting its kernels to ``torch.profiler``. Nothing of it is kept."""
+        """Return :meth:`package_of` with ``graphs`` compiled to report their kernels to ``torch.profiler``. Their code is not kept."""
         before, number = self.mark(), self._runs_here(self.manifest({name: entry}))
         if number is None:
             return None
@@ -148,11 +148,11 @@ class Contents:
         return package
 
     def mark(self) -> list[dict[str, Any]]:
-        """What has been collected so far, for :meth:`back_to`."""
+        """Return a snapshot of the collected data, for :meth:`back_to`."""
         return [dict(collected) for collected in self._collected]
 
     def back_to(self, mark: list[dict[str, Any]]) -> None:
-        """Has collected what had been when ``mark`` was made."""
+        """Restore the collected data to the snapshot ``mark``."""
         for collected, then in zip(self._collected, mark, strict=True):
             collected.clear()
             collected.update(then)
@@ -162,7 +162,7 @@ class Contents:
         return self.graphs, self.artifacts, self.portables, self.notes, self.weights
 
     def package_of(self, name: str, entry: EntrySpec) -> Package | None:
-        """``entry`` alone, loaded for the target that ``load`` would choose here, with weights of its own; None where nothing runs here."""
+        """Return ``entry`` alone, loaded for the target that ``load`` would choose here, with its own weights; None if no target runs here."""
         manifest = self.manifest({name: entry})
         number = self._runs_here(manifest)
         return None if number is None else self._load(manifest, number)
@@ -175,7 +175,7 @@ class Contents:
             return None
 
     def packages(self, manifest: Manifest) -> list[Callable[[], Package] | str]:
-        """For each target what loads the package, with weights of its own each time; or why this machine cannot."""
+        """Return, for each target, a function that loads the package with new copies of the weights, or why this machine cannot load it."""
         return [why_incompatible(manifest, number) or functools.partial(self._load, manifest, number) for number in range(len(self.specs))]
 
     def _load(self, manifest: Manifest, number: int) -> Package:
@@ -183,17 +183,17 @@ class Contents:
         return load_unwritten(seen_as(manifest, number), paths, self.weights)
 
     def _artifacts(self, name: str) -> list[Artifact]:
-        """Of graph ``name``, in the order of the targets."""
+        """Return the artifacts of graph ``name``, in the order of the targets."""
         return [self.artifacts[stem] for stem in stems_of(name, self.specs)]
 
     def _write_portable(self, graph: Graph, sizes: Sizes) -> None:
         try:
             self.portables[graph.name] = graph_json.graph_to_bytes(graph, sizes.worded, sizes.hints())
-        except ExportError as error:  # the package works; it cannot be rebuilt
+        except ExportError as error:  # the package works, but cannot be rebuilt
             self.notes[f"no portable graph of {graph.name}"] = str(error)
 
     def _refuse_overlap(self, name: str, tensor: torch.Tensor) -> None:
-        """Two tensors of one memory would become two of their own when they are loaded."""
+        """Raise if two tensors share memory: loading would make them independent."""
         first, last = _span(tensor)
         for other, known in self._keyed:
             start, end = _span(known)
@@ -204,13 +204,13 @@ class Contents:
 
 
 def _without_verdicts(entry: EntrySpec, further: int) -> EntrySpec:
-    """``entry`` with no verdict for each of so many further targets."""
+    """Return ``entry`` with empty verdicts for ``further`` targets."""
     verdicts = (Verdict("not run"),) * further
     return dataclasses.replace(entry, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants))
 
 
 class _Unwritten:
-    """Stands for an archive whose libraries still lie where the compiler put them."""
+    """Stand-in for an archive whose libraries are still in the compiler's folder."""
 
     def __init__(self, manifest: Manifest, libraries: Mapping[str, Path]):
         self.manifest, self._libraries, self.path, self.manifest_digest = manifest, libraries, Path("the package being built"), ""
@@ -220,14 +220,14 @@ class _Unwritten:
 
 
 def load_unwritten(manifest: Manifest, libraries: Mapping[str, Path], weights: Mapping[str, torch.Tensor]) -> Package:
-    """The package as the runtime would load it, on copies of the weights."""
+    """Return the package as the runtime would load it, with copies of the weights."""
     device = device_of(manifest)
     copies = {k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for k, t in weights.items()}
     return Package(_Unwritten(manifest, libraries), copies, {}, device)  # type: ignore[arg-type]
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and of the one behind the last."""
+    """Return the address of the first byte and the address after the last."""
     if tensor.numel() == 0:
         return 0, 0
     reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -1,4 +1,4 @@
-"""A variant whose compiled code gives other numbers than eager: the fewest operators that eager's own kernels must compute are found by search."""
+"""Find the fewest operators that eager's kernels must compute if a variant's compiled code gives other numbers than eager."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .contents import Contents
 log = logging.getLogger("aot_backward")
 
 _SINGLE_TRIES = 10
-"""The most if an operator among all cannot be called so: each is then tried by itself."""
+"""The most compilations if an operator's eager kernel cannot be called: each operator is then tried alone."""
 _TRIES = 30
 """The most compilations of one search. Each takes seconds. Seven operators with one at fault took six."""
 
 
 def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], object], error: ExportError) -> str:
-    """Compile the graphs whose names begin with one of ``prefixes`` again, so that ``check`` passes, and return what was done, in words.
+    """Recompile the graphs whose names begin with one of ``prefixes``, so that ``check`` passes. Return a description of the change.
 
-    Raise ``error``, which is what ``check`` raised, if it does not pass even when eager's kernels compute everything that they can.
+    Raise ``error``, which ``check`` raised before, if it fails even with eager's kernels for every operator that has one.
     """
     graphs = [graph for name, graph in contents.graphs.items() if name.startswith(tuple(prefixes))]
     before = contents.mark()
@@ -42,7 +42,7 @@ def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], obje
             check()
         except WrongResult:
             return False
-        except (ExportError, RuntimeError):  # an operator that compiled code cannot call so
+        except (ExportError, RuntimeError):  # compiled code cannot call an operator's eager kernel
             runs = False
             return False
         return True
@@ -53,7 +53,7 @@ def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], obje
         found = _fewest(suspects, passes, lambda: tries >= _TRIES - 1)
     elif not runs:
         found = next(([s] for s in suspects if tries < _SINGLE_TRIES and passes([s])), None)
-    if found is not None and not passes(found):  # the last try was another one
+    if found is not None and not passes(found):  # the last compilation used other operators
         found = None
     contents.progress(f"find the operator that is not eager's, {tries} of at most {_TRIES}", _TRIES, _TRIES)
     if found is None:
@@ -67,7 +67,7 @@ def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], obje
 
 
 def _fewest(suspects: Sequence[str], passes: Callable[[Sequence[str]], bool], ended: Callable[[], bool]) -> list[str]:
-    """Return a part of ``suspects`` with which it passes, and from which nothing can be left out, as far as the tries go.
+    """Return a minimal part of ``suspects`` that passes, as far as the number of compilations allows.
 
     Source: delta debugging (Zeller and Hildebrandt, 2002)."""
     found, parts = list(suspects), 2
@@ -108,7 +108,7 @@ def _marked(graph: Graph) -> list[Node]:
 
 
 def _has_kernel(node: Node) -> bool:
-    """Whether it computes something new from tensors by an operator that compiled code can call."""
+    """Return whether ``node`` computes a new value from tensors by an operator that compiled code can call."""
     target = node.target
     if not isinstance(target, torch_api.OpOverload) or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
         return False
@@ -116,6 +116,6 @@ def _has_kernel(node: Node) -> bool:
     if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):  # it writes, or its result is a view
         return False
     numbers = [i for i, a in enumerate(node.args) if type(a) in (int, float) and str(schema.arguments[i].type) == "Tensor"]
-    if numbers and not (numbers == [1] and target is torch.ops.aten.mul.Tensor):  # generated code can pass a number to mul.Scalar alone
+    if numbers and not (numbers == [1] and target is torch.ops.aten.mul.Tensor):  # generated code can pass a number only to mul.Scalar
         return False
     return any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)

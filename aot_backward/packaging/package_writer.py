@@ -1,4 +1,4 @@
-"""Writes a package: one file, whole or absent. ``docs/format.md`` states the bytes."""
+"""Write a package: one file, complete or absent. ``docs/format.md`` states the bytes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _PT2 = {"archive_format": b"pt2", "archive_version": b"0", ".data/version": b"6\
 
 
 def library_spec(graph: Graph, artifact: Artifact, *further: Artifact) -> LibrarySpec:
-    """What the manifest says of one compiled graph, but for the members, which :func:`write_package` fills in. ``further``: the same graph for the
-    package's further targets."""
+    """Return the manifest's description of a compiled graph, without the members, which :func:`write_package` fills in. ``further``: the same graph
+    for the package's further targets."""
     return LibrarySpec(
         member="",
         metadata="",
@@ -71,12 +71,12 @@ def _build_spec(artifact: Artifact) -> BuildSpec:
 
 
 def stem_of(name: str, target: Target | None) -> str:
-    """What the files of graph ``name`` are called in the archive, for a further ``target`` of the package or, without one, the first."""
+    """Return the stem of graph ``name``'s files in the archive, for a further ``target`` of the package or, without one, the first."""
     return name if target is None else f"{name}.{target.level}"
 
 
 def stems_of(name: str, targets: Sequence[Target]) -> list[str]:
-    """:func:`stem_of` graph ``name`` for each of the package's targets."""
+    """Return :func:`stem_of` graph ``name`` for each of the package's targets."""
     return [stem_of(name, target if number else None) for number, target in enumerate(targets)]
 
 
@@ -88,13 +88,13 @@ def write_package(
     examples: Mapping[str, torch.Tensor],
     graphs: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Writes ``path`` and returns the manifest as written.
+    """Write ``path`` and return the manifest as written.
 
-    ``manifest`` comes with entries and ``libraries`` (see :func:`library_spec`); ``artifacts`` are theirs, for each target, by :func:`stem_of`;
-    ``graphs`` their portable graphs, of those that have one. ``weights``, ``members`` and the libraries' members are filled in here. ``weights`` are
-    the tensors by key; where ``manifest.has_weights`` is false only what they look like is written, and those with a ``fill`` in
-    ``manifest.weights`` are not stored. Devices do not matter, strides are kept for weights only. What registers the operators is looked up here.
-    Raises :class:`ExportError`; then, and when the process is killed, the old file at ``path`` is untouched.
+    ``manifest`` has entries and ``libraries`` (see :func:`library_spec`); ``artifacts`` are the libraries' artifacts for each target, by
+    :func:`stem_of`; ``graphs`` are the portable graphs that exist. ``weights``, ``members``, the libraries' members and the modules that register
+    operators are filled in here. ``weights`` are the tensors by key. If ``manifest.has_weights`` is false, only their metadata is written; weights
+    with a ``fill`` in ``manifest.weights`` are not stored. Any device is accepted; strides are kept for weights only. Raise :class:`ExportError`;
+    then, and if the process is killed, the old file at ``path`` is untouched.
     """
     path = Path(path)
     graphs = graphs or {}
@@ -145,7 +145,7 @@ def write_package(
 
 
 def check_destination(path: Path) -> None:
-    """What would fail after minutes of compiling is found out before them."""
+    """Raise :class:`ExportError` if ``path`` cannot be written, before minutes of compiling."""
     if path.is_dir():
         raise ExportError(f"{path} is a directory; give the name of a file, such as {path / 'model.pt2'}")
     if not path.absolute().parent.is_dir():
@@ -163,7 +163,7 @@ class _Writer:
         info = zipfile.ZipInfo(f"{TOP}/{name}", (1980, 1, 1, 0, 0, 0))
         info.external_attr, info.create_system = 0o100644 << 16, 3
         info.file_size = size
-        wide = size > 1 << 30  # stated, because zipfile's own limit depends on the version of Python
+        wide = size > 1 << 30  # explicit, because zipfile's own limit depends on the version of Python
         header = 30 + len(info.filename) + (20 if wide else 0)
         padding = -(self.file.tell() + header) % ALIGNMENT
         if padding:
@@ -174,11 +174,11 @@ class _Writer:
             for chunk in chunks:
                 digest.update(chunk)
                 member.write(chunk)
-        info.extra = b""  # the padding is the local header's alone
+        info.extra = b""  # only the local header has the padding
         self.members[name] = Member(size, digest.hexdigest())
 
     def add_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """Writes a safetensors member; the SHA-256 of each tensor."""
+        """Write a safetensors member and return the SHA-256 of each tensor."""
         stored = {key: stored_as(dtype_name(t), tuple(t.shape)) for key, t in tensors.items()}
         header, order = write_header(stored)
         digests: dict[str, str] = {}
@@ -197,7 +197,7 @@ class _Writer:
 
 
 def _named(name: str, spec: LibrarySpec, artifacts: Mapping[str, Artifact], targets: Sequence[Target], portable: bool) -> LibrarySpec:
-    """``spec`` with the members that it and its builds will be."""
+    """Return ``spec`` with the member names of its library, its builds and its graph."""
     if not GRAPH_NAME.fullmatch(name):
         raise ExportError(f"{name!r} cannot name a graph: use letters, digits, '_', '-' and '.' in the name of the entry")
 

@@ -1,4 +1,4 @@
-"""A ``module`` or ``grad`` entry on its way into a package: captured, compiled, and made ready to be checked."""
+"""Capture and compile a ``module`` or ``grad`` entry, and prepare its check."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from .variant_capture import Names, captured_variant, requiring_gradients, resol
 from .variant_spec import variant_spec
 
 Weights = Mapping[str, tuple[str, torch.Tensor]]
-"""By the program's own name the weight's key in the package, and the tensor."""
+"""The weight's key in the package and the tensor, by the program's own name."""
 
 
 def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[EntrySpec, Check]:
-    """What the manifest says of ``entry``, and its check. Graphs, weights and libraries go to ``contents``."""
+    """Return the manifest's description of ``entry`` and its check. Graphs, weights and libraries go to ``contents``."""
     fn = entry.module if isinstance(entry, Module) else entry.fn
     program = fn if isinstance(fn, nn.Module) else program_module.FunctionModule(fn)
     signature = program.forward if isinstance(fn, nn.Module) else fn
@@ -99,7 +99,7 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
 
 
 def _names(entry: Module | Grad, variant: Variant, program: nn.Module, signature: Callable[..., Any], example: Example) -> Names | None:
-    """What is differentiated; None for all that requires a gradient."""
+    """Return the differentiated names; None for all tensors that require a gradient."""
     if isinstance(entry, Grad):
         by_default = "parameters" if entry.fn is program else "inputs"
         return resolve_names("wrt", entry.wrt if entry.wrt is not None else by_default, program, signature, example)
@@ -147,7 +147,7 @@ def _module_candidates(
     weights: Weights,
     apart: tuple[str, ...],
 ) -> list[tuning.Candidate]:
-    """The forward and the backward, and as far as ``entry.order`` says the backward's own, each split into its graphs by each partitioner."""
+    """Return one candidate per partitioner: the forward, the backward and its derivatives up to ``entry.order``, split into graphs."""
     higher = _higher_orders(entry.order, program, (example.args, example.kwargs), joint, weights)
     unreached = () if joint.differentiable else requiring_gradients(state, example)
 
@@ -170,7 +170,7 @@ def _module_candidates(
 
 
 def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: Joint, weights: Weights) -> list[higher_order.Differentiated]:
-    """The gradients as programs of their own, from the first that can be differentiated again up to ``order - 1`` times."""
+    """Return the gradients as separate programs, as long as they can be differentiated again, at most ``order - 1``."""
     out: list[higher_order.Differentiated] = []
     while len(out) < order - 1 and joint.has_backward:
         out.append(higher_order.trace(program, arguments, joint, weights))
@@ -187,13 +187,13 @@ def _compile(contents: Contents, prefix: str, joint: Joint, graphs: Sequence[Gra
 
 
 def _known_sizes(joint: Joint) -> dict[Any, Any]:
-    """What is known of the sizes of inputs; those that come from data are the compiler's own."""
+    """Return the known values of input sizes. Sizes that come from data are the compiler's own."""
     replacements = joint.sizes.shape_env.replacements
     return {symbol: value for symbol, value in replacements.items() if not torch_api.free_unbacked_symbols(symbol)}
 
 
 def _by_number(wanted: Names, joint: Joint, weights: Weights) -> Iterator[tuple[str, Any]]:
-    """``wanted`` as the joint graph names it: inputs by number, a tied parameter by its first name."""
+    """Yield ``wanted`` as the joint graph names it: inputs by number, a tied parameter by its first name."""
     first: dict[str, str] = {}
     for name, (key, _) in weights.items():
         first.setdefault(key, name)

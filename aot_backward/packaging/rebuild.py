@@ -1,7 +1,7 @@
-"""``rebuild``: a package's graphs, compiled again for this torch or another target, without the model's source.
+"""Compile a package's graphs again, for this torch or another target, without the model's source.
 
-What was stored when the package was exported is the measure: the portable graph of each library, run by eager's own operators on the very tensors
-that the new code was given; and, where the package has them, the example inputs and the outputs and gradients that eager had for them.
+The new code is compared with eager's operators, which run the portable graph of each library on the same tensors. If the package stores example
+inputs, it is also compared with eager's outputs and gradients from the export.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .rebuilt_graphs import RebuiltGraphs, on_device
 from .standalone import with_standalone
 
 NARROWED = "narrowed by rebuilding"
-"""The key of the manifest's note on sizes that this compiler does not serve, and the package's did."""
+"""The key of the manifest's note on sizes that the package served and this compiler does not."""
 
 
 def rebuild(
@@ -52,15 +52,13 @@ def rebuild(
     signature: Policy | None = None,
     key: Key | None = None,
 ) -> Path:
-    """Compiles every graph of the package ``source`` with this torch, compares, and writes the package ``path``, which may be the same file.
+    """Compile every graph of the package ``source`` with this torch, compare, and write the package ``path``, which may be the same file.
 
-    ``target``: as for :func:`aot_backward.export`; without one, the targets that ``source`` was built for. Weights, examples, entries and their names
-    stay as they are. ``with_graphs=False`` leaves the portable graphs out of what is written. ``captured_for``: the device whose autocast the graphs
-    follow, where it is not the one that ``source`` was compiled for. ``signature`` and ``key``, of ``source``, are those of
-    :func:`aot_backward_runtime.load`; what is written is not signed.
-    Raises :class:`PackageError` where ``source`` is no whole package or its graphs are no graphs, :class:`ExportError` where it has
-    none, or the new code does not give what it should, :class:`IncompatibleError` where nobody has registered an operator that it calls; then nothing
-    is written.
+    ``target`` is as for :func:`aot_backward.export`; the default is the targets of ``source``. Weights, examples, entries and their names stay
+    unchanged. ``with_graphs=False`` omits the portable graphs from ``path``. ``captured_for``: the device whose autocast the graphs follow, if it
+    differs from the target of ``source``. ``signature`` and ``key`` check ``source`` as in :func:`aot_backward_runtime.load`; ``path`` is not signed.
+    Raise :class:`PackageError` if ``source`` is incomplete or its graphs are invalid, :class:`ExportError` if it has no graphs or the new code gives
+    wrong results, :class:`IncompatibleError` if an operator that it calls is not registered. Then nothing is written.
     """
     path, progress = Path(path), progress or silent
     check_destination(path)
@@ -77,7 +75,7 @@ def rebuild(
         raise ExportError(f"{source} has no portable graph of {lacking[0]}{why and f' ({why})'}; export it again from the model's source")
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         rebuilt = RebuiltGraphs(archive, names, Path(folder), progress)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # what was cast is in the graphs
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # the graphs already contain the casts
             rebuilt.compile()
             examples = _stored_examples(rebuilt)
             manifest = _check(rebuilt, _manifest(rebuilt), examples)
@@ -92,7 +90,7 @@ def rebuild(
 
 
 def check_target(target: str) -> None:
-    """:class:`ExportError` where this process cannot compile for ``target``."""
+    """Raise :class:`ExportError` if this process cannot compile for ``target``."""
     for name in targets.parsed(target):
         if name == "cuda":
             raise ExportError(f"target cuda is for modules that are on this machine's GPU; here name its architecture, such as {targets.KNOWN[-2]}")
@@ -101,7 +99,7 @@ def check_target(target: str) -> None:
 
 
 def _refuse_other_autocast(manifest: Manifest, device: str, target: str) -> None:
-    """What autocast casts is another list on each device, and the casts are in the graphs, which follow those of ``device``."""
+    """Raise if graphs with autocast move to another device: their casts follow ``device``, and each device casts other operators."""
     other = target.partition(":")[0]
     if other == device:
         return
@@ -115,13 +113,13 @@ def _refuse_other_autocast(manifest: Manifest, device: str, target: str) -> None
 
 
 def _target_name(target: Target) -> str:
-    """What ``target`` is asked for by; packages of format 1.3 and older do not say. The graphs of one for a GPU are compiled for its kind, as if it
-    were not here: they are on the CPU when they are read."""
+    """Return the name that requests ``target``; packages of format 1.3 and older do not store it. Graphs for a GPU are cross-compiled for its
+    architecture even if it is present, because they are read on the CPU."""
     return f"cuda:{target.cuda_arch}" if target.device == "cuda" else target.name or target.device
 
 
 def _stored_examples(rebuilt: RebuiltGraphs) -> dict[str, torch.Tensor]:
-    """What the package stores of examples; on another device than they were made on, without those that hang on random numbers."""
+    """Return the stored examples. For another device than at export, omit examples that depend on random numbers."""
     stored, manifest = load_examples(rebuilt.archive), rebuilt.archive.manifest
     if manifest.target.device == rebuilt.specs[0].device:
         return stored
@@ -134,7 +132,7 @@ def _stored_examples(rebuilt: RebuiltGraphs) -> dict[str, torch.Tensor]:
 
 
 def _manifest(rebuilt: RebuiltGraphs) -> Manifest:
-    """What the rebuilt package says, but for verdicts and members."""
+    """Return the rebuilt package's manifest, without verdicts and members."""
     old, device = rebuilt.archive.manifest, rebuilt.specs[0].device
     notes = {**old.notes, "rebuilt": f"from a package of {old.created or 'unknown date'}, built with torch {old.torch}"}
     if rebuilt.narrowed:
@@ -155,7 +153,7 @@ def _manifest(rebuilt: RebuiltGraphs) -> Manifest:
 
 
 def _check(rebuilt: RebuiltGraphs, manifest: Manifest, examples: Mapping[str, torch.Tensor]) -> Manifest:
-    """``manifest`` with a verdict of every variant for every target."""
+    """Return ``manifest`` with a verdict of every variant for every target."""
     verdicts = [dict(_verdicts(rebuilt, manifest, number, examples)) for number in range(len(rebuilt.specs))]
     entries = {}
     for name, entry in manifest.entries.items():
@@ -178,7 +176,7 @@ def _check(rebuilt: RebuiltGraphs, manifest: Manifest, examples: Mapping[str, to
 def _verdicts(
     rebuilt: RebuiltGraphs, manifest: Manifest, number: int, examples: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
-    """The verdict for target ``number`` on each variant, by (entry, variant), (entry, fingerprint, variant) or (entry, library)."""
+    """Yield the verdict of each variant for target ``number``, by (entry, variant), (entry, fingerprint, variant) or (entry, library)."""
     blank = (Verdict("not run"),) * (len(rebuilt.specs) - 1)
     manifest = dataclasses.replace(manifest, entries={n: _without_verdicts(e, blank) for n, e in manifest.entries.items()})
     reason = why_incompatible(manifest, number) or ("" if rebuilt.complete else "the package has no weights")

@@ -1,4 +1,4 @@
-"""The portable graphs of a package, read and compiled again."""
+"""Read and compile again the portable graphs of a package."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ..capture.shapes.symbolic_shapes import Sizes, expression_of
 from .package_writer import library_spec, stem_of, stems_of
 
 _STATIC = PassSpec((), (), (), (), (), Ambient(), Verdict("not run"), ())
-"""What has no dynamic size."""
+"""A pass without dynamic sizes."""
 
 
 @dataclass
 class RebuiltGraphs:
-    """What is collected while the graphs of ``archive`` are compiled for the targets ``names``."""
+    """The data collected while the graphs of ``archive`` are compiled for the targets ``names``."""
 
     archive: Archive
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ class RebuiltGraphs:
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     graphs: dict[str, Graph] = field(default_factory=dict)
     entries: dict[str, EntrySpec] = field(default_factory=dict)
-    narrowed: list[str] = field(default_factory=list)  # what this compiler takes only some of the sizes of
+    narrowed: list[str] = field(default_factory=list)  # sizes that this compiler supports only in part
 
     def __post_init__(self) -> None:
         manifest = self.archive.manifest
@@ -58,13 +58,13 @@ class RebuiltGraphs:
         return {key: self.weights[key] for key in self.archive.manifest.weights}
 
     def libraries(self) -> dict[str, LibrarySpec]:
-        """What the manifest says of each graph."""
+        """Return the manifest's description of each graph."""
         if unused := [name for name in self.archive.manifest.libraries if name not in self.graphs]:
             raise PackageError(f"no entry uses the library {unused[0]}: the package is not whole")
         return {name: library_spec(self.graphs[name], *self._artifacts(name)) for name in self.archive.manifest.libraries}
 
     def paths(self, number: int) -> dict[str, Path]:
-        """The libraries for target ``number``, by the graph's name."""
+        """Return the libraries for target ``number``, by the graph's name."""
         return {name: self._artifacts(name)[number].library for name in self.archive.manifest.libraries}
 
     def _artifacts(self, name: str) -> list[Artifact]:
@@ -79,7 +79,7 @@ class RebuiltGraphs:
             structures = [dataclasses.replace(s, variants=tuple(self._pass(v) for v in s.variants)) for s in entry.structures]
             for recorded in entry.in_place:
                 self._compile([recorded.library], _STATIC)
-            updates = tuple(dataclasses.replace(u, speed=None) for u in entry.updates)  # of other code
+            updates = tuple(dataclasses.replace(u, speed=None) for u in entry.updates)  # the speed was measured with other code
             clippings = tuple(dataclasses.replace(c, speed=None) for c in entry.clippings)
             self.entries[name] = dataclasses.replace(
                 entry, variants=tuple(variants), structures=tuple(structures), updates=updates, clippings=clippings
@@ -96,10 +96,10 @@ class RebuiltGraphs:
         return dataclasses.replace(variant, **self._compile([s.library for s in variant.segments if s.library], variant))
 
     def _compile(self, names: Sequence[str], variant: VariantSpec | PassSpec) -> dict[str, Any]:
-        """Compiles the libraries of one variant. What the compiler assumed of its sizes beyond what is stated."""
+        """Compile the libraries of one variant. Return its symbols and guards, with the compiler's additions."""
         manifest = self.archive.manifest
         names = [name for name in dict.fromkeys(names) if name not in self.graphs]
-        if not names:  # a program that only hands on what it is given
+        if not names:  # a program that only returns its inputs
             return {"symbols": variant.symbols, "guards": variant.guards}
         forms = {name: graph_json.form_of(self.archive.read_member(manifest.libraries[name].graph), name) for name in names}
         hints: dict[str, int] = {}
@@ -111,7 +111,7 @@ class RebuiltGraphs:
                 raise PackageError(f"the portable graph {name} was made at another size {odd[0]} than those it belongs to")
         try:
             world, graphs = self._read(variant, forms, hints, oblivious=True)
-        except PackageError:  # where that failed at export too, sizes were asked for
+        except PackageError:  # if this failed at export too, export compared sizes with 0 and 1
             if any(s.minimum < 2 for s in variant.symbols):
                 raise
             world, graphs = self._read(variant, forms, hints, oblivious=False)
@@ -135,8 +135,8 @@ class RebuiltGraphs:
     def _read(
         self, variant: VariantSpec | PassSpec, forms: Mapping[str, Mapping[str, Any]], hints: Mapping[str, int], *, oblivious: bool
     ) -> tuple[RestoredShapes, list[Graph]]:
-        """The graphs of one variant, in a shape environment of their own, on the CPU, where they were captured: the exporter takes them elsewhere.
-        ``oblivious``: no size is asked whether it is 0 or 1, as none was at export."""
+        """Read the graphs of one variant into a new shape environment, on the CPU, where they were captured; the exporter moves them to the target.
+        ``oblivious``: no size is compared with 0 or 1, as at export."""
         world = restored_shapes(variant.symbols, variant.guards, hints)
         graphs = []
         with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
@@ -148,7 +148,7 @@ class RebuiltGraphs:
 
 
 def on_device(value: Any, device: str) -> Any:
-    """``value``, of the manifest's dataclasses, with every tensor that it describes on ``device``."""
+    """Return ``value``, one of the manifest's dataclasses, with every tensor that it describes on ``device``."""
     if isinstance(value, TensorSpec):
         return dataclasses.replace(value, device=device)
     if isinstance(value, tuple):
@@ -159,7 +159,7 @@ def on_device(value: Any, device: str) -> Any:
 
 
 def _assumed(variant: VariantSpec | PassSpec, world: RestoredShapes) -> dict[str, Any]:
-    """The variant's symbols and guards, with what compiling added."""
+    """Return the variant's symbols and guards, with the compiler's additions."""
     env = world.mode.shape_env
     symbols = []
     for spec, symbol in zip(variant.symbols, world.names, strict=True):

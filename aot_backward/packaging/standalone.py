@@ -1,4 +1,4 @@
-"""The verdict on each entry of a package: whether it runs without PyTorch (``checks/standalone.py``)."""
+"""Check whether each entry of a package runs without PyTorch (``checks/standalone.py``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNTIMES = ("torch", "standalone")
 
 
 def check_runtime(runtime: str | None, target: str, weights: bool) -> None:
-    """:class:`ExportError` where ``runtime`` cannot be had for such a package."""
+    """Raise :class:`ExportError` if ``runtime`` is unknown or does not support such a package."""
     if runtime not in (None, *RUNTIMES):
         raise ExportError(f"runtime is {runtime!r}; expected one of {', '.join(map(repr, RUNTIMES))}")
     if runtime != "standalone":
@@ -46,8 +46,8 @@ def with_standalone(
     required: bool,
     progress: Progress,
 ) -> Manifest:
-    """``manifest`` with the verdict of each entry, as far as one can be had here. ``write`` writes the package; ``libraries`` are its compiled graphs
-    by stem. ``required``: :class:`ExportError` where an entry does not run without PyTorch."""
+    """Return ``manifest`` with the verdict of each entry that can be checked here. ``write`` writes the package; ``libraries`` are its compiled
+    graphs by stem. ``required``: raise :class:`ExportError` if an entry does not run without PyTorch."""
     candidates = {name: entry for name, entry in manifest.entries.items() if entry.kind != "replay"}
     if not candidates or manifest.target.device != "cpu" or not manifest.has_weights or not standalone.is_installed():
         return manifest
@@ -74,6 +74,6 @@ def with_standalone(
 
 
 def _libraries(entry: EntrySpec) -> set[str]:
-    """The compiled graphs that the entry calls from C."""
+    """Return the compiled graphs that the entry calls from C."""
     plans = [getattr(v, role) for v in entry.variants for role in ROLES] + [entry.step.update if entry.step else None]
     return {p.call.library for p in plans if p is not None and p.call}

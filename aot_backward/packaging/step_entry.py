@@ -1,4 +1,4 @@
-"""A ``step`` entry on its way into a package: captured, compiled, and made ready to be checked."""
+"""Capture and compile a ``step`` entry, and prepare its check."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .variant_capture import captured_variant
 from .variant_spec import variant_spec
 
 _WHOLE = "whole"
-"""The only candidate: all in one graph."""
+"""The only candidate: one graph."""
 
 _Captured = tuple[Example, Sequence[Graph], Joint]
-"""Of a variant the example, and what it was compiled from."""
+"""The example of a variant, its compiled graphs and its joint graph."""
 
 
 def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Check]:
-    """What the manifest says of ``entry``, and its check. Graphs, weights and libraries go to ``contents``."""
+    """Return the manifest's description of ``entry`` and its check. Graphs, weights and libraries go to ``contents``."""
     if not isinstance(entry.module, nn.Module):
         raise ExportError(f"entry {name!r}: module is a {type(entry.module).__name__}; a training step needs a torch.nn.Module")
     program = steps.ProgramWithLoss(entry.module, entry.loss_fn)
@@ -113,7 +113,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
 
 
 def _timed(contents: Contents, name: str, spec: EntrySpec, case: step_check.Case, captured: Sequence[_Captured]) -> EntrySpec:
-    """``spec`` with what was measured of each variant, as far as this machine can run it."""
+    """Return ``spec`` with the measured speed of each variant that this machine can run."""
     package = contents.package_of(name, spec) if contents.tune != "none" else None
     if package is None:
         return spec

@@ -1,8 +1,8 @@
-"""Which of several ways to compile a variant is shipped: each candidate is compiled, compared with eager and timed beside it, and the fastest stays.
+"""Choose how a variant is compiled: compile each candidate, compare it with eager, time it and ship the fastest.
 
-Candidates of a ``module`` are torch's partitioners. On a CPU ``default`` is nearly always the faster one: what ``min_cut`` computes again in the
-backward costs more than reading it back. So both are tried only where ``default`` keeps much more memory for the backward. What is all one
-graph, of a ``grad`` or ``step`` entry, has no partition: it is timed beside eager.
+Candidates of a ``module`` entry are torch's partitioners. On a CPU ``default`` is nearly always faster: the recomputation of ``min_cut`` in the
+backward costs more than reading the tensors back. So both are tried only if ``default`` saves much more memory for the backward. A ``grad`` or
+``step`` entry is one graph without a partition: it is only timed against eager.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from .contents import Contents
 log = logging.getLogger("aot_backward")
 
 TUNES = ("none", "quick")
-"""How much is tried: nothing, not even beside eager; the candidates that the graph gives reason for."""
+"""``none`` times nothing, not even eager. ``quick`` tries the candidates that the graph gives reason for."""
 
 VARIABLE = "AOT_BACKWARD_TUNE"
-"""The environment variable that says what is tried where the caller does not."""
+"""The environment variable that sets ``tune`` if the caller does not."""
 
 SECONDS = 0.3
-"""For timing one variant at each of its sizes."""
+"""Seconds for timing one variant at each of its sizes."""
 
 TIE = 0.97
-"""A candidate that needs more than this of another's time is as fast as that one: then the one that keeps less memory is shipped. What needs less
-than eager's time over this is not called slower."""
+"""A candidate that needs more than this fraction of another's time counts as equally fast. Among equally fast candidates, the one that saves less
+memory is shipped. A variant is reported as slower only if its time exceeds eager's divided by this."""
 
-_TIMES_LARGER = 40  # a larger size is timed where the smaller one's slowest call took less than this part of the time there is
-_MUCH = 4 << 20  # bytes kept for the backward: less stays in a processor's caches
-_MORE = 1.5  # times what the other candidate keeps
+_TIMES_LARGER = 40  # a larger size is timed only if the slowest call at the smaller one took less than 1 / 40 of SECONDS
+_MUCH = 4 << 20  # bytes saved for the backward; fewer stay in a processor's caches
+_MORE = 1.5  # ratio to the bytes that the other candidate saves
 
 
 def tune_of(asked: str | None) -> str:
-    """One of :data:`TUNES`. :class:`ExportError` where it is another word."""
+    """Return one of :data:`TUNES`. Raise :class:`ExportError` for another word."""
     source, tune = ("tune", asked) if asked is not None else (VARIABLE, os.environ.get(VARIABLE) or "quick")
     if tune not in TUNES:
         raise ExportError(f"{source} is {tune!r}; expected one of {', '.join(map(repr, TUNES))}")
@@ -61,7 +61,7 @@ def tune_of(asked: str | None) -> str:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A variant compiled in one way. ``spec``: what the manifest says of it; compiling may add guards, so it is asked again afterwards."""
+    """A variant compiled in one way. ``spec`` returns its :class:`VariantSpec`; call it again after compiling, which may add guards."""
 
     name: str
     graphs: Sequence[Graph]
@@ -70,7 +70,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is timed: variant ``number`` of ``entry``. ``label``: what it is called in messages."""
+    """The timed variant: variant ``number`` of ``entry``. ``label`` names it in messages."""
 
     entry: str
     number: int
@@ -81,8 +81,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Case:
-    """What is compiled. ``entry_of``: what the manifest says of the entry with such a variant alone. ``is_right``: whether the loaded entry gives on
-    the example what eager gives, as far as eager itself tells; what is shipped is compared thoroughly later."""
+    """A variant to compile. ``entry_of`` builds the manifest entry with this variant alone. ``is_right`` tells whether the loaded entry agrees with
+    eager on the example, within eager's own error; the shipped variant is compared thoroughly later."""
 
     subject: Subject
     entry_of: Callable[[VariantSpec], EntrySpec]
@@ -91,7 +91,7 @@ class Case:
 
 
 def partitioned(candidate: Callable[[str], Candidate], example: Example, device: str, tune: str) -> list[Candidate]:
-    """Which partitioners are tried, the usual one first. ``candidate``: the variant as a partitioner divides it."""
+    """Return the candidates to try, the usual partitioner's first. ``candidate`` builds the variant for a partitioner."""
     usual, other = partitioners(device)
     out = [candidate(usual)]
     if tune == "none" or out[0].spec().backward is None:
@@ -104,7 +104,7 @@ def partitioned(candidate: Callable[[str], Candidate], example: Example, device:
 
 
 def _saved_bytes(candidate: Candidate, example: Example) -> int:
-    """Bytes of what the forward computes and keeps for the backward; 0 where it is all one graph."""
+    """Return the bytes that the forward computes and saves for the backward; 0 if the variant is one graph."""
     spec = candidate.spec()
     if spec.forward is None or spec.forward.call is None:
         return 0
@@ -115,9 +115,9 @@ def _saved_bytes(candidate: Candidate, example: Example) -> int:
 
 
 def choose(contents: Contents, case: Case, candidates: Sequence[Candidate], compile: Callable[[Sequence[Graph]], None]) -> Candidate:
-    """The candidate that is shipped, compiled for every target of ``contents``, with what was measured, if anything, in its ``speed``.
+    """Return the candidate to ship, compiled for every target of ``contents``. Its ``speed`` holds the measurements, if there are any.
 
-    ``compile``: puts graphs and their libraries into ``contents``, in the place of those of the same names."""
+    ``compile`` puts graphs and their libraries into ``contents`` and replaces any of the same names."""
     before, compiled, packages = contents.mark(), {}, dict[str, Package]()
     subject = dataclasses.replace(case.subject, number=0)
     for number, candidate in enumerate(candidates):
@@ -128,7 +128,7 @@ def choose(contents: Contents, case: Case, candidates: Sequence[Candidate], comp
         try:
             compile(candidate.graphs)
         except ExportError as error:
-            if usual is None or candidates[0].spec() != usual:  # a size is narrower now, for all of them
+            if usual is None or candidates[0].spec() != usual:  # a size is narrower now, for all candidates
                 raise
             log.info("%s, partitioned by %s, is no candidate: %s", subject.label, candidate.name, error)
             continue
@@ -158,9 +158,9 @@ def measure(
     saved: Mapping[str, int],
     profiled: Callable[[str], tuple[Package | None, Sequence[Graph]]],
 ) -> Speed | None:
-    """Times the subject in each of ``packages``, by candidate, beside eager. None where one of them fails: that is for the self-check to say.
+    """Time the subject in each of ``packages`` (by candidate) and in eager. Return None if no size could be timed: the self-check reports why.
 
-    ``saved``: bytes, by candidate. ``profiled``: a candidate's code that reports its kernels, and its graphs."""
+    ``saved``: bytes, by candidate. ``profiled`` returns a candidate's package that reports its kernels, and its graphs."""
     stage = f"time {subject.label} beside eager, about {SECONDS:g} s at each size"
     contents.progress(stage, 0, 1)
     package = next(iter(packages.values()))
@@ -193,7 +193,7 @@ def measure(
     )
     worst = max(range(len(sizes)), key=lambda i: measured.ratios[i])
     if TIE * measured.ratios[worst] > 1 and package.device.type == "cpu":
-        with contextlib.suppress(Exception), stopwatch.on_free_processors():  # the package is none the worse for it
+        with contextlib.suppress(Exception), stopwatch.on_free_processors():  # a failed profile does not affect the package
             reporting, graphs = profiled(measured.chosen)
             assert reporting is not None
             slow = kernel_profile.slowest(reporting, subject.timed, spec, sizes[worst], times[measured.chosen][worst], graphs)
@@ -203,7 +203,7 @@ def measure(
 
 
 def say_slower(manifest: Manifest) -> None:
-    """Logs which variants are slower than eager, by how much, and what is slow in them."""
+    """Log the variants that are slower than eager, by how much, and their slow kernels."""
     for name, entry in manifest.entries.items():
         for number, variant in enumerate(entry.variants):
             if variant.speed is not None and (said := "; ".join(_slower(variant.speed))):
@@ -213,7 +213,7 @@ def say_slower(manifest: Manifest) -> None:
 
 
 def _slower(measured: Speed) -> Iterator[str]:
-    """The sizes at which eager is faster, with both times."""
+    """Yield each size at which eager is faster, with both times."""
     times = {t.name: t.microseconds for t in measured.timings}
     for i, (label, ratio) in enumerate(zip(measured.sizes, measured.ratios, strict=True)):
         if ratio * TIE > 1:

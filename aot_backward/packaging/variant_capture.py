@@ -1,4 +1,4 @@
-"""One variant on its way in: its example inputs made ready, what is differentiated found by name, and the program traced."""
+"""Capture one variant: prepare its example inputs, find the differentiated tensors by name, and trace the program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..entries import Variant
 from .contents import Contents
 
 Names = list[tuple[str, str]]
-"""("parameter", name) and ("input", name)."""
+"""Pairs ("parameter", name) and ("input", name)."""
 
 
 @contextlib.contextmanager
@@ -42,11 +42,11 @@ def captured_variant(
     signature: Callable[..., Any],
     names: Callable[[Example], Names | None],
 ) -> Iterator[tuple[Example, Names | None, Joint]]:
-    """The example inputs of a variant, what is differentiated, and the joint graph. Inside of it ``module`` is in ``mode``, nothing but what is
-    differentiated requires a gradient, and errors name the caller's line.
+    """Yield the example inputs of a variant, the differentiated names and the joint graph. Inside, ``module`` is in ``mode``, only the differentiated
+    tensors require a gradient, and errors name the caller's line.
 
-    ``name``: of the entry, and ``kind``. ``place``: the variant's number, and how many there are. ``names``: what is differentiated, given the
-    example; None for all that requires a gradient."""
+    ``name`` and ``kind`` are the entry's. ``place``: the variant's number, and the number of variants. ``names`` returns the differentiated names for
+    the example; None means all tensors that require a gradient."""
     number, total = place
     stage = f"capture {name}"
     contents.progress(stage, number, total)
@@ -76,8 +76,8 @@ def captured_variant(
 
 
 def _prepare_example(variant: Variant, signature: Callable[..., Any], mode: str, device: str) -> Example:
-    """The example inputs as leaves of their own, in ``mode``. Where the code is for a GPU (``device`` "cuda"), 0-d tensors on the CPU, which eager
-    takes beside those on a GPU, go there: compiled code would read them on the host, and a captured one would never look again."""
+    """Return the example inputs as new leaves, in ``mode``. If the code is for a GPU (``device`` "cuda"), move 0-d CPU tensors there, which eager
+    accepts with GPU tensors: compiled code would read them on the host, and a captured graph would never read them again."""
     if not isinstance(variant.args, tuple):
         raise ExportError(f"args is a {type(variant.args).__name__}; expected a tuple of the positional arguments, args=(x,)")
     if variant.kwargs is not None and not isinstance(variant.kwargs, Mapping):
@@ -96,12 +96,12 @@ def _leaf(tensor: torch.Tensor, device: str) -> torch.Tensor:
     if device == "cuda" and plain.device.type == "cpu" and plain.dim() == 0 and not tensor.requires_grad:
         plain = plain.cuda()
     if plain.layout is torch.strided and any(s == 0 and n > 1 for n, s in zip(plain.shape, plain.stride(), strict=True)):
-        plain = plain.contiguous()  # expanded: one number in many places is no memory to be written to
+        plain = plain.contiguous()  # an expanded tensor repeats one element, so it cannot be written to
     return plain.requires_grad_(tensor.requires_grad)
 
 
 def resolve_names(option: str, asked: str | Sequence[str], program: nn.Module, signature: Callable[..., Any], example: Example) -> Names:
-    """What ``option`` ("wrt", "requires_grad") names, as ("parameter", name) and ("input", name), in the order asked for."""
+    """Resolve the names in ``option`` ("wrt", "requires_grad") to ("parameter", name) and ("input", name), in the order asked for."""
     if not isinstance(asked, str | Sequence) or not all(isinstance(n, str) for n in asked):
         raise ExportError(f"{option} is {asked!r}; expected names of inputs and parameters, {option}=['x', 'weight']")
     inputs, _ = pytrees.input_names(signature, example.args, example.kwargs)
@@ -109,7 +109,7 @@ def resolve_names(option: str, asked: str | Sequence[str], program: nn.Module, s
     floating = [n for n, v in flat.items() if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
     parameters = dict(program.named_parameters())
     trained = [n for n, p in parameters.items() if p.requires_grad]
-    first = {id(p): n for n, p in parameters.items()}  # a tied one goes by that
+    first = {id(p): n for n, p in parameters.items()}  # a tied parameter goes by its first name
     out: Names = []
     for name in [asked] if isinstance(asked, str) else asked:
         if name in ("parameters", "inputs"):
@@ -129,7 +129,7 @@ def resolve_names(option: str, asked: str | Sequence[str], program: nn.Module, s
 
 @contextlib.contextmanager
 def _requiring_gradients_of(wanted: Names | None, program: nn.Module, example: Example) -> Iterator[Example]:
-    """The example, inside of which exactly what is ``wanted`` requires a gradient; with None everything keeps what it has."""
+    """Yield the example while exactly the ``wanted`` tensors require a gradient. None changes nothing."""
     if wanted is None:
         yield example
         return
@@ -143,11 +143,11 @@ def _requiring_gradients_of(wanted: Names | None, program: nn.Module, example: E
 
 
 def requiring_gradients(state: Mapping[str, torch.Tensor], example: Example) -> tuple[str, ...]:
-    """What requires a gradient now, as manifests name it."""
+    """Return the tensors that require a gradient now, named as in manifests."""
     inputs = [f"input:{i}" for i, t in enumerate(example.tensors) if t.requires_grad]
     return (*(f"parameter:{n}" for n, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad), *inputs)
 
 
 def _lies_in(name: str, asked: str) -> bool:
-    """Whether the leaf ``name`` is the argument ``asked`` or lies in it."""
+    """Return whether the leaf ``name`` is the argument ``asked`` or part of it."""
     return name == asked or (name.startswith(asked) and name[len(asked)] in "[.")

@@ -1,4 +1,4 @@
-"""What the manifest says of a variant: its call, its results and what its graphs are given."""
+"""The manifest's description of a variant: its call, its results and the inputs of its graphs."""
 
 from __future__ import annotations
 

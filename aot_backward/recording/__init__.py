@@ -1,1 +1,1 @@
-"""Recorded backward passes, from a script to a package: observed, made into graphs, compiled, replayed."""
+"""Record backward passes of a script into a package: observe them, trace them into graphs, compile them."""

@@ -1,4 +1,4 @@
-"""What became of recorded structures: what is in the package now, and what is not, and why."""
+"""The outcome for recorded structures: which are in the package, which are not, and why."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Contents:
-    """What was added to a package. ``variants``: the seconds that their passes took in the script, by (fingerprint, name). ``untimed``: how many of
-    them were not timed, by the reason. ``steps``: the optimizers of which a kind of steps was added, and the functions that clip gradients."""
+    """Additions to a package. ``variants``: the seconds that their passes took in the script, by (fingerprint, name). ``untimed``: the number of
+    variants that were not timed, by reason. ``steps``: the optimizers with added steps, and the functions that clip gradients."""
 
     variants: Mapping[tuple[str, str], float] = field(default_factory=dict)
     untimed: Mapping[str, int] = field(default_factory=dict)
@@ -19,7 +19,7 @@ class Contents:
 
     @property
     def structures(self) -> set[str]:
-        """Their fingerprints."""
+        """The fingerprints of the added structures."""
         return {fingerprint for fingerprint, _ in self.variants}
 
     def __bool__(self) -> bool:
@@ -28,9 +28,10 @@ class Contents:
 
 @dataclass
 class Added:
-    """What became of recorded structures, as far as it has come. ``contents``: what is in the file. ``skipped``: why passes were left out, counted.
-    ``seldom``: structures that came less often than is asked for. ``chosen``: the others; ``settled``: those of them that were compiled or left out,
-    by fingerprint. ``slower``: what was compiled and left out since eager is as fast, in words. ``stopped``: why the rest was not."""
+    """The outcome for recorded structures so far. ``contents``: additions to the file. ``skipped``: why passes were left out, counted. ``seldom``:
+    the number of structures that came less often than ``min_seen``. ``chosen``: the number of the others. ``settled``: fingerprints of chosen ones
+    that were compiled or left out. ``slower``: descriptions of code that was left out since eager is as fast. ``stopped``: why the rest was not
+    compiled."""
 
     contents: Contents = field(default_factory=Contents)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -42,5 +43,5 @@ class Added:
 
     @property
     def unfinished(self) -> int:
-        """Structures that were to be compiled, and then were not."""
+        """The number of chosen structures that are neither compiled nor left out."""
         return self.chosen - len(self.settled | self.contents.structures)

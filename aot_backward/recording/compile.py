@@ -1,4 +1,4 @@
-"""Recorded structures -> variants in a package: traced, compiled, checked, added to what is there."""
+"""Trace, compile and check recorded structures, and add them to a package as variants."""
 
 from __future__ import annotations
 
@@ -49,16 +49,17 @@ def add_passes(
     served: float = 0.0,
     total: float = 0.0,
 ) -> None:
-    """Compiles ``structures`` (by fingerprint) and ``steps`` and adds them to the ``replay`` entry of the package at ``path``: ``added``.
+    """Compile ``structures`` (by fingerprint) and ``steps``, and add them to the ``replay`` entry of the package at ``path``. ``added`` has the
+    outcome.
 
-    Structures of which ``min_seen`` passes came, or that the package has already, are compiled in batches, the most expensive first, and each batch
-    is in the file before the next begins. After ``time_limit`` seconds no further one begins. A :class:`KeyboardInterrupt` is raised once what is
-    checked is written; a second one, while it is, at once. ``total``: seconds that all backward passes of the script took, ``served``: those that the
-    package served; the progress says how much of it is covered.
+    Structures with ``min_seen`` passes, or with a variant in the package, are compiled in batches, the most expensive first. Each batch is in the
+    file before the next begins. After ``time_limit`` seconds no further one begins. A :class:`KeyboardInterrupt` is raised once the checked part is
+    written; a second one, during the write, at once. ``total``: seconds of all backward passes of the script; ``served``: seconds of the passes that
+    the package served. The progress says how much of ``total`` is covered.
 
-    What could not be traced or compiled, or differs from the recorded values, is left out. What was timed while it was recorded is timed
-    (:data:`~aot_backward.packaging.tuning.SECONDS` of ``tune``). Raises :class:`ExportError` where the package there is for another torch or
-    target, or cannot be written.
+    A structure that cannot be traced or compiled, or differs from the recorded values, is left out. Passes that were timed while recording are timed
+    again (for :data:`~aot_backward.packaging.tuning.SECONDS`) unless ``tune`` is "none". Raise :class:`ExportError` if the package there is for
+    another torch or target, or cannot be written.
     """
     with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, Interrupts() as interrupts:
         say = interrupts.watching(progress or silent)
@@ -93,7 +94,7 @@ def add_passes(
 
 
 def _in_words(batch: Sequence[RecordedStructure], added: Added, share: str) -> str:
-    """Of a batch, with those before it: ``compile 4 of 11 structures (called at train.py:12), 93 % of the backward time``."""
+    """Return the progress text up to a batch: ``compile 4 of 11 structures (called at train.py:12), 93 % of the backward time``."""
     lines = list(dict.fromkeys(s.line for s in batch if s.line))
     called = f" (called at {lines[0]}{', …' if len(lines) > 1 else ''})" if lines else ""
     what = "structure" if added.chosen == 1 else "structures"
@@ -101,8 +102,8 @@ def _in_words(batch: Sequence[RecordedStructure], added: Added, share: str) -> s
 
 
 class _Job:
-    """Adds to a package, part after part; what is right is written when its part ends. New structures come in the order in which they were met,
-    which is the same for every recording."""
+    """An addition to a package, in parts; the correct results of each part are written when it ends. New structures keep the order in which they were
+    met, which is the same for every recording."""
 
     def __init__(self, package: PackageUpdate, added: Added, target: str, tune: str, say: Progress, folder: Path, new: Sequence[str]):
         """``new``: fingerprints that the package does not have, in order."""
@@ -110,10 +111,10 @@ class _Job:
         self._target, self._tune, self._say, self._folder = target, tune, say, folder
         self._parts = itertools.count()
         self._places = {fingerprint: place for place, fingerprint in enumerate(new)}
-        self._next: tuple[PackageUpdate, Contents] | None = None  # what the file is to have
+        self._next: tuple[PackageUpdate, Contents] | None = None  # the next state of the file
 
     def compile(self, programs: list[TracedProgram], mode: Any) -> None:
-        """Compiles, checks and times ``programs``."""
+        """Compile, check and time ``programs``."""
         programs = _with_graphs(programs, mode, self.added.skipped)
         programs, artifacts = _compile(programs, self._subfolder(), mode, self._target, self._say, self.added.skipped)
         done = 0
@@ -150,7 +151,7 @@ class _Job:
         self.write()
 
     def write(self) -> None:
-        """What is not in the file yet. Interrupted, it can be called again."""
+        """Write the results that are not in the file yet. After an interrupt, it can be called again."""
         if self._next is None:
             return
         package, contents = self._next
@@ -170,7 +171,7 @@ class _Job:
         return folder
 
     def _checked(self, program: TracedProgram, artifacts: Mapping[str, Artifact], mode: Any) -> PassSpec | None:
-        """The program as the package states it, timed; None where it does not give what was recorded, with the reason in ``skipped``."""
+        """Return the program's spec, timed; None if its results differ from the recorded ones, with the reason in ``skipped``."""
         try:
             sizes = program.shapes.package_sizes(mode.shape_env)
             _state_graphs(program, sizes)
@@ -178,13 +179,13 @@ class _Job:
             spec = checked(program, program.spec(sizes), libraries)
             speed = pass_speed.measure(program, spec, libraries, self._tune, self._target) if self._tune != "none" else None
             return replace(spec, speed=speed)
-        except (ExportError, InputError, PackageError, RuntimeError) as error:  # the last from native code
+        except (ExportError, InputError, PackageError, RuntimeError) as error:  # native code raises RuntimeError
             self.added.skipped[f"{program.name}: {str(error).partition(chr(10))[0]}{program.structure.location()}"] += 1
             return None
 
 
 def _with_graphs(programs: list[TracedProgram], mode: Any, skipped: Counter[str]) -> list[TracedProgram]:
-    """The programs with their graphs and segments, but for those with a size that the package format cannot state."""
+    """Return the programs with their graphs and segments. Skip programs with a size that the package format cannot state."""
     out = []
     for program in programs:
         try:
@@ -203,7 +204,7 @@ def _with_graphs(programs: list[TracedProgram], mode: Any, skipped: Counter[str]
 def _compile(
     programs: list[TracedProgram], folder: Path, mode: Any, target: str, say: Progress, skipped: Counter[str]
 ) -> tuple[list[TracedProgram], dict[str, Artifact]]:
-    """All graphs at once, and the programs to which they belong. One that the compiler refuses drops its program, and the others are tried again."""
+    """Compile all graphs at once, and return them with their programs. If the compiler refuses one, drop its program and try the others again."""
     for attempt in range(len(programs)):
         graphs = [g for p in programs for g in p.graphs]
         if not graphs:
@@ -222,12 +223,12 @@ def _compile(
 
 
 def _state_graphs(program: TracedProgram, sizes: Sizes) -> None:
-    """Writes the sizes of the program's graphs anew, since compiling may have added guards and replacements, and the graphs as data."""
+    """Write the sizes of the program's graphs again, since compiling may have added guards and replacements, and the graphs as data."""
     for n, graph in enumerate(program.graphs):
         traced = next(t for t in program.traced if t.name == graph.name)
         inputs, outputs = graph_specs(traced, sizes)
         program.graphs[n] = graph = replace(graph, inputs=inputs, outputs=outputs)
-        with contextlib.suppress(ExportError):  # without the graph as data the package works, and cannot be rebuilt
+        with contextlib.suppress(ExportError):  # without the graph as data the package works, but cannot be rebuilt
             program.portables[graph.name] = graph_json.graph_to_bytes(graph, sizes.worded, sizes.hints())
         operands = graph_operands(traced, sizes)
         program.segments = [replace(s, operands=operands) if s.library == graph.name else s for s in program.segments]

@@ -1,9 +1,8 @@
-"""Observed passes of one structure -> symbolic shapes: which sizes are static, which are dynamic, and which share a symbol.
+"""Infer symbolic shapes from observed passes of one structure: which sizes are static, which are dynamic, and which share a symbol.
 
-A size that never changed is static. One that changed is dynamic, and dimensions and sizes that had the same values in every pass share a
-symbol. A single pass does not show what may change, so it stays static; a batch of 16 and a layer of 16 get no common symbol once a second
-batch size was observed. Sizes of 0 and 1 change what a program does (empty tensors, broadcasting), so passes are first grouped by where they
-have one.
+A size that never changed is static. A size that changed is dynamic, and dimensions and sizes with the same values in every pass share a symbol. A
+single pass does not show which sizes may change, so it stays static. A batch of 16 and a layer of 16 are told apart once a second batch size was
+observed. Sizes of 0 and 1 change the behaviour of a program (empty tensors, broadcasting), so passes are first grouped by the places of such sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Shapes:
     symints: dict[sympy.Symbol, torch.SymInt]
 
     def package_sizes(self, shape_env: Any) -> Sizes:
-        """Symbols and guards as the package states them, with what the trace and the compiler have added to ``shape_env`` so far."""
+        """Return symbols and guards as the package states them, including additions of the trace and the compiler to ``shape_env`` so far."""
         sizes = Sizes(shape_env)
         specs = []
         for n, symbol in enumerate(self.symbols):  # a symbol keeps its name when another is specialized to a number
@@ -50,7 +49,7 @@ class Shapes:
 
 
 def group_observations(observations: Sequence[Observation], known: Sequence[PassSpec]) -> list[list[Observation]]:
-    """Observations that become one program each. ``known``: variants that exist; a static one counts as one more observation."""
+    """Group observations; each group becomes one program. ``known``: existing variants; a static one counts as one more observation."""
     positions = observations[0].positions if observations else frozenset()
     earlier = [o for v in known if (o := _observation_of(v, positions)) is not None]
     out: dict[Any, list[Observation]] = {}
@@ -61,7 +60,7 @@ def group_observations(observations: Sequence[Observation], known: Sequence[Pass
 
 
 def make_symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> Shapes:
-    """The group's tensors with a symbol for each list of values that changed. ``prefix`` makes the symbols' sources unique."""
+    """Return the group's tensors with a symbol for each list of values that changed. ``prefix`` makes the symbols' sources unique."""
     shape_env = fake_mode.shape_env
     hint = _most_distinct(group)
     made: dict[tuple[int, ...], Any] = {}
@@ -72,7 +71,7 @@ def make_symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> 
         if len(set(values)) == 1:
             return values[0]
         if values not in made:
-            for other in list(made):  # a multiple of another symbol gets none of its own; guards refuse a pass in which it is none
+            for other in list(made):  # a multiple of another symbol is expressed by it; guards refuse a pass in which it is not a multiple
                 factor, rest = divmod(values[hint], other[hint]) if other[hint] else (0, 0)
                 if not rest and factor > 1 and all(v == factor * o for v, o in zip(values, other, strict=True)):
                     made[values] = made[other] * factor
@@ -91,7 +90,7 @@ def make_symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> 
     positions = group[0].positions
     order = sorted(
         range(len(group[0].sizes)), key=lambda k: k in positions
-    )  # sizes before positions: where both have the same values, the symbol is a size's, with its narrower range
+    )  # sizes before positions: if both have the same values, the symbol is the size's, with its narrower range
     found = {k: size(tuple(o.sizes[k] for o in group), (-1, k), k in positions) for k in order}
     sizes = [found[k] for k in range(len(found))]
     inputs = []
@@ -104,12 +103,12 @@ def make_symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> 
 
 
 def fake_mode() -> Any:
-    """A mode with a shape environment of its own, in which any number of programs may be traced."""
+    """Return a mode with a new shape environment, in which any number of programs may be traced."""
     return torch_api.FakeTensorMode(allow_non_fake_inputs=True, shape_env=torch_api.ShapeEnv())
 
 
 def _strides(tensors: Sequence[TensorMetadata], shape: Sequence[Any]) -> list[Any]:
-    """Strides that hold in every observation: those of a dense layout in the observed order of dimensions, or numbers that never changed."""
+    """Return strides that hold in every observation: dense ones in the observed order of dimensions, or numbers that never changed."""
     rank = len(shape)
     out: list[Any] = [1] * rank
     dense: Any = 1
@@ -134,7 +133,8 @@ def _strides(tensors: Sequence[TensorMetadata], shape: Sequence[Any]) -> list[An
 
 
 def _most_distinct(group: Sequence[Observation]) -> int:
-    """The observation whose changing values coincide least with others: its sizes become the hints by which the trace decides comparisons."""
+    """Return the index of the observation with the fewest coincidences among its changing values. Its sizes become the hints that decide
+    comparisons."""
 
     def coincidences(i: int) -> tuple[int, int]:
         flat = [[n for t in o.inputs for n in t.shape] + list(o.sizes) for o in group]
@@ -149,7 +149,7 @@ def _most_distinct(group: Sequence[Observation]) -> int:
 
 
 def _observation_of(variant: PassSpec, positions: frozenset[int]) -> Observation | None:
-    """The pass of which a static variant was made; None of a dynamic one."""
+    """Return the pass that a static variant was made from; None for a dynamic variant."""
     if variant.symbols:
         return None
     inputs = tuple(

@@ -1,4 +1,4 @@
-"""Ctrl-C while structures are compiled: seen also where Python drops the exception."""
+"""Handle Ctrl-C while structures are compiled, even if Python drops the exception."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from aot_backward_exporters.progress import Progress
 
 
 class Interrupts:
-    """A context in which an interrupt raises :class:`KeyboardInterrupt` as always, and again at the next step of the work where that was lost: Python
-    ignores what is raised in a callback of a weak reference, of which a trace has thousands. A handler of the program's own stays."""
+    """A context in which an interrupt raises :class:`KeyboardInterrupt` as usual, and again at the next step of the work if Python lost it: Python
+    ignores exceptions in weak-reference callbacks, and a trace has thousands. A handler set by the program stays."""
 
     def __init__(self) -> None:
         self._asked = self._ours = False
@@ -31,7 +31,7 @@ class Interrupts:
             sys.unraisablehook = self._ignored
 
     def _say_unless_interrupt(self, ignored: sys.UnraisableHookArgs) -> None:
-        """Python would print the traceback of an interrupt that is not lost."""
+        """Skip the traceback that Python would print for an interrupt that is not lost."""
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             self._ignored(ignored)
 
@@ -40,7 +40,7 @@ class Interrupts:
         signal.default_int_handler(number, frame)
 
     def noticed(self) -> None:
-        """Called once the exception has come."""
+        """Clear the interrupt after its exception was caught."""
         self._asked = False
 
     def raise_lost(self) -> None:
@@ -48,7 +48,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def watching(self, progress: Progress) -> Progress:
-        """``progress``, each call of which is a step."""
+        """Return ``progress``, with each call as a step that raises a lost interrupt."""
 
         def say(stage: str, done: int, total: int) -> None:
             self.raise_lost()

@@ -1,4 +1,4 @@
-"""Which of several processes this is, by the environment variables that a launcher such as torchrun sets."""
+"""Find which of several processes this is, by the environment variables that a launcher such as torchrun sets."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 
 
 def rank_here() -> int | None:
-    """The number of this process among those of this machine; None if it is the only one."""
+    """Return the number of this process among the processes of this machine; None if it is the only one."""
     return _number("LOCAL_RANK", "LOCAL_WORLD_SIZE") if "LOCAL_RANK" in os.environ else rank_of_all()
 
 
 def rank_of_all() -> int | None:
-    """The number of this process among those of all machines; None if it is the only one."""
+    """Return the number of this process among the processes of all machines; None if it is the only one."""
     return _number("RANK", "WORLD_SIZE")
 
 

@@ -23,7 +23,7 @@ class TensorMetadata:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool = False
-    unsupported: str = ""  # why no compiled pass can take it: "a sparse tensor (torch.sparse_coo)"
+    unsupported: str = ""  # why a compiled pass cannot take it: "a sparse tensor (torch.sparse_coo)"
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMetadata:
@@ -39,7 +39,7 @@ class Observation:
     sizes: tuple[int, ...]
     scalars: tuple[int | float, ...]
     ambient: Ambient
-    hook_groups: tuple[int, ...] = ()  # hooks that were one object have one number
+    hook_groups: tuple[int, ...] = ()  # hooks that were one object share a number
     positions: frozenset[int] = field(default=frozenset(), compare=False)  # Tape.positions
 
     @classmethod
@@ -51,11 +51,12 @@ class Observation:
         return cls(inputs, tuple(operands.sizes), tuple(operands.scalars), current_ambient(device), groups, tape.positions)
 
     def every_size(self) -> tuple[int, ...]:
-        """The sizes of all tensors, then those of the pass."""
+        """Return the sizes of all tensors, then the sizes of the pass."""
         return (*(n for t in self.inputs for n in t.shape), *self.sizes)
 
     def kind(self) -> Any:
-        """What two passes must have in common to be one program: all but the sizes, and where those are 0 or 1. A position may be either."""
+        """Return the properties that two passes of one program share: everything but the sizes, and which sizes are 0 or 1. A position may be
+        either."""
 
         def special(size: int) -> int:
             return size if size in (0, 1) else 2
@@ -66,7 +67,7 @@ class Observation:
 
 
 def _dim_order(tensor: TensorMetadata) -> tuple[int, ...]:
-    """The dimensions from the largest stride to the smallest, those of stride 0 as -1 - d; dimensions of size 1 are left out."""
+    """Return the dimensions from the largest stride to the smallest, with stride 0 as -1 - d; dimensions of size 1 are left out."""
     counted = [d for d, n in enumerate(tensor.shape) if n > 1]
     ordered = sorted(counted, key=lambda d: -tensor.stride[d])
     return tuple(d if tensor.stride[d] else -1 - d for d in ordered)

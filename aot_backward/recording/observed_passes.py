@@ -21,21 +21,21 @@ from .observation import Observation
 from .recorded_structure import ExamplePass, PassTimes, RecordedStructure
 from .timed_passes import TimedPasses
 
-_MAX_KINDS = 8  # kinds of passes (Observation.kind) of one structure whose values are kept: as many as variants are compiled of it
+_MAX_KINDS = 8  # maximum kinds of passes (Observation.kind) of one structure with kept values: as many as variants are compiled of it
 _MAX_OBSERVATIONS = 1024  # different passes of one structure; a size that is the same in all of them stays static
-_TIMES_SEEN = 3  # times that a pass was seen before its sizes are those of a second example
+_TIMES_SEEN = 3  # times that a pass must be seen to count as frequent
 
 
 class ObservedPasses:
-    """What a replay shows of the passes that it interprets (:class:`aot_backward_runtime.passes.session.PassObserver`).
+    """The observer of the passes that a replay interprets (:class:`aot_backward_runtime.passes.session.PassObserver`).
 
-    ``structures``: by fingerprint. ``recorded``: how many passes were interpreted; ``timed_in_eager``: how many ran in eager to be timed.
-    ``times_eager``: whether any are."""
+    ``structures``: by fingerprint. ``recorded``: the number of interpreted passes. ``timed_in_eager``: the number of passes that ran in eager to be
+    timed. ``times_eager``: whether any are."""
 
     def __init__(self, *, times_eager: bool) -> None:
         self.structures: dict[str, RecordedStructure] = {}
         self.recorded = self.timed_in_eager = 0
-        self.seconds_served = self.seconds_in_eager = 0.0  # of passes that the package had, as interpreted, and of those left to eager
+        self.seconds_served = self.seconds_in_eager = 0.0  # of passes that the package had, as interpreted, and of passes that ran in eager
         self._timed = TimedPasses() if times_eager else None
 
     @property
@@ -45,19 +45,19 @@ class ObservedPasses:
 
     @property
     def backward_seconds(self) -> float:
-        """The time of all backward passes of the script, interpreted ones as interpreted."""
+        """The time of all backward passes of the script, with the interpreted time of interpreted ones."""
         return self.seconds_served + self.seconds_in_eager + sum(s.backward_seconds for s in self.structures.values())
 
     def before(self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
-        if self._timed is None or replaying.engine.inside:  # within a hook of another pass, which is timed with it
+        if self._timed is None or replaying.engine.inside:  # inside a hook of another pass: that pass's time includes it
             return None
         timed = self._timed
         try:
             row, known = timed.due(roots, inputs)
-        except Exception:  # sizes of a trace, nodes that hide their names: interpreted, if the engine takes them
+        except Exception:  # sizes of a trace, nodes that hide their names: interpreted, if the engine accepts them
             return None
         if known:
-            replaying.explain(False)  # it would be timed too
+            replaying.explain(False)  # the explanation would be timed, too
         if row is None:
             return None
 
@@ -81,7 +81,7 @@ class ObservedPasses:
             self._timed.ended(seconds)
 
     def _interpreted(self, times: PassTimes, seconds: float) -> None:
-        """``times``: of passes that look like the one which was just interpreted, in ``seconds``; inf if that says nothing."""
+        """Note the seconds of the pass just interpreted; inf if they mean nothing. ``times``: of passes that look like it."""
         if self._timed is not None:
             self._timed.interpreted(times, seconds)
 
@@ -112,7 +112,7 @@ class ObservedPasses:
             recorded.typical.note(seconds, copied=False)
             self._interpreted(recorded.times_of(observation), seconds)
         if observation in recorded.observations or len(recorded.observations) < _MAX_OBSERVATIONS:
-            recorded.observations[observation] = recorded.observations.get(observation, 0) + 1  # not of a pass that raised
+            recorded.observations[observation] = recorded.observations.get(observation, 0) + 1  # not for a pass that raised
         else:
             recorded.further += 1
         return results
@@ -134,7 +134,7 @@ class ObservedPasses:
 def _interpret_and_copy(
     replaying: Replaying, structure: Structure, operands: Operands, example: ExamplePass
 ) -> tuple[list[torch.Tensor | None], float]:
-    """The results, and seconds without the copies."""
+    """Return the results, and the seconds without the copies."""
     tape, seconds = structure.tape, 0.0
     run = replaying.interpreter(operands)
     for op in tape.ops:
@@ -148,8 +148,8 @@ def _interpret_and_copy(
 
 
 def _is_worth_keeping(observation: Observation, kept: Sequence[Observation], seen: Mapping[Observation, int]) -> bool:
-    """Whether the values of this pass are worth keeping: two passes of a kind are, the first, and the one of which the most sizes differ from its;
-    among those the largest that comes often, since what is timed is timed at the sizes of these."""
+    """Return whether to keep the values of this pass. Two passes of a kind are kept: the first, and the one that differs from it in the most sizes.
+    Of equal ones the largest frequent one is kept, since passes are timed at these sizes."""
     if not kept:
         return True
     first, times = kept[0].every_size(), seen.get(observation, 0)
@@ -166,7 +166,7 @@ def _is_worth_keeping(observation: Observation, kept: Sequence[Observation], see
 
 
 def _copy_inputs(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copies of the tensors that computing operations read."""
+    """Return copies of the tensors that computing operations read."""
     read = {s.index for op in tape.ops if op.kind != "accumulate" for s in slots(op.operands) if s.kind == "input"}
     out = {}
     for i in sorted(read):
@@ -177,7 +177,7 @@ def _copy_inputs(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tens
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy with the same strides, those of expanded dimensions (0) included."""
+    """Return a copy with the same strides, including 0 for expanded dimensions."""
     if tensor is None:
         return None
     plain = tensor.detach()

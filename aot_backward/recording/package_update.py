@@ -1,4 +1,4 @@
-"""A package to which recorded passes are added: read, given further variants, and written again."""
+"""Read a package, add recorded passes to it, and write it again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .trace import TracedProgram
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Held from reading a package to writing it: of two processes of this user that add to it, the second waits, and loses nothing of the first."""
+    """Lock a package from reading to writing. If two processes of this user add to it, the second waits and keeps the first one's additions."""
     folder = Path(tempfile.gettempdir()) / f"aot-backward-locks-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / hashlib.sha256(str(path.resolve()).encode()).hexdigest()).open("w") as lock:
@@ -40,8 +40,8 @@ def locked(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PackageUpdate:
-    """The package at ``path``, or an empty one where there is none yet. With something added it is another object, so that whoever is interrupted
-    has the one or the other."""
+    """The package at ``path``, or an empty one if it does not exist. Adding returns a new object, so an interrupted caller has either the old or the
+    new one."""
 
     path: Path
     entry: str
@@ -53,7 +53,7 @@ class PackageUpdate:
 
     @classmethod
     def read(cls, path: Path, entry: str, target: str) -> PackageUpdate:
-        """:class:`ExportError` where passes compiled here for ``target`` cannot be added to ``entry`` of the package there."""
+        """Read the package. Raise :class:`ExportError` if passes compiled here for ``target`` cannot be added to its ``entry``."""
         names = targets.parsed(target)
         if len(names) > 1:
             raise ExportError(f"recorded passes are compiled for one target, not {target!r}; aot-backward rebuild adds further ones")
@@ -97,7 +97,8 @@ class PackageUpdate:
     def with_passes(
         self, programs: Sequence[tuple[TracedProgram, PassSpec]], artifacts: Mapping[str, Artifact], places: Mapping[str, int]
     ) -> PackageUpdate:
-        """``programs``: compiled and checked, each with its spec. ``places``: the order, after the others, of structures that are new."""
+        """Return the package with ``programs``, compiled and checked, each with its spec. ``places``: the order of new structures, after the
+        others."""
         libraries, files, tensors, graphs = dict(self.manifest.libraries), dict(self.artifacts), dict(self.weights), dict(self.graphs)
         added: dict[str, list[tuple[TracedProgram, PassSpec]]] = {}
         for program, spec in programs:
@@ -112,7 +113,7 @@ class PackageUpdate:
         structures = {s.fingerprint: s for s in old.structures}
         for fingerprint, new in added.items():
             seen, before = new[-1][0].structure, structures.get(fingerprint)
-            # new ones first: a dynamic variant, inferred from what a static one was made of and further passes, serves both
+            # new ones first: a dynamic variant, inferred from a static variant's pass and further passes, serves both
             variants = (*(spec for _, spec in new), *(before.variants if before else ()))
             seconds = seen.seconds if seen.seconds < float("inf") else (before.seconds if before else 0.0)
             structures[fingerprint] = StructureSpec(fingerprint, seen.tape.nodes, len(seen.tape.ops), variants, round(seconds, 7))
@@ -141,12 +142,12 @@ class PackageUpdate:
         write_package(self.path, self.manifest, self.artifacts, self.weights, self.examples, self.graphs)
 
     def say_operators(self) -> None:
-        """Logs what a process that loads the package must import first."""
+        """Log the imports that a process needs before it loads the package."""
         operators.say(operators.operators_of(self.manifest))
 
 
 def _artifacts(archive: Archive) -> dict[str, Artifact]:
-    """The libraries of a package as files, to be written again."""
+    """Return the libraries of a package as files, to be written again."""
     out = {}
     for name, spec in archive.manifest.libraries.items():
         library = archive.library(name)

@@ -1,6 +1,6 @@
-"""A recorded pass, partitioned: runs of operations that become one compiled graph each, and between them the operations that call Python code.
+"""Partition a recorded pass: runs of operations that become one compiled graph each, and operations between them that call Python code.
 
-Those run in eager's order: hooks, custom functions, and the leaves that accumulate their gradients.
+The latter run in eager's order: hooks, custom functions, and the leaves that accumulate their gradients.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from aot_backward_runtime.tapes.tape import CALLS_OUT, Slot, Tape, slots
 from .recorded_structure import ExamplePass
 
 OPAQUE = frozenset({"MkldnnRnnLayerBackward0"})
-"""Nodes whose backward stays as it is: one operator of oneDNN, which compiling would not make faster (and whose missing list of batch
-sizes AOTInductor's proxy executor cannot pass on, torch 2.13)."""
+"""Nodes that are not compiled: one operator of oneDNN, which compiling would not make faster. AOTInductor's proxy executor cannot pass on its missing
+list of batch sizes either (torch 2.13)."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Operations (by number) that become one graph, or a single one that stays as it is.
+    """Operations (by number) that become one graph, or a single operation that is not compiled.
 
-    ``inputs``: tensors of the pass that a graph reads. ``values``: results of earlier partitions that it reads. ``outputs``: its results that
-    something outside of it reads.
+    ``inputs``: tensors of the pass that a graph reads. ``values``: results of earlier partitions that it reads. ``outputs``: its results that are
+    read outside.
     """
 
     ops: tuple[int, ...]
@@ -37,15 +37,15 @@ class Partition:
 def partition_tape(
     tape: Tape, hook_groups: Sequence[int], trace_customs: bool = True, opaque: Set[str] = OPAQUE, single: Set[int] = frozenset()
 ) -> list[Partition]:
-    """The partitions of a pass in the order in which they run.
+    """Return the partitions of a pass in the order in which they run.
 
     ``hook_groups``: which hooks are one object. ``trace_customs``: whether custom functions with a traceable backward
-    (:mod:`aot_backward_runtime.tapes.custom_function`) become part of the graphs. ``opaque``: nodes by name, and ``single``: operations by
-    number, that stay as they are.
+    (:mod:`aot_backward_runtime.tapes.custom_function`) become part of the graphs. ``opaque`` (nodes by name) and ``single`` (operations by number)
+    are not compiled.
 
-    Everything that eager runs before a hook runs before it, since a hook may read or change any tensor. The exception are hooks that unpack
-    saved tensors: those of one object are called together, before the operations between them (the next object is another checkpoint, whose
-    recomputed tensors should not be in memory at the same time).
+    Everything that eager runs before a hook runs before it here, since a hook may read or change any tensor. The exception is hooks that unpack saved
+    tensors: hooks of one object are called together, before the operations between them (the next object is another checkpoint, whose recomputed
+    tensors should not be in memory at the same time).
     """
     parts: list[tuple[list[int], bool]] = []
     graph: list[int] = []
@@ -81,7 +81,7 @@ def partition_tape(
 
 
 def sparse_operations(tape: Tape, examples: Sequence[ExamplePass]) -> set[int]:
-    """The operations that return or read a sparse tensor. Native code has none: they stay as they are."""
+    """Return the operations that return or read a sparse tensor. Native code does not support them, so they are not compiled."""
     sparse = {Slot("value", v) for e in examples for v, t in e.values.items() if t is not None and t.layout is not torch.strided}
     if not sparse:
         return set()
@@ -102,7 +102,7 @@ def _partition(tape: Tape, numbers: Sequence[int], readers: dict[int, set[int]])
 
 
 def _readers(tape: Tape) -> dict[int, set[int]]:
-    """Value -> the operations that read it; -1 stands for the pass's outputs."""
+    """Return the operations that read each value; -1 stands for the pass's outputs."""
     out: dict[int, set[int]] = {}
     for n, op in enumerate(tape.ops):
         for s in slots(op.operands):

@@ -1,4 +1,4 @@
-"""A compiled pass, compared with the values that the recorded ones had."""
+"""Compare a compiled pass with the recorded values."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .trace import TracedProgram
 
 
 def libraries_of(program: TracedProgram, artifacts: Mapping[str, Artifact]) -> dict[str, Library]:
-    """The program's graphs as native code, loaded, by name."""
+    """Return the program's graphs as loaded native code, by name."""
     return {g.name: _library(g, artifacts[g.name]) for g in program.graphs}
 
 
 def checked(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library]) -> PassSpec:
-    """``spec`` with its verdict, and with the leaves marked that may take a gradient without a copy; :class:`ExportError` where a result is wrong.
+    """Return ``spec`` with its verdict, and mark the leaves that may take a gradient without a copy. Raise :class:`ExportError` if a result is wrong.
 
-    Every graph runs on the recorded values. Allowed is ‖a − e‖ of at most r·max(‖e‖, 1e-2·G): e the recorded result, G the largest norm in the
-    pass, r the tolerance of the coarsest dtype in it (under autocast a float32 gradient is computed from bfloat16 ones).
+    Every graph runs on the recorded values. ‖a − e‖ may be at most r·max(‖e‖, 1e-2·G): e is the recorded result, G the largest norm in the pass, r
+    the tolerance of the coarsest dtype in it (under autocast a float32 gradient is computed from bfloat16 ones).
     """
     tape = program.structure.tape
     gradients = {n: op.operands[1].index for n, op in enumerate(tape.ops) if op.kind == "accumulate" and isinstance(op.operands[1], Slot)}
@@ -43,7 +43,7 @@ def checked(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
     sizes_run = []
     for example in program.examples:
         values = PassContract(spec).symbol_values(example.shapes, example.sizes)
-        if not holds_for(spec, example, values):  # the trace specialized a size, to that of another example
+        if not holds_for(spec, example, values):  # the trace specialized a size to that of another example
             continue
         sizes_run.append(", ".join(f"{k}={v}" for k, v in values.items()))
         largest, coarsest = _largest_norm(example), max((RELATIVE[d] for d in _dtypes(example)), default=0.0)
@@ -85,12 +85,12 @@ def _run(segment: Segment, library: Library, example: ExamplePass, values: Mappi
         else:
             tensor = example.inputs[int(where)] if kind == "input" else example.values[int(where)]
             assert tensor is not None
-            operands.append(with_strides(tensor, spec, values))  # what a hook returned may have any strides
+            operands.append(with_strides(tensor, spec, values))  # a hook's result may have any strides
     return library.run(operands)
 
 
 def holds_for(spec: PassSpec, example: ExamplePass, values: Mapping[str, int]) -> bool:
-    """Whether the variant's shapes, sizes and guards hold for the example."""
+    """Return whether the variant's shapes, sizes and guards hold for the example."""
     shapes = [(s.shape, seen) for s, seen in zip(spec.inputs, example.shapes, strict=True)]
     sizes = all(evaluate(wanted, values) == n for wanted, n in zip(spec.sizes, example.sizes, strict=True))
     return (

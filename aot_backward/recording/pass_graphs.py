@@ -1,6 +1,6 @@
-"""The compiled partitions of a recorded pass, each traced into a functional ATen graph.
+"""Trace the compiled partitions of a recorded pass into functional ATen graphs.
 
-The trace runs the interpreter (:mod:`aot_backward_runtime.tapes.interpreter`) on fake tensors, so the graph computes what the interpreter does.
+The trace runs the interpreter (:mod:`aot_backward_runtime.tapes.interpreter`) on fake tensors, so the graph computes the same as the interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .recorded_structure import ExamplePass
 
 
 class TraceError(Exception):
-    """``node``'s backward raised on fake tensors; ``__cause__`` is what it raised."""
+    """``node``'s backward raised on fake tensors; ``__cause__`` is the exception."""
 
     def __init__(self, node: int, name: str):
         super().__init__(name)
@@ -46,9 +46,9 @@ class TracedPartition:
     module: torch.fx.GraphModule
     placeholders: list[tuple[str, Any, torch.Tensor]]  # ("input", I), ("value", V) or ("size", symbol), and its fake tensor
     results: list[torch.fx.Node]
-    outputs: list[int]  # the value that each result is
+    outputs: list[int]  # the value number of each result
     undefined_outputs: list[int]
-    unaliased: set[int] = field(default_factory=set)  # outputs whose memory nothing else uses: a leaf may take them without a copy
+    unaliased: set[int] = field(default_factory=set)  # outputs with unshared memory: a leaf may take them without a copy
     name: str = ""
     used_placeholders: list[tuple[str, Any, torch.Tensor]] = field(default_factory=list)
     undefined_values: list[int] = field(default_factory=list)  # values that were undefined when it was traced
@@ -64,12 +64,12 @@ def trace_partition(
     contexts: Mapping[int, Any],
     fake_mode: Any,
 ) -> TracedPartition:
-    """The graph of a compiled partition. ``values``: fake results of earlier partitions; this one's are added. ``contexts``: of custom functions."""
+    """Trace a compiled partition. ``values``: fake results of earlier partitions; this one's are added. ``contexts``: of custom functions."""
     leaves = {op.operands[1].index: op.operands[0].index for op in tape.ops if op.kind == "accumulate" and isinstance(op.operands[1], Slot)}
     placeholders: list[tuple[str, Any, torch.Tensor]] = [("input", i, shapes.inputs[i]) for i in partition.inputs]
     placeholders += [("value", v, values[v]) for v in partition.values if values[v] is not None]
     in_shapes = {expression_of(n) for _, _, t in placeholders for n in t.shape}
-    with fake_mode:  # a symbol that no tensor's shape shows comes in as the first dimension of an empty one
+    with fake_mode:  # a symbol that is in no tensor's shape is passed as the first dimension of an empty tensor
         placeholders += [("size", s, torch.empty((shapes.symints[s], 0))) for s in shapes.symbols if s not in in_shapes]
     outputs: list[int] = []
     undefined: list[int] = []
@@ -87,13 +87,13 @@ def trace_partition(
         for n in partition.ops:
             try:
                 state.step(tape.ops[n])
-            except Exception as error:  # whatever an operator's implementation on fake tensors raises
+            except Exception as error:  # an operator's implementation on fake tensors may raise anything
                 raise TraceError(tape.ops[n].node, tape.ops[n].name) from error
         out = {v: state.values[v] for v in partition.outputs}
         for v, leaf in leaves.items():
             if out.get(v) is not None:
                 out[v] = _with_gradient_strides(out[v], shapes.inputs[leaf])
-        outputs[:] = [v for v, t in out.items() if t is not None]  # not appended: torch may call this more than once
+        outputs[:] = [v for v, t in out.items() if t is not None]  # assigned, not appended: torch may call this more than once
         undefined[:] = [v for v, t in out.items() if t is None]
         return tuple(out[v] for v in outputs)
 
@@ -116,7 +116,7 @@ def trace_partition(
 
 
 def _unaliased(tape: Tape, outputs: Sequence[int], results: Sequence[torch.fx.Node]) -> set[int]:
-    """Outputs with one reader, whose memory is neither an input's nor shared with another output."""
+    """Return the outputs with one reader that share memory neither with an input nor with another output."""
     roots = [root_of(r) for r in results]
     readers: dict[int, int] = {}
     for op in tape.ops:
@@ -132,9 +132,9 @@ def _unaliased(tape: Tape, outputs: Sequence[int], results: Sequence[torch.fx.No
 
 
 def assume_results(op: Op, examples: Sequence[ExamplePass], values: dict[int, Any], shapes: Shapes, fake_mode: Any) -> None:
-    """Adds to ``values`` fake results of an operation that stays as it is, inferred from the recorded ones; the runtime checks the real ones.
+    """Add to ``values`` the fake results of an uncompiled operation, inferred from the recorded ones; the runtime checks the real ones.
 
-    Ranks, dtypes and strides are those of ``examples``. A size that equals a symbol's value in every example is that symbol.
+    Ranks, dtypes and the order of strides come from ``examples``. A size that equals a symbol's value in every example is that symbol.
     """
     numbers = [_symbol_values(shapes, e) for e in examples]
     for number in op.results:
@@ -142,7 +142,7 @@ def assume_results(op: Op, examples: Sequence[ExamplePass], values: dict[int, An
             continue
         seen = [e.values.get(number) for e in examples]
         if any(t is not None and t.layout is not torch.strided for t in seen):
-            continue  # no graph reads it: sparse_operations
+            continue  # no graph reads it: see sparse_operations
         tensors = [t for t in seen if t is not None]
         if not tensors or len(tensors) < len(seen):
             values[number] = None
@@ -167,7 +167,7 @@ def _symbol_values(shapes: Shapes, example: ExamplePass) -> dict[Any, int]:
 
 def _infer_size(seen: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: Shapes) -> Any:
     for symbol, symint in shapes.symints.items():
-        # also where it is one number in all of them: the examples may be of one batch size though the group is not
+        # use the symbol even if it has one value in all examples: these may be of one batch size although the group is not
         if all(n[symbol] == s for n, s in zip(numbers, seen, strict=True)):
             return symint
     if len(set(seen)) == 1:
@@ -176,8 +176,8 @@ def _infer_size(seen: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: 
 
 
 def graph_and_segments(name: str, partition: Partition, traced: TracedPartition | None, sizes: Sizes) -> tuple[Graph | None, list[Segment]]:
-    """The graph for the compiler, and the segments that run the partition. A graph that computes nothing is left out: its operations are
-    interpreted."""
+    """Return the graph for the compiler, and the segments that run the partition. If the graph computes nothing, it is left out and its operations
+    are interpreted."""
     if traced is None or not any(r.op == "call_function" for r in traced.results):
         return None, [Segment((n,)) for n in partition.ops]
     module = traced.module
@@ -200,25 +200,25 @@ def graph_and_segments(name: str, partition: Partition, traced: TracedPartition 
 
 
 def graph_operands(traced: TracedPartition, sizes: Sizes) -> tuple[str, ...]:
-    """The graph's operands as the package states them: ``input:I``, ``value:V``, ``size:EXPRESSION``."""
+    """Return the graph's operands as the package states them: ``input:I``, ``value:V``, ``size:EXPRESSION``."""
     return tuple(f"size:{sizes.size(fake.shape[0])}" if kind == "size" else f"{kind}:{where}" for kind, where, fake in traced.used_placeholders)
 
 
 def graph_specs(traced: TracedPartition, sizes: Sizes) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The specs of the graph's inputs and outputs."""
+    """Return the specs of the graph's inputs and outputs."""
     words = {"input": "tensor {}", "value": "the gradient %v{}", "size": "size {}"}
     inputs = tuple(sizes.spec(words[kind].format(where), fake, False) for kind, where, fake in traced.used_placeholders)
     return inputs, tuple(sizes.spec(f"%v{v}", node.meta["val"], False) for v, node in zip(traced.outputs, traced.results, strict=True))
 
 
 def gradient_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides that eager gives the gradient of a leaf with these: its own where it is dense, else row-major ones."""
+    """Return the strides that eager gives the gradient of a leaf with these: its own if it is dense, else row-major ones."""
     leaf = torch.empty_strided(shape, stride, device="meta")
     return tuple(stride) if torch_api.is_non_overlapping_and_dense(leaf) else tuple(torch_api.contiguous_strides(tuple(shape)))
 
 
 def input_name(tape: Tape, index: int) -> str:
-    """What errors call a tensor of the pass: its number and the first node that reads it."""
+    """Return the name of a tensor of the pass in errors: its number and the first node that reads it."""
     return f"tensor {index} (of {tape.user_of(Slot('input', index))})"
 
 
@@ -232,7 +232,7 @@ class _FunctionModule(nn.Module):
 
 
 def _split_variadic_arithmetic(module: torch.fx.GraphModule) -> None:
-    """``operator.mul(16, s0, s1)``, which the tracer writes for a product of three sizes and Python cannot call (torch 2.13), as two products."""
+    """Split ``operator.mul(16, s0, s1)`` into two products. The tracer writes it for three sizes, and Python cannot call it (torch 2.13)."""
     for node in list(module.graph.nodes):
         if node.target in (operator.mul, operator.add) and len(node.args) > 2:
             first, *rest = node.args
@@ -246,7 +246,7 @@ def _split_variadic_arithmetic(module: torch.fx.GraphModule) -> None:
 
 
 def _with_gradient_strides(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """``grad`` with the strides that eager gives a leaf's gradient: the leaf's own where it is dense, else row-major ones."""
+    """Return ``grad`` with the strides that eager gives a leaf's gradient: the leaf's own if it is dense, else row-major ones."""
     if grad.layout is not torch.strided or grad.shape != leaf.shape:
         return grad
     wanted = leaf.stride() if torch_api.is_non_overlapping_and_dense(leaf) else torch_api.contiguous_strides(leaf.shape)
@@ -257,7 +257,7 @@ def _with_gradient_strides(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tens
 
 @contextlib.contextmanager
 def _autocast_of(ambient: Ambient, shapes: Shapes) -> Iterator[None]:
-    """The autocast state of the recorded pass, which is that of the code that called backward."""
+    """Enter the autocast state of the recorded pass, which is the state of the code that called backward."""
     device = next((t.device.type for t in shapes.inputs), "cpu")
     if not ambient.autocast:
         with torch.autocast(device, enabled=False):

@@ -1,7 +1,7 @@
-"""What a compiled pass takes, beside what its tape takes interpreted and what eager took in the script.
+"""Time a compiled pass against its interpreted tape, and estimate its time in the script.
 
-The pass itself ran in the script alone. There eager's passes and interpreted ones were timed (``timed_passes.py``); here, on the recorded values, the
-compiled pass is timed beside its tape interpreted, in turns. What the compiled one would have taken there follows from the two.
+The whole pass only ran in the script. There eager and interpreted passes were timed (``timed_passes.py``). Here the compiled pass and its interpreted
+tape are timed in turns, on the recorded values. The compiled pass's time in the script follows from the two.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .recorded_structure import ExamplePass
 from .trace import TracedProgram
 
 EAGER, INTERPRETED, COMPILED = "eager", "interpreted", "compiled"
-_MIN_TIMES = 2, 4  # passes that were timed in the script, interpreted and in eager
+_MIN_TIMES = 2, 4  # minimum numbers of passes timed in the script: interpreted, and in eager
 TOO_FEW = "too few passes of one size to time it beside eager; record 20 or more of a size, or keep what is not timed by --tune none"
 log = logging.getLogger("aot_backward")
 
 
 def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], tune: str, target: str) -> Speed | None:
-    """Microseconds of a whole pass at the sizes of the recorded ones; None where too few were timed, or their code cannot run without the script."""
+    """Return microseconds of a whole pass at the recorded sizes; None if too few passes were timed, or the code cannot run without the script."""
     tape = program.structure.tape
     calls = [op for op in tape.ops if op.kind in CALLS_OUT]
     if _reads_contexts(tape, spec):
@@ -53,11 +53,11 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
             continue
         try:
             here = stopwatch.microseconds(_calls(program, spec, libraries, example), SECONDS, sample=0)
-        except Exception as error:  # no reason to lose a pass that is right
+        except Exception as error:  # a failed timing does not make the pass wrong
             log.info("%s could not be timed: %s", program.name, error)
             continue
         engine, interpreted, eager = seen.engine * 1e6, seen.interpreted * 1e6, seen.eager * 1e6
-        if calls:  # what they took is in the script's time alone
+        if calls:  # only the script's time includes these calls
             compiled = max(interpreted - here[INTERPRETED] + here[COMPILED], here[COMPILED])
         else:
             compiled = interpreted * here[COMPILED] / here[INTERPRETED]
@@ -80,7 +80,7 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
 
 
 def why_untimed(program: TracedProgram, spec: PassSpec, target: str) -> str:
-    """Why :func:`measure` gives nothing of a pass, however often it came, as the report of ``record`` says it of a number of them; or ""."""
+    """Return why :func:`measure` cannot time a pass however often it came, as the report of ``record`` says it of a number of passes; or ""."""
     if not target.startswith("cpu"):
         return "not timed beside eager, which is done on a CPU alone"
     if _reads_contexts(program.structure.tape, spec):
@@ -89,23 +89,23 @@ def why_untimed(program: TracedProgram, spec: PassSpec, target: str) -> str:
 
 
 def _reads_contexts(tape: Tape, spec: PassSpec) -> bool:
-    """Whether compiled code has a custom function's backward in it; the script alone has what that reads."""
+    """Return whether compiled code includes a custom function's backward, which reads data that only the script has."""
     return any(tape.ops[n].kind in CALLS_OUT for s in spec.segments if s.library for n in s.ops)
 
 
 def _fastest(times: Mapping[str, Sequence[float]]) -> str:
-    """In the geometric mean over the sizes."""
+    """Return the faster of eager and compiled, by the geometric mean over the sizes."""
     return COMPILED if math.prod(SLOWER * t + AROUND for t in times[COMPILED]) < math.prod(times[EAGER]) else EAGER
 
 
 def slower(program: TracedProgram, speed: Speed) -> str:
-    """In words, what a pass took of which the compiled code is not faster."""
+    """Return the times of a pass that is not faster when compiled, as text."""
     took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in speed.means.items())
     return f"{program.name}: {took}{program.structure.location()}"
 
 
 def _calls(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], example: ExamplePass) -> dict[str, stopwatch.Call]:
-    """The pass, interpreted and compiled, on the recorded values and leaves of its own."""
+    """Return the pass, interpreted and compiled, as calls on the recorded values and separate leaves."""
     tape = program.structure.tape
     device = spec.inputs[0].device if spec.inputs else "cpu"
     constants = {key: tensor for graph in program.graphs for key, tensor in graph.constants.values()}
@@ -138,7 +138,7 @@ def _calls(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libra
 
 
 class _Recalled(Run):
-    """A pass in which hooks and custom functions give what they gave in the script."""
+    """A pass in which hooks and custom functions return their recorded results."""
 
     def __init__(self, operands: Operands, example: ExamplePass):
         super().__init__(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed)

@@ -1,4 +1,4 @@
-"""``record(path)``: the backward passes of an unmodified script, compiled into a package when the context closes."""
+"""Compile the backward passes of an unmodified script into a package when the context of ``record(path)`` closes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _CONSTANTS = (
 
 
 class Recording:
-    """The context of :func:`record`. ``report`` and ``tapes`` as of a replay; ``added``: what was compiled when it closed, and what was not.
-    ``skipped``: what could not be traced or compiled, and why. ``writes``: whether this process records; of several on a machine, the first alone."""
+    """The context of :func:`record`. ``report`` and ``tapes`` are as of a replay. ``added``: structures that were compiled when it closed, and the
+    others. ``skipped``: why passes could not be traced or compiled. ``writes``: whether this process records; of several on a machine, only the first
+    does."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Recording:
             package = load(path)
         if package is not None and entry not in package.entries:
             package = None
-        on_cpu = target.startswith("cpu")  # on a GPU a pass has only been queued when the call returns
+        on_cpu = target.startswith("cpu")  # on a GPU a pass is only queued when the call returns
         self.passes = ObservedPasses(times_eager=tune != "none" and on_cpu)
         self.steps = ObservedSteps() if optimizer and on_cpu else None
         self.replaying = Replaying(package, entry, max_structures=max_structures, optimizer=optimizer, observer=self.passes, step_observer=self.steps)
@@ -67,27 +68,27 @@ class Recording:
 
     @property
     def recorded(self) -> int:
-        """How many passes were interpreted."""
+        """The number of passes that were interpreted."""
         return self.passes.recorded
 
     @property
     def in_eager(self) -> int:
-        """How many passes ran in eager to be timed."""
+        """The number of passes that ran in eager to be timed."""
         return self.passes.timed_in_eager
 
     @property
     def structures(self) -> dict[str, RecordedStructure]:
-        """What was interpreted, by fingerprint."""
+        """The structures of interpreted passes, by fingerprint."""
         return self.passes.structures
 
     @property
     def slower(self) -> tuple[str, ...]:
-        """What was compiled and is not in the package, since eager is as fast, in words."""
+        """Descriptions of the compiled code that is not in the package because eager is as fast."""
         return tuple(self.added.slower)
 
     @property
     def compiled_steps(self) -> tuple[str, ...]:
-        """The optimizers of which a kind of steps was compiled, and the functions that clip gradients."""
+        """The optimizers with compiled steps, and the compiled functions that clip gradients."""
         return self.added.contents.steps
 
     @property
@@ -97,7 +98,7 @@ class Recording:
 
     @property
     def covered_seconds(self) -> float:
-        """The part of the time of backward passes for which the package has code."""
+        """The part of ``backward_seconds`` that the package has code for."""
         return self.passes.seconds_served + sum(self.added.contents.variants.values())
 
     @property
@@ -125,7 +126,7 @@ class Recording:
         kind = error[0]
         ended = kind is None or (
             isinstance(kind, type) and issubclass(kind, (SystemExit, KeyboardInterrupt))
-        )  # a script that calls sys.exit has, too
+        )  # a script that calls sys.exit has ended, too
         if ended and self.path is not None:
             self._compile(self.path)
 
@@ -169,27 +170,27 @@ def record(
     min_seen: int = MIN_SEEN,
     time_limit: float | None = None,
 ) -> Recording:
-    """A context in which every backward pass is observed; when it closes, those that are new are compiled and added to the package at ``path``.
+    """Observe every backward pass in a context; when it closes, compile the new ones and add them to the package at ``path``.
 
-    Inside, passes are interpreted with eager's gradients; those that an existing package has a variant for run from it. Sizes that changed
-    between passes become dynamic, so let the script see at least two batch sizes. Each compiled pass is compared with the recorded values, and
-    left out, with the reason in ``skipped``, where it differs or cannot be traced. ``path=None``: nothing is compiled, only :attr:`tapes` are
-    kept. Needs memory for two passes of each structure. After ``max_structures`` new structures, further ones are left to eager: ``skipped`` says so.
+    Inside, passes are interpreted with eager's gradients; if an existing package has a variant for a pass, it runs from there. Sizes that changed
+    between passes become dynamic, so let the script see at least two batch sizes. Each compiled pass is compared with the recorded values. If it
+    differs or cannot be traced, it is left out, with the reason in ``skipped``. ``path=None`` compiles nothing and only keeps :attr:`tapes`.
+    Recording needs memory for two passes of each structure. After ``max_structures`` new structures, further ones run in eager: ``skipped`` says so.
 
-    Structures of which ``min_seen`` passes came, or that the package has a variant of, are compiled: the most expensive first, and none begins after
-    ``time_limit`` seconds, but for one. :attr:`~Recording.added` counts the others. A :class:`KeyboardInterrupt` ends the block as a script that has
-    done its work; while structures are compiled, it ends that: what is finished is in the package. Nothing is written where the block ends by another
-    exception.
+    A structure is compiled if ``min_seen`` passes of it came or the package has a variant of it. The most expensive come first. After ``time_limit``
+    seconds no further one begins, but one is always compiled. :attr:`~Recording.added` counts the others. A :class:`KeyboardInterrupt` ends the block
+    like a finished script. While structures are compiled, it ends the compilation: finished ones are in the package. Nothing is written if the block
+    ends by another exception.
 
-    Steps of ``torch.optim`` optimizers on a CPU, of a kind that comes more than once after the one that makes the state, are compiled too, and so are
-    ``clip_grad_norm_`` and ``clip_grad_value_``, unless ``optimizer`` is False.
+    Steps of ``torch.optim`` optimizers on a CPU are compiled too, if their kind comes more than once after the step that makes the state, and so are
+    ``clip_grad_norm_`` and ``clip_grad_value_``. ``optimizer=False`` disables both.
 
-    Where a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records into ``path``; in the others
-    the context does nothing. Passes of ``DistributedDataParallel`` are left to eager.
+    If a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records into ``path``; in the others the
+    context does nothing. Passes of ``DistributedDataParallel`` run in eager.
 
-    ``tune``, on a CPU: "quick" times up to forty passes of each kind in eager, between the others, and each compiled pass beside its tape
-    interpreted ("none" times nothing); by default what the environment variable ``AOT_BACKWARD_TUNE`` says, else
-    "quick". What is not faster compiled than in eager, by 10 % and 40 µs a pass, is left out, and ``slower`` says which.
+    ``tune``, on a CPU: "quick" times up to eighty passes of each kind in eager, between the others, and each compiled pass against its interpreted
+    tape; "none" times nothing. The default is the environment variable ``AOT_BACKWARD_TUNE``, else "quick". Compiled code that is not faster than
+    eager by 10 % and 40 µs a pass is left out and listed in ``slower``.
     """
     file = Path(path) if path is not None else None
     return Recording(file, entry, target, progress, max_structures, tune_of(tune), optimizer, min_seen, time_limit)

@@ -1,4 +1,4 @@
-"""What is kept of one structure of backward passes: its tape, how its passes differed, and values to check compiled code against."""
+"""The data kept of one structure of backward passes: its tape, the differences between passes, and values to check compiled code against."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .observation import Observation
 DEFAULT_ENTRY = "backward"
 """The name of the ``replay`` entry to which recorded passes are added."""
 
-_TIMED = 64  # different passes of a structure
+_TIMED = 64  # the most different passes of a structure that are timed
 
 
 @dataclass
 class PassTimes:
-    """Seconds that passes of one observation took in the script: the shortest. ``engine``: what of an interpreted one the engine took, to find that
-    it knows the pass and to release what was saved."""
+    """The shortest seconds of the passes of one observation in the script. ``engine``: the part of an interpreted pass in which the engine recognizes
+    it and releases saved tensors."""
 
     engine: float = math.inf
-    interpreted: float = math.inf  # the rest of it
+    interpreted: float = math.inf  # the rest of an interpreted pass
     eager: float = math.inf
     times_interpreted: int = 0
     times_in_eager: int = 0
-    rows: int = 0  # of passes in eager that were begun
-    passes_in_eager: int = 0  # those of a row that has not ended, too
+    rows: int = 0  # rows of eager passes that were begun
+    passes_in_eager: int = 0  # including passes of an unfinished row
 
 
 @dataclass
@@ -47,8 +47,8 @@ class ExamplePass:
 
 @dataclass
 class TypicalPass:
-    """What an interpreted pass of a structure takes. Those whose values were copied count only until there is another: they come first, and with what
-    PyTorch does once in a process."""
+    """The time of an interpreted pass of a structure. Passes with copied values count only until there is another: they come first, and include
+    PyTorch's one-time work in a process."""
 
     _seconds: float = 0.0
     _passes: int = 0
@@ -70,37 +70,37 @@ class TypicalPass:
 
 @dataclass
 class RecordedStructure:
-    """The passes of one structure that a context interpreted, because its package has no variant for them."""
+    """The passes of one structure that a context interpreted, because its package lacks a variant for them."""
 
     tape: Tape
-    observations: dict[Observation, int] = field(default_factory=dict)  # and how many interpreted passes looked like it
-    further: int = 0  # interpreted passes that looked like none of these
+    observations: dict[Observation, int] = field(default_factory=dict)  # with the number of interpreted passes that match it
+    further: int = 0  # interpreted passes that match none of these
     examples: dict[Any, list[tuple[Observation, ExamplePass]]] = field(default_factory=dict)  # by Observation.kind()
     times: dict[Observation, PassTimes] = field(default_factory=dict)
     seconds: float = math.inf  # of the fastest interpreted pass
     typical: TypicalPass = field(default_factory=TypicalPass)
     contexts: dict[int, PlainContext] = field(default_factory=dict)  # of custom functions that may be traced, by the number of the hook
-    line: str = ""  # of the script, where the first such pass was called
+    line: str = ""  # of the script that called the first such pass
     layers: dict[int, str] = field(default_factory=dict)  # names of the parameters among the inputs
 
     @property
     def passes(self) -> int:
-        """How many there were: interpreted, and timed in eager."""
+        """The number of passes: interpreted, or timed in eager."""
         return sum(self.observations.values()) + self.further + sum(t.passes_in_eager for t in self.times.values())
 
     @property
     def backward_seconds(self) -> float:
-        """What all these took, each interpreted, so that structures compare."""
+        """The time of all passes if each were interpreted, so that structures can be compared."""
         return self.passes * self.typical.seconds
 
     def seconds_of(self, observations: Iterable[Observation]) -> float:
-        """The part of ``backward_seconds`` that passes took which looked like one of these."""
+        """Return the part of ``backward_seconds`` that belongs to passes which match one of ``observations``."""
         interpreted = sum(self.observations.get(o, 0) for o in observations)
         in_eager = sum(self.times[o].passes_in_eager for o in observations if o in self.times)
         return (interpreted + in_eager) * self.typical.seconds
 
     def times_of(self, observation: Observation) -> PassTimes:
-        """Kept for so many different passes; where there are more, what came once makes room."""
+        """Return the times of an observation. They are kept for a limited number: beyond it, an observation that came once is dropped."""
         if observation not in self.times and len(self.times) >= _TIMED:
             once = next((o for o, t in self.times.items() if t.times_interpreted <= 1), None)
             if once is None:
@@ -109,7 +109,7 @@ class RecordedStructure:
         return self.times.setdefault(observation, PassTimes())
 
     def location(self, node: int | None = None) -> str:
-        """Where such a pass, or a node of it, is in the script: `` (TanhBackward0, backward called at train.py:12)``, or nothing."""
+        """Return the place of such a pass, or of a node of it, in the script: `` (TanhBackward0, backward called at train.py:12)``, or nothing."""
         parts = []
         if node is not None:
             parts.append(next((self.tape.name_of(op) for op in self.tape.ops if op.node == node), f"node {node}"))

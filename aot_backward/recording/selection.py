@@ -1,6 +1,6 @@
-"""Which recorded structures are compiled: those that came often enough, the most expensive first, in batches, within a limit of time.
+"""Select the recorded structures to compile: seen often enough, the most expensive first, in batches, within a time limit.
 
-The structures of a batch are compiled side by side, and are in the package before the next batch begins.
+The structures of a batch are compiled in parallel, and are in the package before the next batch begins.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from aot_backward_runtime.errors import InputError
 from .recorded_structure import RecordedStructure
 
 T = TypeVar("T")
-_MIN_BATCH, _MAX_BATCH = 2, 16  # items of a batch: as many as processors, between these
+_MIN_BATCH, _MAX_BATCH = 2, 16  # limits of a batch's items; in between, the number of processors
 MIN_SEEN = 2
-"""Passes of a structure from which on it is compiled. What comes once is the end of something more often than the beginning."""
+"""A structure is compiled from this number of passes on. A structure that comes once is more often the end of something than the beginning."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """``structures``: by fingerprint, the most expensive first. ``seldom``: how many came less often than is asked for."""
+    """``structures``: by fingerprint, the most expensive first. ``seldom``: the number of structures that came less often than ``min_seen``."""
 
     structures: dict[str, RecordedStructure]
     seldom: int
 
 
 def select(structures: Mapping[str, RecordedStructure], min_seen: int, is_known: Callable[[str], bool]) -> Selection:
-    """``is_known``: whether the package has a variant of the structure with that fingerprint, which then counts as often enough."""
+    """Select structures. ``is_known``: whether the package has a variant of the structure with that fingerprint, which then counts as often
+    enough."""
     met = {fingerprint: structure for fingerprint, structure in structures.items() if structure.passes}
     often = {fingerprint: s for fingerprint, s in met.items() if s.passes >= min_seen or is_known(fingerprint)}
     by_cost = sorted(often.items(), key=lambda item: -item[1].backward_seconds)
@@ -39,7 +40,7 @@ def select(structures: Mapping[str, RecordedStructure], min_seen: int, is_known:
 
 
 def percent(part: float, whole: float) -> str:
-    """``93 %``: 100 only where nothing is left."""
+    """Return ``93 %``; 100 only if nothing is left."""
     return f"{math.floor(100 * part / whole + 1e-6)} %" if part < whole else "100 %"
 
 
@@ -50,7 +51,7 @@ def check_min_seen(min_seen: int) -> int:
 
 
 class Batches:
-    """What is begun is finished, so one item at least is compiled, and the limit may be passed by what the last batch takes."""
+    """Batches under a time limit. A begun batch is finished, so at least one item is compiled, and the last batch may exceed the limit."""
 
     def __init__(self, time_limit: float | None):
         """``time_limit``: seconds from now on."""
@@ -66,8 +67,8 @@ class Batches:
         return time.monotonic() - self._began
 
     def of(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
-        """``items`` in their order, until the time is over. Under a limit the first batch is one item, and each further one as many as are likely to
-        be finished in time, by what those before took."""
+        """Yield ``items`` in order, until the time is over. Under a limit the first batch is one item. Each further batch has as many as are likely
+        to finish in time, judged by the earlier ones."""
         done = 0
         while done < len(items) and not (done and self.is_over):
             batch = items[done : done + self._size(done)]

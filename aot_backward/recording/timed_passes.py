@@ -1,10 +1,10 @@
-"""While a script is recorded: what its passes take in eager, and interpreted.
+"""Time the passes of a recorded script, in eager and interpreted.
 
-A pass cannot be run twice, and its structure is known only once the engine has walked it. So each graph is looked at before: where one like it was
-interpreted twice already, of the same nodes, edges and shapes of gradients, the next ten passes that are called from that place and are like it are
-left to eager and timed; and more after two further ones, 25 in a row where they are short, up to eighty. In a row, since what an interpreted pass
-leaves in the processor's caches makes eager slower than it is without us: an MLP's backward takes 108 µs after an interpreted one, then 82, 77, 75,
-and 72 by the tenth; others need twenty and more.
+A pass cannot run twice, and its structure is known only after the engine has walked it. So each graph is inspected first. If a similar one, with the
+same nodes, edges and shapes of gradients, was interpreted twice already, the next ten similar passes from that call site run in eager and are timed.
+After two further interpreted ones come more: 25 in a row if they are short, up to eighty. They run in a row because an interpreted pass leaves the
+processor's caches in a state that slows eager: an MLP's backward takes 108 µs after an interpreted one, then 82, 77, 75, and 72 by the tenth; others
+need twenty and more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aot_backward_runtime.passes.call_sites import Place, place_of
 from .recorded_structure import PassTimes
 
 _INTERPRETED_BEFORE, _ROW_LENGTH, _SHORT_PASS_ROW_LENGTH, _MAX_ROWS = 2, 10, 25, 10
-_MIN_TIMED, _MAX_TIMED, _SECONDS_TIMED = 20, 80, 0.05  # passes of a kind that are timed in eager; as many as are wanted to fill so many seconds
+_MIN_TIMED, _MAX_TIMED, _SECONDS_TIMED = 20, 80, 0.05  # passes of a kind timed in eager: between these, until they fill this many seconds
 _SHORT_PASS = 1e-3  # seconds
 _NODES_LOOKED_UP = 6  # nodes
 _MAX_NODES = 20_000  # nodes
@@ -32,7 +32,7 @@ _MAX_GRAPHS = 4096
 
 @dataclass
 class Row:
-    """Passes from one place that begin alike and are left to eager."""
+    """Similar passes from one call site that run in eager."""
 
     times: PassTimes
     likeness: int
@@ -41,15 +41,15 @@ class Row:
 
 
 class TimedPasses:
-    """What passes took, by what their graphs look like."""
+    """The times of passes, by a hash of their graphs."""
 
     def __init__(self) -> None:
-        self._times: dict[int, PassTimes | None] = {}  # None: several kinds of passes look alike, and none of them is timed
+        self._times: dict[int, PassTimes | None] = {}  # None: several kinds of passes have this hash, so none of them is timed
         self._rows: dict[tuple[Place, int], Row] = {}
         self._here = threading.local()
 
     def due(self, roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[Row | None, bool]:
-        """The row to which the pass that is called now belongs, which is run in eager, or None: it is to be interpreted. And whether one like it
+        """Return the row of the pass that is called now, which runs in eager, or None if it is to be interpreted. Also return whether a similar pass
         was met."""
         self._here.likeness = None
         key = place_of(roots), _likeness(roots, inputs, _NODES_LOOKED_UP)
@@ -72,12 +72,12 @@ class TimedPasses:
         return row, True
 
     def _rows_due(self, times: PassTimes) -> int:
-        """While passes of another kind are in a row, those that come between them join in: interpreted, they would make eager slower there, too."""
+        """Return the rows that are due. During a row of another kind, passes in between join in: interpreting them would slow eager there, too."""
         others = any(len(row.seconds) < row.length for row in self._rows.values())
         return -(-times.times_interpreted // _INTERPRETED_BEFORE) if others else times.times_interpreted // _INTERPRETED_BEFORE
 
     def ran_in_eager(self, row: Row, roots: Sequence[Any], inputs: Sequence[Any], seconds: float) -> None:
-        """The row ends where its beginning was all that the pass had in common with it."""
+        """Add the pass to its row. End the row if only the first nodes of the pass are like it."""
         if _likeness(roots, inputs, _MAX_NODES) == row.likeness:
             row.seconds.append(seconds)
             row.times.passes_in_eager += 1
@@ -85,7 +85,7 @@ class TimedPasses:
             row.length = len(row.seconds)
 
     def interpreted(self, times: PassTimes, seconds: float) -> None:
-        """What interpreting the pass took that was last asked for in this thread."""
+        """Note the seconds of the interpreted pass that this thread last passed to :meth:`due`."""
         likeness = getattr(self._here, "likeness", None)
         if likeness is None:
             return
@@ -96,7 +96,7 @@ class TimedPasses:
         self._here.interpreted = times, seconds
 
     def ended(self, engine: float) -> None:
-        """What the engine took for that pass."""
+        """Note the seconds that the engine took for that pass."""
         times, interpreted = getattr(self._here, "interpreted", None) or (None, math.inf)
         self._here.interpreted = None
         if times is not None and interpreted < math.inf:
@@ -110,7 +110,8 @@ def _is_enough(times: PassTimes) -> bool:
 
 
 def _likeness(roots: Sequence[Any], inputs: Sequence[Any], most: int) -> int:
-    """A hash of the graph's first ``most`` nodes: their names and edges, and the shapes of their incoming gradients. Keeps no node alive."""
+    """Return a hash of the graph's first ``most`` nodes: their names and edges, and the shapes of their incoming gradients. It keeps no node
+    alive."""
     numbers: dict[Any, int] = {}
     found: list[Any] = []
     nodes = [r.grad_fn if isinstance(r, torch.Tensor) else r.node for r in roots]

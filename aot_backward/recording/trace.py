@@ -1,4 +1,4 @@
-"""Recorded structures -> traced programs, one for each variant that the package will get."""
+"""Trace recorded structures into programs, one for each variant that the package will get."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .pass_graphs import TracedPartition, TraceError, assume_results, input_name
 from .recorded_structure import ExamplePass, RecordedStructure
 
 _MAX_VARIANTS = 8  # of one structure
-_MAX_OPAQUE = 4  # kinds of nodes that stay as they are because they read their tensors' values, such as the lengths of packed sequences
+_MAX_OPAQUE = 4  # kinds of nodes that are not compiled because they read their tensors' values, such as the lengths of packed sequences
 _PREFIX = "pass"  # of the graphs' names
 
 
 @dataclass
 class TracedProgram:
-    """One variant: what is traced of it, then what is compiled of it (``graphs``, ``portables``, ``segments``)."""
+    """One variant: its traced partitions, then its compiled parts (``graphs``, ``portables``, ``segments``)."""
 
     fingerprint: str
     name: str
@@ -43,7 +43,7 @@ class TracedProgram:
     segments: list[Segment] = field(default_factory=list)
 
     def spec(self, sizes: Sizes) -> PassSpec:
-        """The variant as the package states it; not checked yet."""
+        """Return the variant as the package states it; not checked yet."""
         return PassSpec(
             inputs=tuple(
                 sizes.spec(input_name(self.structure.tape, i), fake, tensor.requires_grad)
@@ -66,7 +66,7 @@ def trace_structures(
     skipped: Counter[str],
     say: Progress,
 ) -> list[TracedProgram]:
-    """``structures``, ``known_variants``: by fingerprint; the latter are in the package already."""
+    """Trace ``structures``, by fingerprint. ``known_variants``: variants that the package already has, by fingerprint."""
     programs: list[TracedProgram] = []
     for done, (fingerprint, structure) in enumerate(structures.items()):
         say("trace", done, len(structures))
@@ -88,7 +88,7 @@ def _trace_structure(
             continue
         try:
             out.append(_trace_variant(fingerprint, name, structure, group, fake_mode))
-        except Exception as error:  # the engine's formulas run on fake tensors, for which any operator may lack an implementation
+        except Exception as error:  # the engine's formulas run on fake tensors, and any operator may lack an implementation for them
             node = error.node if isinstance(error, TraceError) else None
             cause = error.__cause__ or error if isinstance(error, TraceError) else error
             first = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
@@ -116,9 +116,9 @@ def _trace_variant(fingerprint: str, name: str, structure: RecordedStructure, gr
                 else:
                     assume_results(tape.ops[p.ops[0]], examples, values, shapes, fake_mode)
         except Exception as error:
-            if trace_customs:  # without a custom backward that fails on fake tensors: it is called as it is
+            if trace_customs:  # a custom backward may fail on fake tensors: call it uncompiled
                 trace_customs = False
-            elif isinstance(error, TraceError) and error.name and len(opaque) < _MAX_OPAQUE:  # likewise a node of PyTorch's
+            elif isinstance(error, TraceError) and error.name and len(opaque) < _MAX_OPAQUE:  # likewise for a PyTorch node
                 opaque.add(error.name)
             else:
                 raise

@@ -1,4 +1,4 @@
-"""What sections are made of: facts under each other, tables, lists that fold."""
+"""Parts of sections: lists of facts, tables, lists that fold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from .markup import Child, Html, element
 from .wording import size_in_words
 
-SHOWN = 12  # of a long list, before the rest is folded away
+SHOWN = 12  # items of a long list before the rest is folded
 
 
 def section(name: str, title: str, *children: Child) -> Html:
@@ -15,12 +15,12 @@ def section(name: str, title: str, *children: Child) -> Html:
 
 
 def facts(rows: Iterable[tuple[str, Child]]) -> Html:
-    """A list of terms and what they are; rows without content are left out."""
+    """Return a list of terms and their descriptions; rows without content are omitted."""
     return element("dl", [(element("dt", term), element("dd", what)) for term, what in rows if what], class_="facts")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Child]], numbers: Sequence[int] = (), total: Sequence[Child] = ()) -> Html:
-    """``numbers``: the columns that are right-aligned."""
+    """Return a table. ``numbers``: the columns that are right-aligned."""
 
     def row(cells: Sequence[Child], tag: str = "td") -> Html:
         return element("tr", [element(tag, cell, class_="n" if i in numbers else None) for i, cell in enumerate(cells)])
@@ -30,7 +30,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Child]], numbers: Seque
 
 
 def folded(items: Sequence[Child], what: str) -> Child:
-    """The items, of many the first ones and the rest behind a click."""
+    """Return the items; a long list shows the first ones, and the rest on a click."""
 
     def listed(some: Sequence[Child]) -> list[Child]:
         return [x for i, item in enumerate(some) for x in ((", ", item) if i else (item,))]
@@ -46,10 +46,10 @@ def code(text: str) -> Html:
 
 
 def bytes_shown(size: int) -> Html:
-    """Rounded, and exact as a tooltip."""
+    """Return the rounded size, with the exact one as a tooltip."""
     return element("span", size_in_words(size), title=f"{size:,} bytes")
 
 
 def line(*children: Child) -> Html:
-    """One of several under each other."""
+    """Return one line of several."""
     return element("p", children)

@@ -1,4 +1,4 @@
-"""Memory over a forward and a backward, as a drawing in SVG."""
+"""Draw memory over a forward and a backward in SVG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 250, 72, 16, 30, 34
 
 
 def chart(view: View, number: int) -> Html:
-    """Live bytes at each node of ``view``'s graphs, one after another. ``number``: of the view, by which the script finds it."""
+    """Draw live bytes at each node of ``view``'s graphs, one after another. ``number``: the view's; the script finds the view by it."""
     lengths = [len(c.use.live) for c in view.columns]
     top = max(max(c.use.live) for c in view.columns) or 1
     step = _nice(top / 4)
@@ -82,7 +82,7 @@ def _peak(column: Column, left: float, across: float, y: Callable[[float], float
 
 
 def _steps(live: tuple[int, ...], left: float, across: float, y: Callable[[float], float]) -> str:
-    """A line of steps; where there are more of them than pixels, the largest in each pixel."""
+    """Return a line of steps. If there are more steps than pixels, use the largest in each pixel."""
     group = max(1, math.floor(1 / across))
     words = [f"M{left:.1f} {y(live[0]):.1f}"]
     for i in range(0, len(live), group):
@@ -91,6 +91,6 @@ def _steps(live: tuple[int, ...], left: float, across: float, y: Callable[[float
 
 
 def _nice(value: float) -> float:
-    """The next of 1, 2, 5, 10, 20, … from ``value`` on."""
+    """Return the first of 1, 2, 5, 10, 20, … that is at least ``value``."""
     power = 10 ** math.floor(math.log10(max(value, 1)))
     return next(k * power for k in (1, 2, 5, 10) if k * power >= value)

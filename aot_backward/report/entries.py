@@ -1,4 +1,4 @@
-"""What a package offers: its entries, and of each variant what it takes, gives, and asks for."""
+"""Describe a package's entries: the inputs, results and conditions of each variant."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
 
 
 def _update(update: UpdateSpec, archive: Archive) -> Html:
-    """An optimizer's step of a recorded script."""
+    """Describe an optimizer step of a recorded script."""
     rows: list[tuple[str, Child]] = [
         ("Parameters", f"{len(update.trained):,} with a gradient; {counted(len(update.state), 'tensor')} of state"),
         *_groups(update.groups, update.numbers),
@@ -73,7 +73,7 @@ def _update(update: UpdateSpec, archive: Archive) -> Html:
 
 
 def _clipping(clipping: ClippingSpec, archive: Archive) -> Html:
-    """Gradients of a recorded script, clipped."""
+    """Describe a recorded script's clipping of gradients."""
     gradients = len(archive.manifest.libraries[clipping.library].inputs) - 1
     rows: list[tuple[str, Child]] = [
         ("Gradients", f"{gradients:,}{f', by their norm of order {clipping.norm_type}' if clipping.norm_type else ', by value'}"),
@@ -83,7 +83,7 @@ def _clipping(clipping: ClippingSpec, archive: Archive) -> Html:
 
 
 def _in_place(recorded: UpdateSpec | ClippingSpec, archive: Archive) -> Iterator[tuple[str, Child]]:
-    """Of code that writes to a script's own tensors."""
+    """Describe code that writes to a script's own tensors."""
     yield "Code", f"the graph {recorded.library}"
     yield from _compared(recorded.verdict, recorded.verdicts, archive)
     yield "Speed when it was recorded", list(map(line, pass_speed_in_words(recorded.speed))) if recorded.speed else None
@@ -138,7 +138,7 @@ def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) ->
 
 
 def _tensors(specs: Sequence[TensorSpec], words: Words, gradients: bool = False) -> Child:
-    """``gradients``: whether to say which may get one."""
+    """Describe tensors. ``gradients``: mark the tensors that may get one."""
     rows = [line(element("b", s.name), f": {words.tensor(s)}{', gets a gradient' if gradients and s.requires_grad else ''}") for s in specs]
     if len(rows) <= SHOWN + 3:
         return rows
@@ -146,7 +146,7 @@ def _tensors(specs: Sequence[TensorSpec], words: Words, gradients: bool = False)
 
 
 def _constants(v: VariantSpec) -> Iterator[str]:
-    """Arguments that are no tensors, which must be what they were."""
+    """Yield arguments that are not tensors, which must be equal to the exported values."""
     positional, keywords = v.in_tree.children if len(v.in_tree.children) == 2 else (v.in_tree, v.in_tree)
     labels = [*v.argument_names, *(f"args[{i}]" for i in range(len(v.argument_names), len(positional.children)))]
     for label, child in [*zip(labels, positional.children, strict=False), *zip(map(str, keywords.keys), keywords.children, strict=False)]:

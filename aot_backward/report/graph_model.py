@@ -1,5 +1,5 @@
-"""A portable graph (``docs/format.md``, section 6) as a model for display. Untrusted, so each part is checked; no operator
-is looked up or called."""
+"""Model of a portable graph (``docs/format.md``, section 6) for display. The graph is untrusted: each part is checked, and no operator is looked up
+or called."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from aot_backward_runtime.package.archive import Archive
 
 from .markup import clean
 
-LARGEST = 1 << 53  # bytes, which is also as far as JavaScript counts
+LARGEST = 1 << 53  # bytes, also the largest exact integer of JavaScript
 _LONGEST_CALL, _LONGEST_NAME = 240, 60  # characters; one name may be in the calls of a hundred thousand nodes
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """``bytes``: at the example's sizes."""
+    """A tensor's metadata. ``bytes``: at the example's sizes."""
 
     dtype: str
     shape: tuple[Size, ...]
@@ -35,25 +35,25 @@ class TensorInfo:
 @dataclass(frozen=True)
 class Node:
     """``operator``: "placeholder", "weight", "constant", "graph", "output", or an operator's full name. ``inputs``: the nodes that it reads, each
-    once. ``tensors``: one for each item of its value, None for what is no tensor; ``several`` says that the value is a list of them."""
+    once. ``tensors``: one for each item of its value, None if the item is not a tensor; ``several``: the value is a list of items."""
 
     operator: str
     name: str
     inputs: tuple[int, ...]
-    call: str  # its arguments in words
+    call: str  # a description of its arguments
     tensors: tuple[TensorInfo | None, ...]
     several: bool
     line: int  # in Drawing.lines, or -1
-    index: int = -1  # of an item that is taken out of several
+    index: int = -1  # of an item that is taken out of a list
 
     @property
     def computes(self) -> bool:
-        """Whether it makes a tensor out of others; sizes, weights, inputs and the output do not."""
+        """Return whether it computes a tensor from others; sizes, weights, inputs and the output do not."""
         return self.operator not in KINDS and any(self.tensors) and self.operator != "operator:getitem"
 
     @property
     def short(self) -> str:
-        """The operator without its namespace and overload: "convolution"."""
+        """Return the operator without its namespace and overload: "convolution"."""
         if ":" in self.operator:
             return self.operator.partition(":")[2]
         return self.operator.split(".")[1] if "." in self.operator else self.operator
@@ -78,7 +78,7 @@ class Drawing:
 
 
 def drawings(archive: Archive) -> dict[str, Drawing]:
-    """Of every library with a portable graph. :class:`PackageError` names a graph that is damaged, and the node in it."""
+    """Return the drawing of every library with a portable graph. Raise :class:`PackageError` naming a damaged graph and the node in it."""
     return {name: _drawing(name, archive, spec.graph) for name, spec in archive.manifest.libraries.items() if spec.graph}
 
 
@@ -103,7 +103,7 @@ def _drawing(name: str, archive: Archive, member: str) -> Drawing:
 
 
 class _Malformed(Exception):
-    """A part of a graph is not as the format says."""
+    """A part of a graph violates the format."""
 
 
 def _line(form: Any) -> Line:
@@ -164,7 +164,7 @@ def _tensor(form: Any, sizes: Mapping[str, int]) -> TensorInfo | None:
 
 
 def _reads(form: Any, before: int, out: dict[int, None]) -> None:
-    """Adds to ``out`` the nodes that occur anywhere in ``form``, in their order."""
+    """Add to ``out`` the nodes that occur anywhere in ``form``, in their order."""
     if isinstance(form, list):
         for value in form:
             _reads(value, before, out)

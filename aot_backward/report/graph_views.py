@@ -1,4 +1,4 @@
-"""What is drawn together: a variant's forward and backward side by side, any other graph by itself; and what the inputs and results of each are."""
+"""Views of graphs: a variant's forward and backward side by side, any other graph by itself; and names of the inputs and results of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONGEST_LABEL = 40  # characters of a symbol's name, which is repeated in every
 
 @dataclass(frozen=True)
 class Column:
-    """One graph in a view. ``given``: what each placeholder is, by its node; ``gives``: what each result is, by the node behind it.
+    """One graph in a view. ``given``: a description of each placeholder, by its node; ``gives``: descriptions of results, by the node behind them.
     ``labels``: the author's names for the sizes in it."""
 
     role: str  # "forward"
@@ -41,7 +41,7 @@ class Column:
 
 @dataclass(frozen=True)
 class View:
-    """``links``: saved tensors, as a node of the first column and a placeholder of the second."""
+    """Graphs side by side. ``links``: saved tensors, as a node of the first column and a placeholder of the second."""
 
     title: str
     columns: tuple[Column, ...]
@@ -53,7 +53,7 @@ class View:
 
     @property
     def saved(self) -> int:
-        """Bytes of the saved tensors."""
+        """Return the bytes of the saved tensors."""
         return sum(tensor.bytes for node in {b for _, b in self.links} for tensor in self.columns[1].drawing.nodes[node].tensors if tensor)
 
 
@@ -61,7 +61,7 @@ _Drawn = Mapping[str, tuple[Drawing, MemoryUse]]
 
 
 def views(manifest: Manifest, drawings: Mapping[str, Drawing]) -> list[View]:
-    """Everything there is to draw, in the manifest's order."""
+    """Return all views, in the manifest's order."""
     drawn = {name: (drawing, memory_use(drawing)) for name, drawing in drawings.items()}
     found = [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, drawn) if view.columns]
     for name, entry in manifest.entries.items():
@@ -119,7 +119,7 @@ def _of_pass(title: str, spec: PassSpec, drawn: _Drawn) -> Iterator[View]:
 
 
 def _planned(drawn: _Drawn, *plans: tuple[str, Plan | None], of: VariantSpec | None = None) -> tuple[Column, ...]:
-    """A column for each plan that calls a graph which is in the package as data."""
+    """Return a column for each plan that calls a graph that the package holds as data."""
     inputs, outputs, cotangents = (of.inputs, of.outputs, of.cotangents) if of else ((), (), ())
     labels = _labels(of.symbols) if of else {}
     columns = []
@@ -134,7 +134,7 @@ def _planned(drawn: _Drawn, *plans: tuple[str, Plan | None], of: VariantSpec | N
 
 
 def _column(role: str, drawn: tuple[Drawing, MemoryUse], given: Sequence[str], gives: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> Column:
-    """``given``: what the library's inputs are, in its order; ``gives``: what its results are, by their number."""
+    """Return a column. ``given``: descriptions of the library's inputs, in its order; ``gives``: descriptions of its results, by their number."""
     drawing, memory = drawn
     results: dict[int, tuple[str, ...]] = {}
     for number, what in gives:
@@ -157,26 +157,26 @@ def _links(first: Plan, second: Plan, forward: Column, backward: Column) -> Iter
 
 
 def _operand(operand: str, inputs: Sequence[TensorSpec], cotangents: Sequence[TensorSpec], labels: Mapping[str, str]) -> str:
-    """What a call is passed, in words."""
+    """Return a description of a call's operand."""
     kind, _, rest = operand.partition(":")
     known = {"input": inputs, "cotangent": cotangents}.get(kind, ())
     return known[number_of(rest)].name if 0 <= number_of(rest) < len(known) else f"{kind} {with_labels(rest, labels)}"
 
 
 def owner(of: str, inputs: Sequence[TensorSpec]) -> str:
-    """The name behind ``parameter:NAME`` or ``input:I``."""
+    """Return the name behind ``parameter:NAME`` or ``input:I``."""
     kind, _, rest = of.partition(":")
     return inputs[number_of(rest)].name if kind == "input" and 0 <= number_of(rest) < len(inputs) else rest
 
 
 def _result(source: str) -> int:
-    """I of ``result:I``; else -1."""
+    """Return I of ``result:I``, otherwise -1."""
     kind, _, rest = source.partition(":")
     return number_of(rest) if kind == "result" else -1
 
 
 def number_of(text: str) -> int:
-    """A number of a plan, or -1 where it is none."""
+    """Return a number of a plan, or -1 if the text is not a number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
 
@@ -185,5 +185,5 @@ def _labels(symbols: Sequence[SymbolSpec]) -> dict[str, str]:
 
 
 def with_labels(expression: str, labels: Mapping[str, str]) -> str:
-    """An expression with the author's names for its symbols."""
+    """Return an expression with the author's names for its symbols."""
     return re.sub(r"[A-Za-z_]\w*", lambda m: labels.get(m[0], m[0]), expression)

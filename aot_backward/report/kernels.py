@@ -1,4 +1,4 @@
-"""Where the kernels are: operators by count, those that are called rather than compiled, and what native code is linked with."""
+"""Describe kernels: operators by count, operators that are called instead of compiled, and the libraries that native code links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def kernels(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
 
 
 def _role(library: str) -> str:
-    """What a graph is for, as its name says: ``net.0.forward`` is a forward."""
+    """Return the purpose of a graph from its name: ``net.0.forward`` is a forward."""
     last = library.rpartition(".")[2]
     return last if last in ("forward", "backward", "inference", "gradient", "step", "accumulate", "update") else "recorded"
 

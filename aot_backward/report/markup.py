@@ -1,4 +1,4 @@
-"""HTML from untrusted strings: elements whose text and attributes are escaped."""
+"""Make HTML from untrusted strings: the text and attributes of elements are escaped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 _VOID = frozenset({"meta", "input", "br"})
-LONGEST = 1000  # characters of one text out of a package
+LONGEST = 1000  # characters of one text from a package
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is already markup."""
 
     __slots__ = ()
 
@@ -21,7 +21,7 @@ Child = str | Html | Iterable[Any] | None
 
 
 def clean(text: str) -> str:
-    """``text`` with unprintable characters, direction marks included, replaced, and cut to :data:`LONGEST`."""
+    """Return ``text`` with unprintable characters, including direction marks, replaced, and cut to :data:`LONGEST`."""
     shown = _visible(text)
     return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"
 
@@ -31,7 +31,7 @@ def _visible(text: str) -> str:
 
 
 def element(tag: str, *children: Child, **attributes: str | float | bool | None) -> Html:
-    """``<tag …>children</tag>``. ``class_`` is class, other underscores are hyphens; None and False leave an attribute out."""
+    """Return ``<tag …>children</tag>``. ``class_`` becomes class, other underscores hyphens; None and False omit an attribute."""
     words = [tag]
     for name, value in attributes.items():
         name = name.removesuffix("_").replace("_", "-")
@@ -44,7 +44,7 @@ def element(tag: str, *children: Child, **attributes: str | float | bool | None)
 
 
 def joined(children: Child) -> Html:
-    """Children in their order; what is not :class:`Html` is text."""
+    """Join children in their order. A child that is not :class:`Html` is text."""
     if children is None:
         return Html()
     if isinstance(children, Html):
@@ -55,14 +55,14 @@ def joined(children: Child) -> Html:
 
 
 def raw(tag: str, text: str, **attributes: str) -> Html:
-    """One of this package's scripts or style sheets, unescaped; it must not contain its own closing tag."""
+    """Return one of this package's scripts or style sheets, unescaped. It must not contain its own closing tag."""
     assert f"</{tag}" not in text.lower()
     words = [tag, *(f'{name}="{html.escape(value)}"' for name, value in attributes.items())]
     return Html(f"<{' '.join(words)}>{text}</{tag}>")
 
 
 def data(name: str, value: Any) -> Html:
-    """``value`` for the script of the page, as JSON in which no markup can begin."""
+    """Return ``value`` for the script of the page, as JSON that cannot contain markup."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for mark in "<>&":
         text = text.replace(mark, f"\\u{ord(mark):04x}")

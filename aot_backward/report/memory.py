@@ -1,7 +1,7 @@
-"""The bytes that the values of a graph hold while it runs, in its own order and at the example's sizes.
+"""Compute the bytes that the values of a graph hold while it runs, in its own order and at the example's sizes.
 
-What is counted is the graph as it was captured. The compiler fuses neighbours, and their values in between are then never in memory: this is an upper
-bound on the values where it keeps their order. Weights are left out, and so is what an operator needs while it runs.
+This counts the graph as captured. The compiler fuses neighbours and never stores the values in between, so this is an upper bound on the values if
+it keeps their order. Weights are left out, and so is memory that an operator needs while it runs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ VIEWS = frozenset(
         *("_unsafe_view", "broadcast_in_dim", "view_of"),
     }
 )
-"""Operators whose results share their first argument's memory."""
+"""Operators with results that share their first argument's memory."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """``live``: bytes in memory while each node runs. ``given``: those of the inputs, which the caller keeps all the time. ``peak``: the node
-    at which most is live."""
+    """``live``: bytes in memory while each node runs. ``given``: bytes of the inputs, which the caller keeps all the time. ``peak``: the node
+    with the most live bytes."""
 
     live: tuple[int, ...]
     given: int
@@ -35,12 +35,12 @@ class MemoryUse:
 
 
 def memory_use(drawing: Drawing) -> MemoryUse:
-    """A value is live from the node that makes it to the last that reads it or a view of it; inputs and results to the end."""
+    """Count each value from the node that makes it to the last that reads it or a view of it; inputs and results to the end."""
     last = len(drawing.nodes) - 1
     begin: list[int] = []
     end: list[int] = []
     bytes_: list[int] = []
-    held: list[tuple[tuple[int, ...], ...]] = []  # of each node, for each tensor of its value, the allocations that it uses
+    held: list[tuple[tuple[int, ...], ...]] = []  # for each node and each tensor of its value, the allocations that it uses
     given = 0
 
     def memory(start: int, stop: int, count: int) -> int:
@@ -79,5 +79,5 @@ def memory_use(drawing: Drawing) -> MemoryUse:
 
 
 def shares(node: Node) -> bool:
-    """Whether its value shares the memory of what it reads: a view, or its first argument changed in place."""
+    """Return whether its value shares memory with its first input: a view, or its first argument changed in place."""
     return node.short in VIEWS or (node.short.endswith("_") and not node.short.endswith("__"))

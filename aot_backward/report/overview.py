@@ -1,4 +1,4 @@
-"""What a package is: who built it, for what, and how it compared with eager."""
+"""Describe a package: who built it, its targets, and its comparison with eager."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
 
 
 def _all_verdicts(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
-    """Every verdict of the package: of what, and for which target."""
+    """Yield every verdict of the package with its subject and target."""
     targets = targets_of(archive.manifest)
     for name, entry in archive.manifest.entries.items():
         for number, variant in enumerate(entry.variants):

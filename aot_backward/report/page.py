@@ -1,4 +1,4 @@
-"""Puts the page together: one file, which may load nothing, run no script but its own, and send nothing anywhere."""
+"""Build the page: one file, which may load nothing, run no script but its own, and send nothing anywhere."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _graph(seen: list[View]) -> Html:
 
 
 def _data(seen: list[View], drawn: dict[str, Drawing]) -> list[Html]:
-    """What the script draws. Strings that repeat are in one list, lines of source in another, each graph in an element of its own."""
+    """Return the data for the script. Repeated strings are in one list, source lines in another, each graph in a separate element."""
     strings: dict[str, int] = {}
     lines: dict[tuple[Any, ...], int] = {}
     shown = {c.drawing.library: c for v in seen for c in v.columns}
@@ -159,7 +159,7 @@ def _data(seen: list[View], drawn: dict[str, Drawing]) -> list[Html]:
 
 
 def _short(size: str) -> str:
-    """``4·s0`` for ``(4 * s0)``; a sum keeps its parentheses."""
+    """Return ``4·s0`` for ``(4 * s0)``; a sum keeps its parentheses."""
     product = size.replace(" * ", "*").replace("*", "·")
     return product.removeprefix("(").removesuffix(")") if product.count("(") == 1 and not any(c in product for c in "+-/%,") else product
 

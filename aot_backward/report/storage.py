@@ -1,4 +1,4 @@
-"""Where the bytes of a package are."""
+"""Show how a package's bytes are distributed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .markup import Child, Html, element
 
 
 def bytes_of(archive: Archive) -> list[tuple[str, str, int]]:
-    """The kind, the name and the bytes of each part of the file; they add up to it."""
+    """Return the kind, the name and the bytes of each part of the file; they add up to its size."""
     manifest, members = archive.manifest, archive.members()
     left = {name: m.size for name, m in members.items()}
     parts = []

@@ -1,4 +1,4 @@
-"""What a package requires of its inputs, in words: ``batch: 2 and more, a multiple of 4``, ``x: float32, batch × 3 × 32 × 32, contiguous``."""
+"""Describe a package's requirements on its inputs: ``batch: 2 and more, a multiple of 4``, ``x: float32, batch × 3 × 32 × 32, contiguous``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JOINED = {ast.Add: "+", ast.Sub: "−", ast.Mult: "×", ast.Mod: "mod"}
 
 
 def size_in_words(count: int) -> str:
-    """``41.7 kB``."""
+    """Return ``41.7 kB``."""
     if count < 1000:
         return f"{count} B"
     power = next((p for p in (1, 2, 3) if count < 999.95 * 1000**p), 4)
@@ -27,12 +27,12 @@ def size_in_words(count: int) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """``3 nodes``, ``1 node``."""
+    """Return ``3 nodes`` or ``1 node``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 class Words:
-    """Sizes and guards of one variant, with the author's names for its dynamic dimensions."""
+    """Descriptions of one variant's sizes and guards, with the author's names for its dynamic dimensions."""
 
     def __init__(self, inputs: Sequence[TensorSpec], symbols: Sequence[SymbolSpec], guards: Sequence[str] = ()):
         self.inputs, self.symbols, self.guards = inputs, symbols, guards
@@ -40,7 +40,7 @@ class Words:
         self._probes = [{s.name: 5 + 2 * (k + j) for j, s in enumerate(symbols)} for k in range(2)]
 
     def place(self, symbol: SymbolSpec) -> str:
-        """Where a symbol's value is read from."""
+        """Return the dimension that a symbol's value is read from."""
         if symbol.input < 0:
             return f"size {symbol.dim} of the pass"
         if symbol.input >= len(self.inputs):
@@ -48,22 +48,22 @@ class Words:
         return f"dimension {symbol.dim} of {self.inputs[symbol.input].name}"
 
     def size(self, size: Size, inside: bool = False) -> str:
-        """``inside``: as one of several that are multiplied."""
+        """Return a size. ``inside``: as one of several factors."""
         return str(size) if isinstance(size, int) else self._said(size, inside)
 
     def shape(self, shape: Sequence[Size]) -> str:
-        """``batch × 3 × 32``; of no dimensions, ``scalar``."""
+        """Return ``batch × 3 × 32``, or ``scalar`` without dimensions."""
         return " × ".join(self.size(s, len(shape) > 1) for s in shape) or "scalar"
 
     def tensor(self, spec: TensorSpec) -> str:
-        """Everything that a tensor must be but its name: ``float32, batch × 3, contiguous``."""
+        """Return all requirements on a tensor except its name: ``float32, batch × 3, contiguous``."""
         device = "" if spec.device == "cpu" else f", on {spec.device}"
         if not spec.shape:
             return f"{spec.dtype} scalar{device}"
         return f"{spec.dtype}, {self.shape(spec.shape)}, {self.layout(spec)}{device}"
 
     def layout(self, spec: TensorSpec) -> str:
-        """The memory format: contiguous, channels last, or the strides."""
+        """Return the memory format: contiguous, channels last, or the strides."""
         dims = range(len(spec.shape))
         if len(spec.stride) != len(spec.shape):
             raise PackageError(f"{spec.name} has {len(spec.shape)} dimensions and {len(spec.stride)} strides")
@@ -74,7 +74,7 @@ class Words:
         return f"strides ({', '.join(map(self.size, spec.stride))})"
 
     def _is_dense(self, spec: TensorSpec, order: Sequence[int]) -> bool:
-        """Whether its dimensions follow each other in memory without gaps in ``order``, the innermost first; probed at two sizes."""
+        """Return whether its dimensions follow each other in memory without gaps in ``order``, the innermost first; probed at two sizes."""
         for values in self._probes:
             step = 1
             for d in order:
@@ -85,7 +85,7 @@ class Words:
         return True
 
     def ranges(self) -> list[tuple[str, str, str]]:
-        """Of each dynamic dimension its label, the sizes it may have, and where it is read: ``("batch", "2 to 64, a multiple of 4", …)``."""
+        """Return label, allowed sizes and place of each dynamic dimension: ``("batch", "2 to 64, a multiple of 4", …)``."""
         out = []
         for s in self.symbols:
             said = _between(s.minimum, s.maximum)
@@ -100,11 +100,11 @@ class Words:
         return out
 
     def conditions(self) -> list[str]:
-        """The guards that :meth:`ranges` does not say already."""
+        """Return the guards that :meth:`ranges` does not include."""
         return [self._said(g) for g in self.guards if not _multiple(g)[0]]
 
     def _said(self, expression: str, inside: bool = False) -> str:
-        symbols_of(expression)  # PackageError where it is none of the format's
+        symbols_of(expression)  # raises PackageError if the format does not allow the expression
         try:
             return self._words(ast.parse(expression, mode="eval").body, inside)
         except RecursionError:
@@ -150,34 +150,34 @@ def _between(low: int, high: int | None) -> str:
 
 
 def _multiple(guard: str) -> tuple[str, int]:
-    """The symbol and the number where ``guard`` says that it is a multiple of that number; else no symbol."""
+    """Return symbol and number if ``guard`` requires the symbol to be a multiple of the number; otherwise an empty symbol."""
     found = re.fullmatch(r"\(*([A-Za-z_]\w*) ?% ?([0-9]{1,18})\)* ?== ?0\)?", guard)
     return (found[1], int(found[2])) if found else ("", 0)
 
 
 def ambient_in_words(ambient: Ambient) -> list[str]:
-    """The global state under which the code holds, where it is not PyTorch's default."""
+    """Return the global state that the code requires, if it differs from PyTorch's default."""
     out = [f"under autocast {ambient.autocast}"] if ambient.autocast else []
     out += ["with deterministic algorithms"] if ambient.deterministic else []
     return out + ([f"with float32 matrix products of {ambient.matmul_precision} precision"] if ambient.matmul_precision != "highest" else [])
 
 
 def verdict_in_words(verdict: Verdict) -> str:
-    """``verified: gradient of x is the worst, at 8 % of what is allowed; run at batch=8, batch=9``."""
+    """Return ``verified: gradient of x is the worst, at 8 % of what is allowed; run at batch=8, batch=9``."""
     worst = f": {verdict.worst} is the worst, at {verdict.error:.1%} of what is allowed" if verdict.worst else ""
     sizes = f"; run at {', '.join(verdict.sizes)}" if verdict.sizes else ""
     return f"{verdict.status}{worst}{sizes}"
 
 
 def standalone_in_words(standalone: str) -> str:
-    """Whether an entry runs without PyTorch, as ``EntrySpec.standalone`` says."""
+    """Return whether an entry runs without PyTorch, according to ``EntrySpec.standalone``."""
     if standalone == "verified":
         return "yes, with the stored results"
     return f"no: it {standalone}" if standalone else "not tried when it was exported"
 
 
 def pass_speed_in_words(speed: Speed) -> Iterator[str]:
-    """``at s0=16: eager 345.8 µs, compiled 290.1 µs``, for each size that was timed; and on what."""
+    """Yield ``at s0=16: eager 345.8 µs, compiled 290.1 µs`` for each timed size; then the processor and target."""
     for number, label in enumerate(speed.sizes):
         yield f"{f'at {label}: ' if label else ''}{', '.join(f'{timing.name} {timing.microseconds[number]:,.1f} µs' for timing in speed.timings)}"
     if speed.chosen != "compiled":
@@ -186,8 +186,8 @@ def pass_speed_in_words(speed: Speed) -> Iterator[str]:
 
 
 def speed_in_words(speed: Speed) -> Iterator[str]:
-    """``at batch=16: eager 345.8 µs, default 290.1 µs (shipped, 0.84 of eager's time)``, for each size that was timed; where it was slower what took
-    long; and on what."""
+    """Yield ``at batch=16: eager 345.8 µs, default 290.1 µs (shipped, 0.84 of eager's time)`` for each timed size; its slow parts if it was slower;
+    then the processor and target."""
     for number, (label, ratio) in enumerate(zip(speed.sizes, speed.ratios, strict=True)):
         said = []
         for timing in speed.timings:

@@ -1,4 +1,4 @@
-"""Fake quantization, which runs as eager's own kernels, under fake tensors: torch (2.13) has no shapes for them, which open sizes need."""
+"""Fake tensor rules for fake quantization, which runs as eager's own kernels: torch (2.13) lacks them, and dynamic sizes need them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def shapes_known() -> Iterator[None]:
-    """A context in which fake tensors go through these operators."""
+    """Register shape functions for these operators, so that fake tensors can pass through them."""
     with exclusive():
         known = set(torch_api._dispatch_get_registrations_for_dispatch_key("Meta"))
         library = torch.library.Library("aten", "IMPL", "Meta")

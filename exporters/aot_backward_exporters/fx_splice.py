@@ -1,4 +1,4 @@
-"""Puts a function's operators into a graph: it is traced on the values of the nodes that it is given, and what was traced stands before a node."""
+"""Inserts a function's operators into a graph: traces it on the values of its operands, and inserts the trace before a node."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.fx import GraphModule, Node
 from . import torch_api
 
 SPLICED = "spliced"
-"""In the ``meta`` of a graph that a rewrite made, as a body of control flow: what it left there is not to be rewritten again."""
+"""Key in the ``meta`` of a graph that a rewrite made, such as a control-flow body: it must not be rewritten again."""
 
 
 def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node], values: Mapping[Node, Any]) -> tuple[list[Node], dict[Node, Any]]:
-    """``function`` of ``operands``, whose fake tensors are in ``values``, before ``place``: the nodes of its results (a flat tuple), and the value of
-    each new node. To be called within the operands' fake mode, as retargeting is. Where ``function`` calls control flow, its bodies become parts of
-    the module, marked as :data:`SPLICED`."""
+    """Insert ``function`` of ``operands`` before ``place``. ``values``: the operands' fake tensors. Return the nodes of its results (a flat tuple),
+    and the value of each new node. Call it within the operands' fake mode, as in retargeting. If ``function`` calls control flow, its bodies become
+    submodules, marked as :data:`SPLICED`."""
     with torch.no_grad(), torch_api.enable_python_dispatcher():
         traced = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table())(*(values[node] for node in operands))
     traced.graph.eliminate_dead_code()
@@ -41,7 +41,7 @@ def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node],
 
 
 def _added(module: Any, branch: GraphModule) -> str:
-    """The name under which ``branch``, a body of control flow, is a part of ``module`` now."""
+    """Add ``branch``, a control-flow body, to ``module`` and return its name there."""
     name = next(name for i in itertools.count() if not hasattr(module, name := f"spliced_{i}"))
     branch.meta[SPLICED] = True
     module.add_submodule(name, branch)
@@ -49,7 +49,8 @@ def _added(module: Any, branch: GraphModule) -> str:
 
 
 def with_strides(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``tensor``, which has the sizes of ``like``, with its strides: itself, or a copy. For strides without gaps; the result's own show otherwise."""
+    """Return ``tensor``, which has the sizes of ``like``, with its strides: itself, or a copy. ``like`` must be dense; otherwise the result's
+    strides differ."""
     known = torch_api.statically_known_true
     if all(known(a == b) for a, b in zip(tensor.stride(), like.stride(), strict=True)):
         return tensor
@@ -59,12 +60,12 @@ def with_strides(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def hint(size: Any) -> int:
-    """The number that a size is in the example, which it has (:func:`has_hints`)."""
+    """Return the example's value of a size that has one (:func:`has_hints`)."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def at_most(size: Any) -> float:
-    """The largest number that a size can be by its declared range; infinity where it has none."""
+    """Return the largest value in the declared range of a size; infinity if it has no range."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     upper = torch_api.bound_sympy(size.node.expr, size.node.shape_env.var_to_range).upper
@@ -72,13 +73,13 @@ def at_most(size: Any) -> float:
 
 
 def has_hints(tensor: torch.Tensor) -> bool:
-    """Whether no size depends on data, as the number of rows of ``x[mask]`` does."""
+    """Return whether no size depends on data. An example of one that does: the number of rows of ``x[mask]``."""
     sizes: Sequence[Any] = tensor.shape
     return all(size.node.has_hint() for size in sizes if isinstance(size, torch.SymInt))
 
 
 def replace_results(node: Node, results: Sequence[Node | None]) -> None:
-    """Puts ``results`` in the place of those of ``node``, a tuple, and takes it out. None: a result that nothing reads."""
+    """Replace the results of ``node``, a tuple, by ``results``, and erase it. None: an unused result."""
     for user in list(node.users):
         assert user.target is operator.getitem, f"{user} reads all of {node}"
         result = results[user.args[1]]  # type: ignore[index]

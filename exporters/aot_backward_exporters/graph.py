@@ -1,4 +1,4 @@
-"""What capture hands to the exporters, and what they hand back: plain dataclasses, no behaviour."""
+"""Inputs and results of the exporters: plain dataclasses, no behaviour."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ VERSION = "0.1.0"
 
 
 ROUNDED = "aot_backward_rounded"
-"""The key in a node's ``meta`` that is true where a 16-bit result must be rounded as eager rounds it, also within a fused loop."""
+"""The key in a node's ``meta`` that is true if a 16-bit result must be rounded as eager rounds it, also within a fused loop."""
 
 EAGER_KERNEL = "aot_backward_eager_kernel"
-"""The key in a node's ``meta`` that is true where eager's own kernel is called, because compiled code gave other numbers."""
+"""The key in a node's ``meta`` that is true if eager's own kernel is called, because compiled code gave other numbers."""
 
 LINE = "aot_backward_line"
-"""The key in a node's ``meta`` under which its :class:`Line` is found."""
+"""The key in a node's ``meta`` that holds its :class:`Line`."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Where in user code an operator comes from."""
+    """The line of user code that an operator comes from."""
 
     file: str  # its last folder and its name: "nets/model.py"
     number: int
     function: str
     text: str
-    module: str  # the submodule whose forward it is in: "layers.0"
+    module: str  # the submodule that calls it in forward(): "layers.0"
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Graph:
     outputs: tuple[TensorSpec, ...]
     constants: dict[str, tuple[str, torch.Tensor]]
     nodes: int
-    donated: tuple[int, ...] = ()  # inputs whose memory the code may write its own values into
+    donated: tuple[int, ...] = ()  # inputs that may be overwritten with the code's own values
     profiled: bool = False  # each kernel reports itself to torch.profiler, which takes time
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """One compiled graph: files on disk, to be put into the package side by side."""
+    """One compiled graph: files on disk for the package."""
 
     library: Path  # the shared library
     metadata: Path  # *_metadata.json
@@ -66,8 +66,8 @@ class Artifact:
     needed: tuple[str, ...]
     glibc: str
     glibcxx: str
-    operators: tuple[str, ...]  # that go through the proxy executor
+    operators: tuple[str, ...]  # operators that go through the proxy executor
 
 
 Options = dict[str, object]
-"""Settings of the compiler, by the names of ``torch._inductor.config``."""
+"""Compiler settings, by the names of ``torch._inductor.config``."""

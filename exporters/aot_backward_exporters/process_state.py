@@ -1,16 +1,16 @@
-"""State of the process that a capture, a check or a compilation changes for a while: attributes of torch, entries of mappings, switches in C++.
+"""Temporary changes of process-wide state for a capture, check or compilation: attributes of torch, entries of mappings, switches in C++.
 
-Every attribute and entry of a mapping is replaced through this module, under one lock, and put back in reverse order whatever happens; one thread may
-nest as many as it needs. Settings that torch has a function or a context of its own for (default dtype, autocast, warnings, Inductor's options) are
-changed where they are needed, while the lock is held. Who holds the lock, and how long:
+This module replaces every attribute and mapping entry under one lock, and restores them in reverse order, also after an error; one thread may
+nest replacements. Settings that torch has its own function or context for (default dtype, autocast, warnings, Inductor's options) are
+changed at the point of use, while the lock is held. The lock is held by:
 
 - An export, from its first trace until the package is written (:func:`exclusive`): it also relies on the random state, and on the modes, buffers and
   parameters of the modules that it traces. Exports in several threads run one after the other.
-- Anything else (a rebuild, a recorded pass, ``verify``), as long as something of its own is replaced: while a program is traced, while Inductor
-  lowers a graph, while a variant is compared with what is stored.
+- Other operations (a rebuild, a recorded pass, ``verify``), only while they have something replaced: while a program is traced, while Inductor
+  lowers a graph, while a variant is compared with stored results.
 
-The lock does not stop a thread that trains meanwhile, and torch calls the replacements there, too: where one would refuse or record what such a
-thread does, it must hand over to the original for all threads but its own.
+The lock does not stop a training thread, and torch calls the replacements in that thread, too. A replacement that refuses or records calls must
+therefore call the original in all threads but its own.
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ def _new_lock() -> None:
     _LOCK = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_new_lock)  # whichever thread held it is not in the child, where torch stays as it was at the fork
+os.register_at_fork(after_in_child=_new_lock)  # the lock's holder does not exist in the child, which keeps torch's state from the fork
 
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """A context in which no other thread changes the process's state through this module."""
+    """Keep other threads from changing the process's state through this module."""
     with _LOCK:
         yield
 
 
 @contextlib.contextmanager
 def patched(owner: Any, /, **values: Any) -> Iterator[None]:
-    """A context in which ``owner`` (a module, a class, an object) has the attributes ``values``; what it only inherited it inherits again
-    afterwards. :class:`AttributeError` where it has none of that name: a torch that renamed it would call the original in silence."""
+    """Set the attributes ``values`` on ``owner`` (a module, a class, an object) and restore them at exit.
+
+    Attributes that it inherited are inherited again afterwards. Raise :class:`AttributeError` if a name is missing: if torch renamed it, the
+    replacement would silently have no effect."""
     with _LOCK, contextlib.ExitStack() as stack:
         for name, value in values.items():
             if not hasattr(owner, name):
                 raise AttributeError(f"{owner!r} has no attribute {name!r} that could be replaced (torch {torch.__version__})")
-            before = vars(owner).get(name, _ABSENT)  # a staticmethod as it is; getattr would give what it wraps
+            before = vars(owner).get(name, _ABSENT)  # keeps a staticmethod; getattr would return the function that it wraps
             setattr(owner, name, value)
             if before is _ABSENT:
                 stack.callback(delattr, owner, name)
@@ -64,7 +66,7 @@ def patched(owner: Any, /, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched_items(mapping: MutableMapping[str, Any], /, **values: Any) -> Iterator[None]:
-    """A context in which ``mapping`` (``os.environ``, a module's globals) has the entries ``values``."""
+    """Set the entries ``values`` in ``mapping`` (``os.environ``, a module's globals) and restore them at exit."""
     with _LOCK, contextlib.ExitStack() as stack:
         for name, value in values.items():
             before = mapping.get(name, _ABSENT)
@@ -78,12 +80,12 @@ def patched_items(mapping: MutableMapping[str, Any], /, **values: Any) -> Iterat
 
 @contextlib.contextmanager
 def sizes_of_one_open() -> Iterator[None]:
-    """A context in which a question whether a size is 1 does not narrow that size, where the answer changes only strides or speed.
+    """Let comparisons of a size with 1 leave the size open if the answer changes only strides or speed.
 
-    torch's Python asks such questions by ``guard_or_false``, which ``backed_size_oblivious`` answers. Its C++ compares, before it multiplies a stride
-    by a size (``is_channels_last_strides_2d``), merges two dimensions (``view``), sums or copies: the size counts as other than 1, which holds for
-    all but ``squeeze``. A program that compares a size is Python, and makes a guard. The self-check runs the size 1. Whether elements of a tensor
-    that is written to share memory is answered by the example."""
+    torch's Python code makes such comparisons through ``guard_or_false``, which ``backed_size_oblivious`` answers. Its C++ code compares before it
+    multiplies a stride by a size (``is_channels_last_strides_2d``), merges two dimensions (``view``), sums or copies: the size counts as other than
+    1, which is correct for all but ``squeeze``. Comparisons in user code are Python, and create a guard. The self-check runs the size 1. The example
+    decides whether elements of a tensor that is written to share memory."""
     node, owner, overlap = torch_api.SymNode, threading.get_ident(), torch_api._debug_has_internal_overlap
     original = node.guard_bool
 
@@ -108,7 +110,7 @@ def sizes_of_one_open() -> Iterator[None]:
 
 
 def _answer_for_other_than_one(expression: Any, hint: Any) -> bool | None:
-    """What ``expression`` is where a size in it is other than 1; None if it says more than that. A stride of 8 * n is 8 only if n is 1."""
+    """Return the value of ``expression`` if its size is not 1; None if it depends on more than that. A stride of 8 * n is 8 only if n is 1."""
     kind = type(expression).__name__
     if kind == "StrictGreaterThan" and expression.rhs == 1:
         return True
@@ -126,10 +128,10 @@ def _answer_for_other_than_one(expression: Any, hint: Any) -> bool | None:
 
 @contextlib.contextmanager
 def without_convolution_libraries() -> Iterator[None]:
-    """A context in which convolutions and recurrent layers are plain ATen operators: oneDNN and NNPACK are off.
+    """Turn off oneDNN and NNPACK, so that convolutions and recurrent layers are plain ATen operators.
 
-    oneDNN's recurrent layers have no formula that a trace could take. Which library a convolution runs on depends on the batch size (both are for 16
-    and more): traced, that question would become a guard on it. Compiled code asks again when it runs.
+    oneDNN's recurrent layers have no decomposition that can be traced. The batch size decides which library runs a convolution (both are for 16
+    and more): traced, that comparison would become a guard on the batch size. Compiled code compares again at run time.
     """
     with _LOCK, torch.backends.nnpack.flags(enabled=False):
         mkldnn = torch_api._get_mkldnn_enabled()
@@ -141,7 +143,7 @@ def without_convolution_libraries() -> Iterator[None]:
 
 
 def matrix_products_for_any_size() -> contextlib.AbstractContextManager[None]:
-    """A context in which Inductor's decomposition of matrix products does not ask whether a dynamic size is small, which would narrow the size.
+    """Keep Inductor's decomposition of matrix products from checking for small dynamic sizes, which would narrow them.
 
     Lowering decomposes them, and from torch 2.15 on also the passes over joint graphs, which trace their patterns on the graph's own sizes.
     """
@@ -153,18 +155,18 @@ _GROUP_NORM = "native_group_norm_backward"
 
 @contextlib.contextmanager
 def without_crashes() -> Iterator[list[str]]:
-    """A context in which eager's ``group_norm`` over a channels_last input does not end the process.
+    """Keep eager's ``group_norm`` over a channels_last input from crashing the process.
 
-    Its kernel crashes if the gradients of its parameters are asked for and its input's is not (torch 2.13), as ``backward()`` asks if the input needs
-    none. Here it computes the input's gradient, too, and drops it: the others are the same to the bit. Of about thirty CPU operators, each asked for
-    every combination of its gradients, no other crashed. Yields a list that gets the operator's name for each call that would have crashed. A call
-    that would not takes 8 µs longer."""
+    Its kernel crashes if the gradients of its parameters are requested without its input's (torch 2.13), which ``backward()`` does if the input does
+    not require grad. This context also computes the input's gradient and drops it: the others are bit-identical. Among about thirty CPU operators,
+    each tested with every combination of gradients, only this one crashed. Yields a list that receives the operator's name for each avoided crash.
+    Other calls take 8 µs longer."""
     kernel: Any = torch.library.get_kernel(f"aten::{_GROUP_NORM}", "CPU")
     avoided: list[str] = []
 
     def group_norm_backward(keys: Any, *args: Any) -> Any:
         *others, wanted = args
-        values = others[1]  # behind the incoming gradient
+        values = others[1]  # after grad_output
         if not wanted[0] and not values.is_contiguous():
             avoided.append(_GROUP_NORM)
             wanted = [True, *wanted[1:]]
@@ -174,7 +176,7 @@ def without_crashes() -> Iterator[list[str]]:
         library = torch.library.Library("aten", "IMPL")
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that a kernel is replaced
+                warnings.filterwarnings("ignore", message="Warning only once for all operators")  # the warning that a kernel is replaced
                 library.impl(_GROUP_NORM, group_norm_backward, "CPU", with_keyset=True, allow_override=True)
             yield avoided
         finally:

@@ -1,4 +1,4 @@
-"""How long work says how far it is: exporting, rebuilding, verifying, recording and converting take a :class:`Progress`."""
+"""Progress reports of long work: exporting, rebuilding, verifying, recording and converting take a :class:`Progress`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 class Progress(Protocol):
     """Called when ``done`` of the ``total`` steps of ``stage`` ("capture net", "compile", "write") are finished, from 0 to ``total``.
 
-    A stage may come again, for the next variant or target.
+    A stage may repeat, for the next variant or target.
     """
 
     def __call__(self, stage: str, done: int, total: int, /) -> None: ...
 
 
 def silent(stage: str, done: int, total: int, /) -> None:
-    """Tells nobody."""
+    """Report nothing."""

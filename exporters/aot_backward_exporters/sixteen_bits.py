@@ -1,12 +1,12 @@
-"""Values in bfloat16 and float16: which of them must be rounded as eager rounds, and decompositions that round where eager's CPU kernels do.
+"""Values in bfloat16 and float16: selects the values that must be rounded as in eager, and decomposes operators to round like eager's CPU kernels.
 
-Compiled code keeps fused values in float32. If a comparison, an index or a rounding depends on one, it can select another element than eager, whose
-gradient is then 0 instead of 1 (pytorch#185517). Everything that a selection is computed from is therefore rounded (:func:`mark_rounded`). The rest
-is not, because rounding costs time: 16,384 bfloat16 numbers through nine pointwise operators take 103 us rounded and 52 us not rounded on one AVX2
+Compiled code keeps fused values in float32. If a comparison, an index or a rounding depends on one, it can select another element than eager; the
+gradient is then 0 instead of 1 (pytorch#185517). Therefore all values that a selection depends on are rounded (:func:`mark_rounded`). Other values
+are not, because rounding costs time: 16,384 bfloat16 numbers through nine pointwise operators take 103 us rounded and 52 us not rounded on one AVX2
 thread, and 81 us in eager.
 
 Torch's decompositions compute most operators in float32 and round once, as most of eager's kernels do. Some kernels round in between (``mse_loss``
-rounds the difference before it squares it), and some decompositions compute in 16 bits what the kernel computes in float32 (``lerp``). The functions
+rounds the difference before it squares it), and some decompositions compute in 16 bits while the kernel computes in float32 (``lerp``). The functions
 here were compared with eager on every 16-bit number between 1e-6 and 1e4.
 """
 
@@ -31,14 +31,14 @@ Decomposition = Callable[..., Any]
 _STEPS = frozenset({
     aten.round, aten.floor, aten.ceil, aten.trunc, aten.frac, aten.sign, aten.sgn, aten.fmod, aten.remainder, aten.floor_divide, aten.heaviside,
 })  # fmt: skip
-"""Operators with results in floating point that jump."""
+"""Operators with discontinuous floating-point results."""
 
 _UNRELATED = frozenset({aten.native_dropout, aten.rand_like, aten.randn_like})
-"""Operators whose results depend on the shape of what they are given, and on random numbers."""
+"""Operators with results that depend only on their input's shape and on random numbers."""
 
 
 def mark_rounded(graph: GraphModule) -> None:
-    """Mark the 16-bit values of ``graph`` that a selection depends on, and those that the program casts to 16 bits and back, which is how a program
+    """Mark the 16-bit values of ``graph`` that a selection depends on, and values that the program casts to 16 bits and back, which is how a program
     rounds: compiled code rounds them as eager does."""
     waiting = [node for node in graph.graph.nodes if _selects(node)]
     before = set(waiting)
@@ -55,7 +55,7 @@ def mark_rounded(graph: GraphModule) -> None:
 
 
 def mark_all_rounded(graph: GraphModule) -> None:
-    """Mark every 16-bit value of ``graph`` and of the graphs within it."""
+    """Mark every 16-bit value of ``graph`` and of its subgraphs."""
     for node in graph.graph.nodes:
         if is_in_16_bits(node):
             node.meta[ROUNDED] = True
@@ -65,7 +65,7 @@ def mark_all_rounded(graph: GraphModule) -> None:
 
 
 def is_in_16_bits(node: Node) -> bool:
-    """Whether the value of ``node`` is a tensor in bfloat16 or float16."""
+    """Return whether the value of ``node`` is a tensor in bfloat16 or float16."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in DTYPES
 
@@ -75,7 +75,7 @@ def _casts(node: Node) -> bool:
 
 
 def _selects(node: Node) -> bool:
-    """Whether a small change of what ``node`` is given can change its result by much."""
+    """Return whether a small change of an input of ``node`` can change its result by much."""
     if node.op != "call_function" or not any(_is_inexact(n.meta.get("val")) for n in node.all_input_nodes):
         return False
     if isinstance(node.target, torch_api.HigherOrderOperator):
@@ -93,7 +93,7 @@ def _is_inexact(value: Any) -> bool:
 
 
 def rounding_as_kernels(table: dict[Any, Decomposition]) -> dict[Any, Decomposition]:
-    """Return ``table`` (operator -> decomposition) with the decompositions of this module, which serve 16-bit tensors and leave others to it."""
+    """Return ``table`` (operator -> decomposition) with this module's decompositions for 16-bit tensors; other tensors use ``table``'s."""
     out = dict(table)
     for operator, by_dtype in _OWN.items():
         out[operator] = _chosen_by_dtype(by_dtype, table.get(operator))

@@ -1,7 +1,7 @@
-"""Every private torch name that the library and the exporters use, and since which torch it is there, if not in all.
+"""Every private torch name that the library and the exporters use, with the first torch version that has it, if not all do.
 
-``torch_api.NAME`` resolves lazily (PEP 562), so that ``import aot_backward`` stays light, and fails loudly where a name is gone.
-``tests/project/test_torch_api.py`` looks all of them up.
+``torch_api.NAME`` resolves lazily (PEP 562), so that ``import aot_backward`` stays light, and fails loudly if a name is missing.
+``tests/project/test_torch_api.py`` resolves all of them.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ _MODULES = {
 }
 
 _SINCE: dict[str, str] = {}
-"""The torch minor that a name came with, of those that are not in all supported ones."""
+"""First torch minor version of each name that some supported versions lack."""
 
 _RENAMED = {
     "is_non_overlapping_and_dense": "is_non_overlapping_and_dense_or_false",
@@ -159,30 +159,30 @@ NAMESPACES = frozenset({
     "debug_mode_ops", "debugprims", "export", "flex_gemm", "fsdp", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn",
     "prepacked", "prims", "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime", "symm_mem",
 })  # fmt: skip
-"""Of the operators that ``import torch`` registers, in any supported version."""
+"""Namespaces of the operators that ``import torch`` registers, in any supported version."""
 
 _OPTIONS_SINCE = {"aot_inductor.enable_frame_pointer": "2.12", "aot_inductor.enable_line_tables": "2.13", "cpp.march": "2.13"}
-"""The torch minor that an option of ``torch._inductor.config`` came with. One that is not named here must be in all supported ones."""
+"""First torch minor version of an option of ``torch._inductor.config``. An option that is not listed must be in all supported versions."""
 
 
 def control_flow_modules() -> list[Any]:
-    """The modules of the operators that trace bodies of their own, each with the name ``reenter_make_fx`` (2.11 to 2.15)."""
+    """Return the modules of the operators that trace their own bodies, each with the name ``reenter_make_fx`` (2.11 to 2.15)."""
     names = ("associative_scan", "cond", "map", "scan", "while_loop")
     return [importlib.import_module(f"torch._higher_order_ops.{name}") for name in names]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors of one storage, traced ones too, as long as they live."""
+    """Return a key that tensors of one storage share, traced ones too, as long as they live."""
     return tensor.untyped_storage()._cdata
 
 
 def minor() -> str:
-    """torch's version without patch and build, "2.13"."""
+    """Return torch's version without patch and build, "2.13"."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
 def at_least(version: str) -> bool:
-    """Whether this is torch ``version`` ("2.13") or a newer one."""
+    """Return whether this is torch ``version`` ("2.13") or a newer one."""
     return _numbers(minor()) >= _numbers(version)
 
 
@@ -191,18 +191,18 @@ def _numbers(version: str) -> list[int]:
 
 
 def known_options(options: dict[str, object]) -> dict[str, object]:
-    """Those of ``options`` that this torch's ``torch._inductor.config`` has: it raises on any other."""
+    """Return the ``options`` that this torch's ``torch._inductor.config`` has: it raises on any other."""
     return {name: value for name, value in options.items() if at_least(_OPTIONS_SINCE.get(name, SUPPORTED[0]))}
 
 
 def module_of_custom_op(operator: str) -> str:
-    """The module of the function that ``torch.library.custom_op`` made the operator ("mine::cube") of; "" where it was not made so."""
+    """Return the module of the function that ``torch.library.custom_op`` made the operator ("mine::cube") from; "" for other operators."""
     definition = __getattr__("OPDEFS").get(operator)
     return "" if definition is None else str(definition._init_fn.__module__)
 
 
 def places_of_operator(operator: str, overload: str) -> list[str]:
-    """The files, as far as they are known, that defined the operator and that registered its rule for fake tensors."""
+    """Return the known files that defined the operator and that registered its fake implementation."""
     written = __getattr__("_dispatch_find_schema_or_throw")(operator, overload).debug()  # "registered at FILE:LINE"
     fake = __getattr__("fake_registry")._data.get(f"{operator}.{overload}" if overload else operator)
     kernel = fake.fake_impl.kernel if fake is not None else None
@@ -212,8 +212,8 @@ def places_of_operator(operator: str, overload: str) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet_search_for_cuda() -> Iterator[None]:
-    """A context in which ``torch.utils.cpp_extension`` may be imported, which looks for CUDA's compiler: where there is one and no GPU, it logs a
-    warning to stderr, and there may be a report of ours (``record --json``)."""
+    """Silence ``torch.utils.cpp_extension`` while it is imported: on a machine with CUDA's compiler but without a GPU it logs a warning to stderr,
+    which may carry one of our reports (``record --json``)."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     before, logger.disabled = logger.disabled, True
     try:
@@ -223,8 +223,8 @@ def _quiet_search_for_cuda() -> Iterator[None]:
 
 
 def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
-    """Of the gradients that go into an autograd node (``Node._input_metadata``, 2.11 to 2.15). :class:`TypeError` where a size is no number, as while
-    something is traced: to ask which it is would be a guard."""
+    """Return the shapes of the gradients that go into an autograd node (``Node._input_metadata``, 2.11 to 2.15). Raise :class:`TypeError` for a
+    symbolic size, as during tracing: reading its value would create a guard."""
     shapes = tuple(tuple(metadata.shape) for metadata in node._input_metadata)
     if any(type(n) is not int for shape in shapes for n in shape):
         raise TypeError("a symbolic size")
@@ -232,32 +232,32 @@ def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def backward_that_runs() -> tuple[str, int] | None:
-    """The name of the autograd node that runs in this thread, and its number, which the operators of its forward have as ``seq_nr``
+    """Return name and number of the autograd node that runs in this thread. Its forward operators have the number as ``seq_nr``
     (``torch._C._current_autograd_node``, ``Node._sequence_nr``, 2.11 to 2.15)."""
     node = torch._C._current_autograd_node()
     return None if node is None else (node.name(), node._sequence_nr())
 
 
 def unguarded(of: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which what is asked of a symbolic size is answered by the example, and is no guard (``ShapeEnv.suppress_guards``, 2.11 to
-    2.15): where the answer makes no difference, as which of its kernels eager would take for the same numbers and strides. ``of``: a fake mode, or
-    the node of a size."""
+    """Answer comparisons of symbolic sizes by the example, without a guard (``ShapeEnv.suppress_guards``, 2.11 to 2.15). Use it only if the answer
+    makes no difference, such as which of its kernels eager would select for the same numbers and strides. ``of``: a fake mode, or the node of a
+    size."""
     return of.shape_env.suppress_guards()
 
 
 def clear_kernel_cache(operator: Any) -> None:
-    """Has the Python dispatcher look up the kernels of ``operator`` again (``OpOverload._dispatch_cache``, 2.11 to 2.15)."""
+    """Make the Python dispatcher look up the kernels of ``operator`` again (``OpOverload._dispatch_cache``, 2.11 to 2.15)."""
     operator._dispatch_cache.clear()
 
 
 def donate_no_inputs(lowering: Any) -> None:
-    """Has Inductor put nothing into the inputs of the graph that it lowers (``GraphLowering.bw_donated_idxs``, 2.11 to 2.15)."""
+    """Keep Inductor from writing into the inputs of the graph that it lowers (``GraphLowering.bw_donated_idxs``, 2.11 to 2.15)."""
     lowering.bw_donated_idxs = None
 
 
 def strides_of_view() -> tuple[Any, str]:
-    """The module and name of the function by which Inductor looks for the strides of a view (``_compute_stride``, seen in 2.13 and 2.14); "" where
-    none has that name. A batch of 1 is refused where Inductor calls another one: ``test_declared_ranges`` tells."""
+    """Return the module and name of Inductor's function for the strides of a view (``_compute_stride``, seen in 2.13 and 2.14); "" if it is
+    missing. If Inductor calls another one, a batch of 1 is refused: ``test_declared_ranges`` tests this."""
     module = __getattr__("fake_impls")
     return module, "_compute_stride" if hasattr(module, "_compute_stride") else ""
 
@@ -271,10 +271,10 @@ def __getattr__(name: str) -> Any:
     if not at_least(since):
         raise ImportError(f"{module}.{name} came with torch {since}; this is {torch.__version__}: pip install 'torch=={SUPPORTED[-1]}.*'")
     with warnings.catch_warnings(), _quiet_search_for_cuda():
-        warnings.simplefilter("ignore")  # of what torch's own modules use (torch.jit): with warnings as errors, none could be had
+        warnings.simplefilter("ignore")  # torch's own modules use deprecated functions (torch.jit); with warnings as errors, every import would fail
         if module.startswith("torch._inductor"):
             with contextlib.suppress(ImportError):  # it needs setuptools
-                importlib.import_module("torch.utils.cpp_extension")  # which lowering imports
+                importlib.import_module("torch.utils.cpp_extension")  # lowering imports it
         loaded = importlib.import_module(module)
     value = loaded if name in _MODULES else getattr(loaded, _RENAMED.get(name, name))
     globals()[name] = value

@@ -1,4 +1,4 @@
-"""What this machine is, and whether a package's native code was built for it.
+"""A check whether a package's native code was built for this machine.
 
 Nothing here initialises CUDA unless the package itself is for CUDA.
 """
@@ -18,22 +18,22 @@ from .format.manifest import Manifest, Target
 from .package.targets import seen_as, targets_of
 
 TESTED_PAIRS: tuple[tuple[str, str], ...] = ()
-"""(torch minor that built, torch minor that runs), other than equal ones, for which the whole test suite has passed."""
+"""Pairs of different versions (torch minor that built, torch minor that runs) for which the whole test suite has passed."""
 
 _EXPORT = "Export it again here: aot-backward export FILE.py:NAME -o PACKAGE"
 _REBUILD = "Rebuild it here, without the model's source: aot-backward rebuild {path} -o OUT.pt2"
 
 
 def choose(manifest: Manifest, target: str | None = None, device: torch.device | None = None, path: object = "PACKAGE") -> int:
-    """The number of the target (:func:`.package.targets.targets_of`) whose code runs here: of those whose CPU flags it has, the one with
-    the most flags. No code is run to find out.
+    """Return the number of the target (:func:`.package.targets.targets_of`) to run here: among those whose CPU flags this processor has, the one
+    with the most flags. No code is run to find out.
 
-    ``target``: the one that the caller wants. ``device`` is where the caller wants it to run; without one, the current device of the kind that the
-    package is for. Where PyTorch itself is kept to less than the processor can (``ATEN_CPU_CAPABILITY``), so is the choice, if it leaves any. Raises
-    :class:`IncompatibleError`, which lists what there is and what is missing."""
+    ``target``: the requested one. ``device``: the requested device; by default the current device of the package's kind. If PyTorch is limited to
+    fewer features than the processor's (``ATEN_CPU_CAPABILITY``), the choice is too, if a target is left. Raises :class:`IncompatibleError`, which
+    lists the targets and the missing features."""
     there = targets_of(manifest)
     if target == "cpu" and "cpu:avx2" in (t.label for t in there):
-        target = "cpu:avx2"  # as where it is exported
+        target = "cpu:avx2"  # as in an export
     if target is not None and target not in (names := [t.label for t in there]):
         raise IncompatibleError(f"the package has no target {target!r}; it has: {', '.join(names)}")
     wanted = [n for n, t in enumerate(there) if target in (None, t.label)]
@@ -49,12 +49,12 @@ def choose(manifest: Manifest, target: str | None = None, device: torch.device |
 
 
 def why_incompatible(manifest: Manifest, number: int) -> str:
-    """Why target ``number`` of the package cannot run here, or ""."""
+    """Return why target ``number`` of the package cannot run here, or ""."""
     return "; ".join(_problems(seen_as(manifest, number), None)) if manifest.libraries else ""
 
 
 def check_target(manifest: Manifest, device: torch.device | None = None) -> None:
-    """Raises :class:`IncompatibleError`, which names both sides of every difference, unless the package's code can run here, as :func:`choose`."""
+    """Raise :class:`IncompatibleError`, which names both sides of every difference, unless the package's code can run here (:func:`choose`)."""
     choose(manifest, device=device)
 
 
@@ -62,7 +62,7 @@ def _worded(problems: dict[str, list[str]]) -> str:
     if len(problems) == 1:
         return "; ".join(*problems.values())
     common = [p for p in next(iter(problems.values())) if all(p in found for found in problems.values())]
-    if common:  # it is not the processor
+    if common:  # the processor is not the reason
         return "; ".join(common)
     return f"it has {len(problems)} targets, and none fits: " + "; ".join(f"{name}: {', '.join(found)}" for name, found in problems.items())
 
@@ -72,7 +72,7 @@ def _advice(manifest: Manifest, path: object) -> str:
 
 
 def _allowed_flags() -> frozenset[str]:
-    """The processor's flags that PyTorch's own kernels use: fewer where the environment says so."""
+    """Return the processor's flags that PyTorch's own kernels use: fewer if the environment says so."""
     flags, capability = cpu_flags(), torch.backends.cpu.get_cpu_capability()
     if capability == "AVX2":
         return frozenset(f for f in flags if not f.startswith("avx512"))
@@ -124,7 +124,8 @@ def _cuda_problems(target: Target, device: torch.device | None) -> list[str]:
 
 
 def _runs(arch: str, major: int, minor: int) -> bool:
-    """Machine code runs on its own and on later minors of its major; with a suffix (``sm_90a``) on exactly the one."""
+    """Return whether the GPU runs machine code for ``arch``: code runs on its own and on later minors of its major; with a suffix (``sm_90a``) only
+    on its own."""
     number = arch.removeprefix("sm_")
     if not number.isdecimal():
         return number[:-1] == f"{major}{minor}"
@@ -141,23 +142,23 @@ def _minor(version: str) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
-    """As /proc/cpuinfo writes them."""
+    """Return the CPU flags as /proc/cpuinfo writes them."""
     return frozenset(_of_processor("flags").split())
 
 
 def processor_name() -> str:
-    """The processor's model: "AMD EPYC 7763 64-Core Processor"."""
+    """Return the processor's model: "AMD EPYC 7763 64-Core Processor"."""
     return _of_processor("model name")
 
 
 def _of_processor(field: str) -> str:
-    """A line of /proc/cpuinfo, of the first processor: the kernel makes the text as it is read, 0.1 ms for each further one."""
+    """Return a field of /proc/cpuinfo for the first processor only: the kernel makes the text as it is read, 0.1 ms for each further one."""
     with Path("/proc/cpuinfo").open() as file:
         return next((line.partition(":")[2].strip() for line in file if line.startswith(field)), "")
 
 
 def glibc() -> str:
-    """The version of the C library in use: "2.36"."""
+    """Return the version of the C library in use: "2.36"."""
     version = os.confstr("CS_GNU_LIBC_VERSION") or ""
     name, _, number = version.partition(" ")
     if name != "glibc":
@@ -167,8 +168,8 @@ def glibc() -> str:
 
 @lru_cache(maxsize=1)
 def glibcxx() -> str:
-    """The highest GLIBCXX symbol version that the libstdc++ in use defines: "3.4.30". It is the one that torch has loaded, which need
-    not be the system's: conda and some wheels bring their own."""
+    """Return the highest GLIBCXX symbol version of the libstdc++ in use: "3.4.30". This is the one that torch has loaded, which need not be the
+    system's: conda and some wheels bring their own."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         if path.name.startswith("libstdc++.so.6"):

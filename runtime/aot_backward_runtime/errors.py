@@ -1,4 +1,4 @@
-"""What the runtime raises. Every error is an :class:`AotBackwardError` and names the thing, what came, what was expected, the next step."""
+"""The runtime's exceptions. Every error is an :class:`AotBackwardError` and names the object, the expected and actual value, and the next step."""
 
 
 def _printable(text: str) -> str:
@@ -6,7 +6,7 @@ def _printable(text: str) -> str:
 
 
 class AotBackwardError(Exception):
-    """The common base of every error of this project. Its words can be printed anywhere: a package's names, which may be any text, stand escaped."""
+    """The common base of every error of this project. Its text is safe to print: names from a package, which may be any text, are escaped."""
 
     def __init__(self, *arguments: object):
         super().__init__(*(_printable(a) if isinstance(a, str) else a for a in arguments))
@@ -17,19 +17,19 @@ class PackageError(AotBackwardError):
 
 
 class SignatureError(AotBackwardError):
-    """The signature of a package, or the key, is not what whoever loads it asked for, and nothing of the package was used; or none could be made."""
+    """The signature of a package, or the key, is not the one that the caller requires, and nothing of the package was used; or signing failed."""
 
 
 class IncompatibleError(AotBackwardError):
-    """The package is sound, but was built for another torch, processor, device or system."""
+    """The package is intact, but was built for another torch, processor, device or system."""
 
 
 class InputError(AotBackwardError, ValueError):
-    """An argument of a call does not fit what was exported; nothing was run."""
+    """An argument of a call does not fit the exported program; nothing was run."""
 
 
 class GradientError(AotBackwardError, RuntimeError):
-    """A gradient was asked for that the package cannot give rightly."""
+    """The package cannot compute a requested gradient correctly."""
 
 
 class WeightsError(AotBackwardError, ValueError):
@@ -37,21 +37,21 @@ class WeightsError(AotBackwardError, ValueError):
 
 
 class StateDictError(WeightsError, RuntimeError):
-    """A ``state_dict`` does not fit a loaded module, and nothing was changed; a RuntimeError too, as ``nn.Module.load_state_dict`` raises."""
+    """A ``state_dict`` does not fit a loaded module, and nothing was changed. It is also a RuntimeError, as ``nn.Module.load_state_dict`` raises."""
 
 
 class ExecutionError(AotBackwardError, RuntimeError):
-    """Native code failed after its arguments had been found good, as when memory runs out."""
+    """Native code failed although its arguments were valid, for example because memory ran out."""
 
 
 class DistributedError(AotBackwardError, RuntimeError):
-    """Processes that train together do not fit each other, or one of them has ended. The gradients of this step are lost."""
+    """Processes that train together do not match, or one of them has ended. The gradients of this step are lost."""
 
 
 class ExportError(AotBackwardError):
-    """A program could not be exported rightly; no package was written.
+    """A program could not be exported correctly; no package was written.
 
-    ``operator``: which one stands in the way ("aten.index.Tensor"), where it is one, and known."""
+    ``operator``: the unsupported operator ("aten.index.Tensor"), if there is one and it is known."""
 
     operator: str = ""
 
@@ -63,8 +63,8 @@ class ExportError(AotBackwardError):
 
 
 class MissError(AotBackwardError):
-    """``replay(strict=True)``: a backward pass that the package does not hold. Nothing of it was run."""
+    """``replay(strict=True)``: the package does not hold this backward pass. Nothing of the pass was run."""
 
 
 class StateError(AotBackwardError):
-    """A training state could not be saved, and the old file stays; or the file to resume from is not a whole, unaltered one."""
+    """A training state could not be saved, and the old file stays; or the file to resume from is damaged or incomplete."""

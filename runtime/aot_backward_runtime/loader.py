@@ -1,4 +1,4 @@
-"""``load(path)``: from a file to entries that can be called."""
+"""``load(path)``: from a file to callable entries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .training.step import LoadedStep
 
 
 class Package:
-    """A loaded package. Entries of one package share their weights: training one is seen by the others."""
+    """A loaded package. Entries of one package share their weights: training one changes the others."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Package:
         device: torch.device | None = None,
         graphs: Graphs | None = None,
     ):
-        """``weights`` lie on ``device``; without one, on the current device of the package's kind. ``graphs``: what captures calls, if anything."""
+        """``weights`` lie on ``device``; by default the current device of the package's kind. ``graphs``: captures calls, if given."""
         self._graphs = graphs
         self._archive, self._weights, self._types = archive, dict(weights), dict(types)
         self.device = device or device_of(archive.manifest)
@@ -52,7 +52,7 @@ class Package:
 
     @property
     def cudagraphs(self) -> GraphReport | None:
-        """What became of the calls so far; None where the package was not loaded with ``cudagraphs=True``."""
+        """Counts of captured and replayed calls; None if the package was loaded without ``cudagraphs=True``."""
         return self._graphs.report if self._graphs is not None else None
 
     @property
@@ -61,33 +61,33 @@ class Package:
         return {name: spec.kind for name, spec in self.manifest.entries.items()}
 
     def module(self, name: str | None = None) -> LoadedModule:
-        """The ``module`` entry of that name, always the same object; a sole one needs no name."""
+        """Return the ``module`` entry of that name, always the same object. A sole one needs no name."""
         return self._get("module", name)  # type: ignore[return-value]
 
     def grad(self, name: str | None = None) -> LoadedGrad:
-        """The ``grad`` entry of that name, always the same object; a sole one needs no name."""
+        """Return the ``grad`` entry of that name, always the same object. A sole one needs no name."""
         return self._get("grad", name)  # type: ignore[return-value]
 
     def step(self, name: str | None = None) -> LoadedStep:
-        """The ``step`` entry of that name, always the same object; a sole one needs no name."""
+        """Return the ``step`` entry of that name, always the same object. A sole one needs no name."""
         return self._get("step", name)  # type: ignore[return-value]
 
     def recorded(self, name: str | None = None) -> tuple[dict[str, StructureSpec], dict[str, Library], dict[str, torch.Tensor]]:
-        """Of the ``replay`` entry of that name (a sole one needs none): its structures by fingerprint, their libraries, and the constants of
-        those by weight key."""
+        """Return the recorded passes of the ``replay`` entry of that name (a sole one needs none): its structures by fingerprint, their libraries,
+        and the libraries' constants by weight key."""
         spec = self.manifest.entries[self._name("replay", name)]
         libraries = self._open(s.library for t in spec.structures for v in t.variants for s in v.segments if s.library)
         constants = {c.weight: self._weights[c.weight] for lib in libraries.values() for c in lib.spec.constants}
         return {t.fingerprint: t for t in spec.structures}, libraries, constants
 
     def recorded_updates(self, name: str | None = None) -> list[tuple[UpdateSpec, Library]]:
-        """Of the ``replay`` entry of that name, its optimizer steps with their libraries."""
+        """Return the optimizer steps of the ``replay`` entry of that name, with their libraries."""
         spec = self.manifest.entries[self._name("replay", name)]
         libraries = self._open(u.library for u in spec.updates)
         return [(u, libraries[u.library]) for u in spec.updates]
 
     def recorded_clippings(self, name: str | None = None) -> list[tuple[ClippingSpec, Library]]:
-        """Of the ``replay`` entry of that name, its clippings of gradients with their libraries."""
+        """Return the clippings of gradients of the ``replay`` entry of that name, with their libraries."""
         spec = self.manifest.entries[self._name("replay", name)]
         libraries = self._open(c.library for c in spec.clippings)
         return [(c, libraries[c.library]) for c in spec.clippings]
@@ -113,7 +113,7 @@ class Package:
         return self._made[name]
 
     def _entry(self, name: str, spec: EntrySpec) -> tuple[Entry, set[str]]:
-        """And the keys of its state's weights."""
+        """Return the entry, and the keys of its state's weights."""
         manifest = self.manifest
         variants = [v for one in spec.variants for v in one.orders]
         plans = [getattr(v, role) for v in variants for role in ROLES] + [spec.step.update if spec.step else None]
@@ -129,7 +129,7 @@ class Package:
         tensors = {k: self._weights[k] for k in own}
         others = {s.weight for n, e in manifest.entries.items() if n != name for s in e.state}
         if spec.kind == "step":
-            # processes that train together must round alike, so the target counts as part of what they run
+            # processes that train together must round alike, so the digest includes the target
             digest = f"{self._archive.manifest_digest} for {manifest.target.label}"
             return LoadedStep(entry, tensors, digest, not others.isdisjoint(own))
         return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors, not others.isdisjoint(own))
@@ -140,7 +140,7 @@ class Package:
 
 
 def device_of(manifest: Manifest, asked: torch.device | None = None) -> torch.device:
-    """The device that the package's code runs on: the one asked for, or the current one of its kind."""
+    """Return the device that the package's code runs on: ``asked``, or the current one of its kind."""
     if manifest.target.device == "cpu":
         return torch.device("cpu")
     index = asked.index if asked is not None else None
@@ -160,28 +160,28 @@ def load(
     key: Key | None = None,
     mmap: bool = False,
 ) -> Package:
-    """Opens a package: verifies it, and reads its weights. Native code is opened when it is first called.
+    """Open a package: verify it, and read its weights. Native code is opened when it is first called.
 
-    ``weights``: tensors by their key, for a package written without (``weights=False``), or instead of its own. ``types``: classes that
-    results may be made of (a package only names them). ``target``: of several in one package, the one to run ("cpu:avx2"); without it, the best that
-    this processor can. ``device``: the GPU that a package for GPUs runs on ("cuda:1"), its weights with it; without one, the current one. A call
-    then takes tensors on that device, and runs on the caller's current stream of it. ``cudagraphs``: calls are captured as CUDA graphs, one for each
-    list of shapes, and replayed (:mod:`.native.cuda_graphs`); ``Package.cudagraphs`` counts them, and why a call could not be.
+    ``weights``: tensors by their key, for a package written without (``weights=False``), or instead of its own. ``types``: classes that results may
+    contain (a package only names them). ``target``: the target to run ("cpu:avx2") if the package has several; by default the best that this
+    processor supports. ``device``: the GPU that runs a package for GPUs and holds its weights ("cuda:1"); by default the current one. A call then
+    takes tensors on that device, and runs on its current stream. ``cudagraphs``: capture calls as CUDA graphs, one for each list of shapes, and
+    replay them (:mod:`.native.cuda_graphs`); ``Package.cudagraphs`` counts them, and the reasons of uncaptured calls.
 
-    ``imports``: names of modules to import first, such as register operators that the package calls; nothing else is imported, whatever the package
-    says.
+    ``imports``: names of modules to import first, such as modules that register operators of the package. Nothing else is imported, whatever the
+    package says.
 
-    ``signature``, ``key``: the signature in ``PATH.sig`` must be by the owner of the public key in the file ``key``: always ("require", the
-    default with a key), where there is one ("if-present"), or is not looked at ("off", the default without). It is checked before anything in
-    the package is used, and what is used are the bytes that were checked; :class:`SignatureError` where they are refused.
+    ``signature``, ``key``: the signature in ``PATH.sig`` must be by the owner of the public key in the file ``key``: always ("require", the default
+    with a key), if there is one ("if-present"), or it is ignored ("off", the default without a key). It is checked before anything in the package
+    is used, and only the checked bytes are used. :class:`SignatureError` if it is refused.
 
-    ``mmap``: the weights are mapped from the file, not read: pages come when they are touched, and processes that only read share them. Then the
-    file must not be written to in place while the package is in use (calls would give wrong numbers, or end the process by a signal); a new one that
-    is renamed over it does no harm. Of a package whose signature is required they are read all the same.
+    ``mmap``: map the weights from the file: pages load on first access, and processes that only read share them. Then do not write to the file in
+    place while the package is in use (calls would give wrong numbers, or end the process by a signal); renaming a new file over it does no harm.
+    Weights are read, not mapped, if a signature is required.
 
-    Raises :class:`PackageError` where the file is not a whole package,
-    :class:`IncompatibleError` where it was built for something else than this machine, or calls operators that are not registered in this process,
-    :class:`WeightsError` where weights do not fit.
+    Raises :class:`PackageError` if the file is not a whole package,
+    :class:`IncompatibleError` if it was built for another kind of machine, or calls operators that are not registered in this process,
+    :class:`WeightsError` if weights do not fit.
     Loading a package, like importing a module, lets its author's code run when it is called.
     """
     archive = open_package(Path(path), admit=admission(signature, key))
@@ -211,7 +211,8 @@ def _device(device: str | torch.device | None) -> torch.device | None:
 
 
 def _other_entries(path: str, entries: Mapping[str, str], kind: str, name: str | None, names: Sequence[str]) -> str:
-    """What ``entries`` (kinds by name) has in place of the ``kind`` entry that was asked for, and how to get it. ``names``: those of that kind."""
+    """Return an error message: the ``entries`` (kinds by name) that exist instead of the requested ``kind``, and how to get them. ``names``:
+    entries of that kind."""
     wanted = f"one {kind} entry" if names and name is None else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
     has = [f"{k} {n!r}" for n, k in entries.items()]
     others = f" and {len(has) - _ENTRIES_SHOWN} others" if len(has) > _ENTRIES_SHOWN else ""

@@ -1,6 +1,7 @@
-"""Operators that a package calls and PyTorch itself does not have: whether they are registered in this process, and what registers them.
+"""Operators that a package calls and PyTorch lacks: whether they are registered in this process, and which module registers them.
 
-A package never imports anything: it only says what registered its operators when it was exported. Only modules that the caller names are imported.
+A package never imports anything: it only names the modules that registered its operators at export. Only modules that the caller names are
+imported.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MODULE = re.compile(r"(\w+(\.\w+)*)?")
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Imports the modules of these names; :class:`InputError` where one cannot be imported."""
+    """Import the modules of these names. Raise :class:`InputError` if one cannot be imported."""
     if isinstance(names, str):
         raise InputError(f"imports is {names!r}; expected a list of names of modules, [{names!r}]")
     for name in names:
@@ -27,7 +28,7 @@ def import_modules(names: Iterable[str]) -> None:
             raise InputError(f"imports has {name!r}; expected the name of a module, such as 'package.module'")
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever the module's own code raises
+        except Exception as error:  # the module's code may raise anything
             raise InputError(
                 f"imports: the module {name!r} could not be imported ({type(error).__name__}: {error}); it must be on the path of this process "
                 f"(sys.path, PYTHONPATH)"
@@ -35,10 +36,11 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def check_registered(manifest: Manifest, path: object, *, recorded_too: bool = False) -> None:
-    """:class:`IncompatibleError` where an entry calls operators that are not registered here. It names them all, and what registers them.
+    """Raise :class:`IncompatibleError` if an entry calls operators that are not registered here. It names them all, and the modules that register
+    them.
 
-    ``recorded_too``: also recorded passes. They are served to a script that has operators of its own, and may import them after it has loaded the
-    package, so loading does not ask for these."""
+    ``recorded_too``: check recorded passes too. Loading does not, because a script that replays them may import its own operators after it has
+    loaded the package."""
     recorded = {s.library for e in manifest.entries.values() for t in e.structures for v in t.variants for s in v.segments if s.library}
     if recorded_too:
         recorded = set()
@@ -52,12 +54,12 @@ def check_registered(manifest: Manifest, path: object, *, recorded_too: bool = F
 
 
 def unregistered(operators: Iterable[str]) -> list[str]:
-    """Those of ``operators`` ("mine::cube", "mine::cube.out") that this process does not have."""
+    """Return the names in ``operators`` ("mine::cube", "mine::cube.out") that this process does not have."""
     return [o for o in dict.fromkeys(operators) if not is_registered(o)]
 
 
 def describe_missing_operators(missing: Iterable[str], specs: Mapping[str, OperatorSpec]) -> str:
-    """What is missing here, what registered it at export, and what to do."""
+    """Return a text that names the missing operators, the module that registered each at export, and the remedy."""
     by_source: dict[OperatorSpec, list[str]] = {}
     for operator in missing:
         by_source.setdefault(specs.get(operator, OperatorSpec()), []).append(operator)

@@ -1,4 +1,4 @@
-"""Every private torch name that the runtime uses, and which torch is supported. None of them imports Dynamo or Inductor."""
+"""All private torch names that the runtime uses, and the supported torch versions. None of these names imports Dynamo or Inductor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import _C, Tensor
 from torch._C import _functorch
-from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function of five times the cost
+from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function and takes five times as long
 from torch._C import _get_float32_matmul_precision as matmul_precision
 from torch._C._aoti import AOTIModelContainerRunnerCpu
 from torch._C._dynamo import compiled_autograd as _engine
@@ -49,14 +49,14 @@ is_cache_empty = _engine.is_cache_empty
 set_autograd_compiler = _engine.set_autograd_compiler
 set_verbose_logger = _engine.set_verbose_logger
 make_subclass = Tensor._make_subclass
-backward_hooks: Any = Tensor._backward_hooks  # the descriptors, whatever a subclass puts in their place
+backward_hooks: Any = Tensor._backward_hooks  # the descriptors, even if a subclass overrides them
 post_accumulate_grad_hooks: Any = Tensor._post_accumulate_grad_hooks  # type: ignore[misc]
 requires_grad: Any = Tensor.requires_grad
 engine_run_backward = torch.autograd.graph._engine_run_backward
 execution_engine = torch.autograd.Variable._execution_engine
-keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # of the backward that runs now; True outside of any
+keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # of the current backward; True outside of any
 saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
-in_a_mode = _C._len_torch_dispatch_stack  # how many dispatch modes are at work in this thread
+in_a_mode = _C._len_torch_dispatch_stack  # number of active dispatch modes in this thread
 push_dispatch_mode = _C._push_on_torch_dispatch_stack
 pop_dispatch_mode = _C._pop_torch_dispatch_stack
 
@@ -115,39 +115,39 @@ __all__ = [
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor of at least one element has an address that can be read: a ZeroTensor has none, nor has what stands for another tensor within
+    """Return whether a tensor of at least one element has a readable address. A ZeroTensor has none, nor has a functional tensor inside
     ``functionalize``."""
     return not is_zerotensor(tensor) and not torch._is_functional_tensor(tensor) and tensor.data_ptr() != 0
 
 
 def set_execution_engine(engine: Any) -> None:
-    """What scripts that queue callbacks take for the engine."""
+    """Replace the engine on which scripts queue callbacks."""
     torch.autograd.Variable._execution_engine = engine
 
 
 def in_functorch() -> bool:
-    """Whether a ``vmap`` or another transform of functorch is at work in this thread."""
+    """Return whether a ``vmap`` or another functorch transform is active in this thread."""
     return _functorch.peek_interpreter_stack() is not None
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is at work: ``torch.autograd.forward_ad.dual_level``, ``torch.func.jvp``."""
+    """Return whether forward-mode differentiation is active: ``torch.autograd.forward_ad.dual_level``, ``torch.func.jvp``."""
     return forward_ad._current_level >= 0
 
 
 def takes_boxed_gradients(function: Any) -> bool:
-    """Whether an ``autograd.Function``'s backward takes its incoming gradients as one list, which it may empty: that of ``torch.compile`` does,
-    since torch 2.13."""
+    """Return whether an ``autograd.Function``'s backward takes its incoming gradients as one list, which it may empty. ``torch.compile`` generates
+    such a backward since torch 2.13."""
     return getattr(function, "boxed_grads_call", False)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands for others (DTensor, fake tensors, those inside ``vmap``) and holds no values that C++ could copy."""
+    """Return whether ``tensor`` wraps others (DTensor, fake tensors, tensors inside ``vmap``) and holds no values that C++ could copy."""
     return is_functorch_wrapped(tensor) or _C._dispatch_keys(tensor).has(_C.DispatchKey.Python)
 
 
 def has_loading_hooks(module: torch.nn.Module) -> bool:
-    """Whether hooks may give the tensors of a state other names before it is loaded."""
+    """Return whether hooks may rename the tensors of a state before it is loaded."""
     return any(m._load_state_dict_pre_hooks for m in module.modules())
 
 
@@ -160,11 +160,11 @@ _CALL_HOOKS = {
 }
 _GLOBAL_HOOKS = [
     getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
-]  # dicts that stay the same objects (seen in torch 2.13)
+]  # these dicts stay the same objects (seen in torch 2.13)
 
 
 def call_hooks(module: torch.nn.Module) -> str:
-    """What a call of ``module`` runs beside its forward, in words, or ""."""
+    """Return a description of the code that a call of ``module`` runs in addition to its forward, or ""."""
     if any(_GLOBAL_HOOKS):
         return "a hook of all modules"
     for name, words in _CALL_HOOKS.items():
@@ -174,45 +174,45 @@ def call_hooks(module: torch.nn.Module) -> str:
 
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Autograd does not see what is written into ``tensors`` inside."""
+    """Return a context in which writes to ``tensors`` do not change their version counters."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def in_backward() -> bool:
-    """Whether a backward pass calls this code."""
+    """Return whether a backward pass calls this code."""
     return _C._current_graph_task_id() != -1
 
 
 def is_watched() -> bool:
-    """Whether forward-mode differentiation or a dispatch mode is at work, which a native call passes by."""
+    """Return whether forward-mode differentiation or a dispatch mode is active, which a native call would bypass."""
     return forward_ad._current_level >= 0 or in_a_mode() > 0
 
 
 def is_profiled() -> bool:
-    """Whether a profiler runs, in any thread."""
+    """Return whether a profiler is active in any thread."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks are to be called around the optimizer's ``step()``, its own or those of all optimizers."""
+    """Return whether the optimizer's ``step()`` runs hooks, its own or those of all optimizers."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _optimizers._global_optimizer_pre_hooks or _optimizers._global_optimizer_post_hooks)
 
 
 def wrapped_cell(function: Any) -> Any:
-    """Where a function of ``torch.nn.utils`` that turns gradient mode off around another one keeps that other one, or None where it does not (2.11 to
-    2.15 do)."""
+    """Return the closure cell in which a function of ``torch.nn.utils`` keeps the function that it runs without gradient mode, or None (torch 2.11
+    to 2.15 have one)."""
     cells = getattr(function, "__closure__", None) or ()
     return next((cell for cell in cells if cell.cell_contents is getattr(function, "__wrapped__", None)), None)
 
 
 def is_traced() -> bool:
-    """Whether ``make_fx`` or ``torch.export`` records what operators are called."""
+    """Return whether ``make_fx`` or ``torch.export`` records operator calls."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_registered(operator: str) -> bool:
-    """Whether the dispatcher has the operator ("aten::add.Tensor"), whoever registered it. Nothing is looked up in modules."""
+    """Return whether the dispatcher has the operator ("aten::add.Tensor"), whoever registered it. Modules are not searched."""
     name, _, overload = operator.partition(".")
     try:
         _C._dispatch_find_schema_or_throw(name, overload)
@@ -222,7 +222,7 @@ def is_registered(operator: str) -> bool:
 
 
 def refuse_duals(tensors: Iterable[Any]) -> None:
-    """:class:`GradientError` where a tensor carries a tangent, which native code would drop."""
+    """Raise :class:`GradientError` if a tensor carries a tangent, which native code would drop."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             raise GradientError(
@@ -231,9 +231,9 @@ def refuse_duals(tensors: Iterable[Any]) -> None:
 
 
 class InterceptZeros:
-    """While open, every ``zeros`` that C++ makes in this thread is made by ``zeros(size, dtype, device)``.
+    """A dispatch mode: while open, ``zeros(size, dtype, device)`` makes every tensor that C++ requests in this thread with ``zeros``.
 
-    A dispatch mode, without the base class: that one imports Dynamo when it is used. Sizes may be symbolic, which no kernel accepts.
+    It does not derive from torch's base class, which imports Dynamo when it is used. Sizes may be symbolic, which no kernel accepts.
     """
 
     def __init__(self, zeros: Callable[[Sequence[Any], torch.dtype, torch.device], Tensor]):
@@ -256,7 +256,7 @@ class InterceptZeros:
 
 
 def fires_reducer(hook: Any) -> bool:
-    """Whether a hook is one by which ``DistributedDataParallel(…, mixed_precision=…)`` calls its reducer: the engine knows nothing of those."""
+    """Return whether ``DistributedDataParallel(…, mixed_precision=…)`` calls its reducer in this hook. The engine does not know these hooks."""
     called = getattr(getattr(hook, "func", None), "__func__", None)  # functools.partial of a method
     return called is not None and called is torch.nn.parallel.DistributedDataParallel._fire_reducer_autograd_hook
 
@@ -265,7 +265,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def opaque_to_dynamo(function: Function) -> Function:
-    """Like ``torch.compiler.disable``, which would import Dynamo: inside a compiled caller the call is a graph break, and runs as it is."""
+    """Decorate like ``torch.compiler.disable``, which would import Dynamo: in a compiled caller the call is a graph break and runs in eager."""
 
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
@@ -283,14 +283,14 @@ def opaque_to_dynamo(function: Function) -> Function:
 
 
 class Runner:
-    """A compiled library that is open on ``device``, one instance of the model, and the tensors that its constants point at.
+    """A compiled library that is open on ``device``: one instance of the model, and the tensors that its constants point at.
 
-    What AOTInductor calls a user-managed constant (``update_constant_buffer(…, user_managed=True)``) leaks: up to torch 2.14 each such call makes
-    handles that nothing frees, and each handle keeps the memory of its tensor (pytorch#194480; the code is part of every compiled library, so that
-    a newer torch does not mend an older package). So each constant gets one handle, once, and from then on its tensor is given other memory.
+    AOTInductor's user-managed constants (``update_constant_buffer(…, user_managed=True)``) leak: up to torch 2.14 each such call makes handles that
+    nothing frees, and each handle keeps the memory of its tensor (pytorch#194480; the code is part of every compiled library, so a newer torch does
+    not mend an older package). So each constant gets one handle, once. Later its tensor is given other memory.
 
-    On a GPU it is opened in its single-threaded form: the other one waits in each call until the one before it has come to its end on the GPU, and
-    records events, which a stream that is being captured does not allow. One caller at a time is ours to see to."""
+    On a GPU the library is opened in its single-threaded form. The other form waits in each call until the previous one has finished on the GPU,
+    and records events, which stream capture does not allow. The caller must ensure that only one call runs at a time."""
 
     def __init__(self, library: str, device: torch.device, owning: bool | None = None):
         """``owning``: whether the container owns the handles; by default on a CPU."""
@@ -307,24 +307,24 @@ class Runner:
         self.run: Callable[[list[Tensor]], list[Tensor]] = self._container.run
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Points each constant at the memory of a tensor, which the library keeps from then on. ``tensors``: one for each of :attr:`constants`.
+        """Point each constant at the memory of a tensor, which the library keeps from then on. ``tensors``: one for each of :attr:`constants`.
 
-        :class:`ValueError` where a tensor is not what a constant was compiled for. Until this has returned, the library reads the memory from before,
-        which the caller must keep; what is broken off half-way must be done again before the next run."""
+        Raise :class:`ValueError` if a tensor does not fit its compiled constant. Until this returns, the library reads the previous memory, which
+        the caller must keep. Repeat an interrupted call before the next run."""
         if not self._places:
             self._places = self._handles_owned_by_container(tensors) if self._owning else self._handles_never_freed(tensors)
         for name, tensor in tensors.items():
             self._places[name].data = tensor
-        self._container.update_constant_buffer({}, False, False, True)  # no new handles: it reads the addresses of those that it has
+        self._container.update_constant_buffer({}, False, False, True)  # no new handles: it reads the addresses of the existing ones
 
     def _handles_owned_by_container(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors behind handles that the container owns, and frees with itself.
+        """Return the tensors behind handles that the container owns and frees.
 
-        It makes such where it is to copy constants into memory of its own. What it is given has no bytes, so that none of that memory is touched, and
-        more dimensions than any constant, since it reads a stride for each of the constant's. The memory is given back: that of the set of constants
-        which is not in use can be."""
+        It makes such handles when it copies constants. It is given a tensor without bytes, so that no memory is touched, and with more dimensions
+        than any constant, because it reads a stride for each of the constant's dimensions. Then the copies' memory is freed: only the inactive set
+        of constants can be."""
         container = self._container
-        with torch.inference_mode(False):  # what an inference makes could not be given other memory outside of one
+        with torch.inference_mode(False):  # memory of an inference tensor cannot be replaced outside inference mode
             nothing = torch.empty((0,) * 64, device="cpu")
             container.update_constant_buffer(dict.fromkeys(tensors, nothing), False, True, False)
             found = container.extract_constants_map(False)
@@ -340,8 +340,8 @@ class Runner:
         return places
 
     def _handles_never_freed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors behind handles that nothing frees, for a GPU, where memory for a copy of all constants may not be left. When the container goes,
-        what stays is an empty tensor for each constant (0.6 kB of the host's memory)."""
+        """Return tensors behind handles that nothing frees, for a GPU, which may lack memory for a copy of all constants. After the container is
+        freed, an empty tensor for each constant remains (0.6 kB of the host's memory)."""
         with torch.inference_mode(False):
             places = {name: tensor.detach() for name, tensor in tensors.items()}
         self._container.update_constant_buffer(places, False, True, True)
@@ -356,8 +356,8 @@ def _emptied(places: Iterable[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Stated:
-    """What a compiled library says of itself: how many tensors it takes and gives, and the bytes that the memory of each constant had at the export,
-    a multiple of 64. ``layouts``: dtype, shape and strides of each, as :data:`CONSTANT_LAYOUTS` has them; empty in libraries of 0.1.0."""
+    """The metadata in a compiled library: how many tensors it takes and returns, and the bytes of each constant's memory at export, a multiple of
+    64. ``layouts``: dtype, shape and strides of each constant, as in :data:`CONSTANT_LAYOUTS`; empty in libraries of 0.1.0."""
 
     inputs: int
     outputs: int
@@ -370,7 +370,7 @@ CONSTANT_LAYOUTS = "AOTInductorConstantLooks"
 
 
 def stated(library: str) -> Stated:
-    """Asks a library that is open in this process, by AOTInductor's C interface: the runner knows this, and does not tell."""
+    """Query an open library through AOTInductor's C interface, because the runner does not expose this metadata."""
     opened = ctypes.CDLL(library)
     container, number, text = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_char_p()
 
@@ -400,14 +400,14 @@ def stated(library: str) -> Stated:
 def _layouts_in(opened: ctypes.CDLL) -> dict[str, str]:
     try:
         text = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(opened, CONSTANT_LAYOUTS)))
-    except ValueError:  # it has no such symbol
+    except ValueError:  # the symbol is missing
         return {}
     return dict(line.partition(" ")[::2] for line in text.decode().splitlines())
 
 
 def end_allocating_to_pool(device: torch.device, pool: Any) -> None:
-    """What a CUDA graph does when its capture ends, where a capture that failed did not."""
-    with contextlib.suppress(RuntimeError):  # it did
+    """End allocation to a CUDA graph's pool after a capture that failed before it did so."""
+    with contextlib.suppress(RuntimeError):  # it already ended
         _C._cuda_endAllocateToPool(device.index, pool)
 
 
@@ -415,7 +415,7 @@ _NUMBERED = (
     "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64", "complex128", "bool",
     None, None, None, "bfloat16",
 )  # fmt: skip
-"""The dtypes by the numbers of ``c10::ScalarType``, which the engine writes where a tape says what a gradient must look like."""
+"""The dtypes by the numbers of ``c10::ScalarType``. The engine writes these numbers in a tape's gradient metadata."""
 
 
 def dtype_of_number(number: int) -> torch.dtype:
@@ -428,8 +428,8 @@ def dtype_of_number(number: int) -> torch.dtype:
 _DYNAMO = "torch._dynamo"
 _DYNAMO_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 _shared: dict[str, tuple[Callable[..., Any], bool]] = {}
-"""Functional backwards that were bound to us. The engine hands each out once per process, so PyTorch's own compiled autograd, which looks
-for them in its table, would miss those; it gets them from us, also where it is imported later."""
+"""Functional backwards that were bound to us. The engine hands each out once per process, so PyTorch's own compiled autograd would not find them in
+its table. We register them there, even if it is imported later."""
 
 
 def share_functional(name: str, function: Callable[..., Any], is_traceable: bool) -> None:
@@ -441,7 +441,7 @@ def share_functional(name: str, function: Callable[..., Any], is_traceable: bool
 
 
 def adopt_functional(name: str, into: dict[str, Callable[..., Any]]) -> bool:
-    """Takes a functional backward that was bound to PyTorch's compiled autograd before us. Whether it is there now."""
+    """Take a functional backward that was bound to PyTorch's compiled autograd before us. Return whether it was found."""
     theirs = sys.modules.get(_DYNAMO_COMPILED_AUTOGRAD)
     found = getattr(getattr(theirs, "ops", None), name, None)
     if found is not None:
@@ -456,7 +456,7 @@ def _register_with_dynamo(theirs: ModuleType, name: str) -> None:
 
 
 class _DynamoImportHook(importlib.abc.MetaPathFinder):
-    """Lets the import of Dynamo go its way, and fills the table of compiled autograd afterwards."""
+    """An import hook that lets Dynamo load, and then fills the table of compiled autograd."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         if name != _DYNAMO:

@@ -1,1 +1,1 @@
-"""Loaded modules and gradient functions, beside eager."""
+"""Loaded modules and gradient functions, compared with eager."""

@@ -1,4 +1,4 @@
-"""``load(path).module(name).attach(net)``: a module of the caller's own runs compiled code, and is otherwise what it was."""
+"""``load(path).module(name).attach(net)``: your module runs compiled code and is otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..support.oracle import assert_same, run
 
 
 class Layers(nn.Module):
-    """Dropout, BatchNorm, a tied weight, a buffer that calls count, a frozen layer."""
+    """Dropout, BatchNorm, a tied weight, a buffer that counts calls, a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def x() -> torch.Tensor:
 
 
 def assert_served(net: nn.Module, eager: nn.Module, x: torch.Tensor) -> None:
-    """That a call of ``net`` runs compiled, and is eager's."""
+    """Check that a call of ``net`` runs compiled code and equals eager."""
     attachment: Any = net.forward
     before = attachment.calls
     given = x.clone().requires_grad_()
@@ -129,7 +129,7 @@ def test_an_optimizer_trains_the_modules_own_parameters(loaded: LoadedModule) ->
     assert attachment.calls == 20
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(net.state_dict(), eager.state_dict(), rtol=1e-3, atol=1e-4)
-    assert all(torch.equal(before[n], t) for n, t in loaded.state_dict().items())  # the package's own
+    assert all(torch.equal(before[n], t) for n, t in loaded.state_dict().items())  # the package's own state
 
 
 def test_two_modules_at_once(loaded: LoadedModule, x: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ def test_copies_and_pickles_have_their_own_forward(loaded: LoadedModule, x: torc
         assert_served(made, eager, x)
         loaded.detach(made)
         assert made.forward.__func__ is Layers.forward
-    assert b"aot_backward" not in stored.getvalue()  # who reads it need not have this package
+    assert b"aot_backward" not in stored.getvalue()  # a reader of the file does not need this package
 
 
 def test_detach(loaded: LoadedModule, x: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ def test_tensors_that_move_are_bound_again(how: str, loaded: LoadedModule, x: to
 
 
 class ReLU(nn.ReLU):
-    """One's own, called like PyTorch's."""
+    """A custom class with the name of PyTorch's."""
 
 
 def rename(net: Layers) -> None:
@@ -274,7 +274,7 @@ def test_a_module_that_is_another_one_is_refused(what: str, attached: bool, load
         loaded.attach(net)
         net(x)
     change(net)
-    for _ in range(2):  # a call that was refused has not settled anything
+    for _ in range(2):  # a refused call leaves no cached decision
         with pytest.raises(error, match=message):
             net(x) if attached else loaded.attach(net)
     assert attached or "forward" not in vars(net)
@@ -331,7 +331,7 @@ def test_otherwise_eager(loaded: LoadedModule, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kinds", ["mask plain", "plain mask", "mask plain mask"])
 def test_compiled_calls_and_eagers_in_one_backward(kinds: str, loaded: LoadedModule, x: torch.Tensor) -> None:
-    """Eager's batch normalization saves its averages for the backward, and writes them in the next call without autograd seeing it."""
+    """Eager batch normalization saves its averages for the backward. The next call writes them, and autograd does not see it."""
     net, eager = layers(), layers()
     attachment = loaded.attach(net, otherwise="eager")
     for module in (net, eager):
@@ -355,7 +355,7 @@ def test_compare(loaded: LoadedModule, x: torch.Tensor) -> None:
     loaded.detach(net)
 
     loaded.attach(net, compare=1)
-    net.scale = 3.0  # an attribute of a class that is not PyTorch's is not looked at
+    net.scale = 3.0  # attributes of a class outside PyTorch are not checked
     before, state = [*map(torch.clone, net.state_dict().values())], torch.get_rng_state()
     gradients = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
     with pytest.raises(ExecutionError, match=r"result \d is off by"):
@@ -418,7 +418,7 @@ def test_attributes_that_differ_are_warned_of(loaded: LoadedModule) -> None:
     net.scale = 3.0
     with pytest.warns(UserWarning, match=r"scale of the module is 3\.0, and was 2\.0 when it was exported"):
         loaded.attach(net)
-    with warnings.catch_warnings():  # once, not in each mode again
+    with warnings.catch_warnings():  # the warning comes once, not in each mode
         warnings.simplefilter("error")
         for mode in (True, False, True):
             net.train(mode)(torch.ones(2, 6))
@@ -430,7 +430,7 @@ def test_attributes_that_differ_are_warned_of(loaded: LoadedModule) -> None:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
-    """Makes a module with the class ``Net``, whose forward returns that expression."""
+    """Return a function that makes a module with a class ``Net`` whose forward returns the given expression."""
     count = iter(range(9))
 
     def write(expression: str) -> ModuleType:
@@ -476,7 +476,7 @@ def test_a_forward_that_was_replaced_is_refused(loaded: LoadedModule, x: torch.T
 
 
 def test_a_submodule_of_ones_own_that_is_swapped_is_compared_again(tmp_path: Path) -> None:
-    """With other attributes than were exported, which attach would have warned of."""
+    """Its attributes differ from the exported ones, so attach warns about them."""
     net, x = nn.Sequential(Scaled(2.0), nn.Linear(3, 3)), torch.ones(2, 3)
     ab.export_module(net, (x,), path=tmp_path / "net.pt2")
     for strict, check in ((True, pytest.raises(InputError, match=r"by of 0 is 7\.0")), (False, pytest.warns(UserWarning, match=r"by of 0 is 7\.0"))):
@@ -498,7 +498,7 @@ class Scaled(nn.Module):
 
 
 def test_a_trace_of_the_call_is_refused(loaded: LoadedModule, x: torch.Tensor) -> None:
-    """It would keep the results as constants."""
+    """A trace would store the results as constants."""
     net = layers().eval()
     loaded.attach(net)
     net(x)

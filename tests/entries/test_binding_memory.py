@@ -1,4 +1,4 @@
-"""Weights that are bound, bound again and dropped leave nothing behind (docs/reliability.md, rows 37 and 40)."""
+"""Weights that are bound, rebound and dropped leak nothing (docs/reliability.md, rows 37 and 40)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def package() -> Path:
     return exports.shared("bound", _make)
 
 
-# What this process has of descriptors, mappings and memory of its own is the same after 12 and 36 times, but for 4 MB; 256 kB each would be 6 MB.
+# The process's descriptors, mappings and private memory are equal after 12 and 36 rounds, within 4 MB. A leak of 256 kB a round would be 6 MB.
 FLAT = """
 import copy, gc, os, sys, torch
 from dataclasses import replace
@@ -126,7 +126,7 @@ def test_these_checks_can_fail() -> None:
 
 
 def test_what_is_bound_again_gives_eagers_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also as on a GPU, where the handles are of the other kind; and in inference mode, whose tensors are of another kind, in any order."""
+    """This includes the other kind of handles, as on a GPU, and tensors of inference mode, in any order."""
     x = torch.randn(8, WIDE)
     for on_cpu in (True, False):
         runner = torch_api.Runner
@@ -145,7 +145,7 @@ def test_what_is_bound_again_gives_eagers_numbers(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("without_layouts", [False, True])
 def test_row_51_a_weight_that_is_not_what_the_code_was_compiled_for(tmp_path: Path, without_layouts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library states what it was compiled for; of one of 0.1.0 the handles that its constants get tell."""
+    """A library states the weights that it was compiled for. In a library of 0.1.0 the handles of its constants tell them."""
     expected = r"was compiled for \S+ as float32 .*; by the manifest it is float32 \[3,5,7\]"
     if without_layouts:
         stated = torch_api.stated
@@ -155,6 +155,6 @@ def test_row_51_a_weight_that_is_not_what_the_code_was_compiled_for(tmp_path: Pa
     put_together(path, taken_apart(package()))
     library = next(iter(load(path).module("net")._aot_entry.libraries.values()))
     constants = {c.weight: torch.zeros(3, 5, 7) for c in library.spec.constants}
-    for _ in range(2):  # and not only when it is opened
+    for _ in range(2):  # not only at the first open
         with pytest.raises(IncompatibleError, match=expected):
             library.bind((constants, (1,)))

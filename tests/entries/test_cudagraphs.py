@@ -1,4 +1,4 @@
-"""CUDA graphs on a simulated GPU: what is copied in and out, what is lent between forward and backward, and what runs without."""
+"""CUDA graphs on a simulated GPU: copies in and out, memory lent between forward and backward, and calls without a graph."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..support import exports
 from ..support.oracle import assert_same
 from ..support.simulated_gpu import graphed
 
-ROWS = {0: Dim("rows", min=3, max=64)}  # with two rows, BatchNorm leaves nothing but rounding of most gradients
+ROWS = {0: Dim("rows", min=3, max=64)}  # with two rows, BatchNorm leaves only rounding of most gradients
 
 
 class Net(nn.Module):
-    """Statistics that move, random numbers, an output that is saved for the backward, and one that is a view of another."""
+    """Running statistics, random numbers, an output that is saved for the backward, and one that is a view of another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def _inputs(rows: int, seed: int) -> torch.Tensor:
 
 
 def _trained(module: nn.Module, sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Everything that training at batches of those sizes gives, step by step."""
+    """Return all results of training at batches of those sizes, step by step."""
     found = {}
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for i, rows in enumerate(sizes):
@@ -137,7 +137,7 @@ def test_forwards_may_wait_for_their_backward(package: Path) -> None:
 
 @pytest.mark.parametrize("order", ["f0 f1 b0 b1", "f0 f1 b1 b0", "f0 f1 b0 f2 b1 b2", "f0 s1 b0 b1", "f0 f1 e b1 b0", "f0 f1 f2 b2 b0 f3 b1 b3"])
 def test_what_waits_is_not_written_by_other_graphs(package: Path, order: str) -> None:
-    """Two losses, a pipeline, another size, an evaluation in between: after a while in which each forward had its backward at once."""
+    """Two losses, a pipeline, another size, and an evaluation in between. Before that, each forward had its backward at once."""
     loaded, _ = graphed(package)
     module, eager = loaded.module("net"), net()
     for m in (module, eager):
@@ -239,7 +239,7 @@ def test_parameters_that_move(package: Path) -> None:
 
 
 def test_what_is_bound_anew_runs_once_before_it_is_captured(package: Path) -> None:
-    """Also a backward whose forward was captured before any backward came."""
+    """This includes a backward whose forward was captured before any backward ran."""
     loaded, _ = graphed(package)
     module = loaded.module("net")
     _trained(module, (8, 8, 8))
@@ -248,7 +248,7 @@ def test_what_is_bound_anew_runs_once_before_it_is_captured(package: Path) -> No
     assert report is not None
     before, captured = report.plain[cuda_graphs.WARM_UP], report.captured
     for _ in range(2):
-        outputs = module(_inputs(8, 0).requires_grad_())  # without a backward, then captured
+        outputs = module(_inputs(8, 0).requires_grad_())  # no backward, then captured
     outputs[0].sum().backward()
     assert report.plain[cuda_graphs.WARM_UP] == before + 2 and report.captured == captured + 1
 
@@ -275,10 +275,10 @@ def test_steps_are_eagers(package: Path) -> None:
         assert_same({"loss": ours}, {"loss": loss.detach()})
         now = [{n: p.detach() for n, p in named.items()} for named in (step.parameters, dict(module.named_parameters()))]
         for named in now:
-            del named["first.bias"]  # before BatchNorm its gradient is zero but for rounding, and AdamW divides it by its size
+            del named["first.bias"]  # before BatchNorm its gradient is only rounding, and AdamW divides it by its size
         assert_same(*now, 1e-4)
     report = loaded.cudagraphs
-    assert report is not None and report.captured == 2 + 1 and report.replayed == 6  # at 5 and 8 rows, and the second of what is only added up
+    assert report is not None and report.captured == 2 + 1 and report.replayed == 6  # at 5 and 8 rows, and the second accumulating call
     assert report.plain == {cuda_graphs.WARM_UP: 4}
 
 

@@ -1,4 +1,4 @@
-"""``export_grad``: value and gradients of functions and modules in one native call, by whatever name they are asked for."""
+"""``export_grad``: value and gradients of functions and modules in one native call, selected by any name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def net() -> nn.Module:
 
 
 class Pull(nn.Module):
-    """A loss that returns more than itself, with a buffer that moves."""
+    """A loss with further results and a mutated buffer."""
 
     def __init__(self) -> None:
         super().__init__()

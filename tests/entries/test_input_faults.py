@@ -1,5 +1,5 @@
-"""Inputs that raw AOTInductor takes in silence (docs/reliability.md, rows 1 to 19, which are called cases here): each is right, or an error that
-names the thing before native code runs."""
+"""Inputs that raw AOTInductor accepts silently (docs/reliability.md, rows 1 to 19, called cases here). Each gives the right result, or an error that
+names the input before native code runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..support.oracle import assert_same, run
 
 
 class Pair(nn.Module):
-    """Two inputs with one batch, a batch that must be a multiple of 4 for the second use, and a nested argument."""
+    """Two inputs with one batch dimension, which must be a multiple of 4 for the second use, and a nested argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_incoming_gradients_of_any_layout(model: nn.Module) -> None:
 
 
 def test_storage_that_was_freed_or_shrunk(model: nn.Module) -> None:
-    """Case 14, also where the very same tensor was good a moment ago."""
+    """Case 14, even if the same tensor was valid a moment ago."""
     x, extra = arguments()
     x = x.detach()
     model(x, extra)
@@ -180,7 +180,7 @@ def test_storage_that_was_freed_or_shrunk(model: nn.Module) -> None:
 
 
 def test_an_undefined_incoming_gradient_leaves_none_what_eager_leaves_none(model: nn.Module) -> None:
-    """Case 15: the second output alone does not reach ``b``, the first alone reaches everything."""
+    """Case 15: the second output alone does not reach ``b``; the first reaches everything."""
     args, eager = arguments(), pair()
     for given in ([None, torch.randn(4, 5)], [torch.randn(4, 3), None], [torch.randn(4, 3), torch.randn(4, 5)]):
         assert_same(run(model, args, given), run(eager, args, given))
@@ -294,7 +294,7 @@ def test_a_derived_guard_and_the_variants_there_are(grouped: Path) -> None:
 
 
 def test_ten_thousand_rejected_calls_keep_memory_flat(package: Path) -> None:
-    """Case 37, and that no bad call takes the process down: in a subprocess, so that a signal is a failure."""
+    """Case 37. No bad call crashes the process: the subprocess turns a signal into a failure."""
     script = """
 import gc, os, sys, torch
 from aot_backward_runtime import load, InputError

@@ -1,7 +1,7 @@
 """A ``KeyboardInterrupt`` between any two bytecodes of a call: counters, numbers and tensors agree, and the next call is right.
 
-Native code is one call of C, into which no interrupt comes. The interrupt is raised by a trace function at the n-th bytecode that the runtime
-executes, for every n; where a path is long, for some of them."""
+Native code is one C call, which no interrupt enters. A trace function raises the interrupt at the n-th bytecode that the runtime executes, for every
+n, or for some n if a path is long."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEEPS_STATE = {
 
 
 def interrupted(call: Callable[[], Any], at: int) -> bool:
-    """Whether ``call`` was interrupted: it had a bytecode number ``at``."""
+    """Return whether ``call`` was interrupted, so whether it had a bytecode number ``at``."""
     left = at
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -60,7 +60,7 @@ def interrupted(call: Callable[[], Any], at: int) -> bool:
         return True
     finally:
         sys.settrace(before)
-        torch.set_grad_enabled(grad)  # CPython looks for no signal between the end of a with block and its __exit__; a trace function can raise there
+        torch.set_grad_enabled(grad)  # CPython checks no signals between the end of a with block and its __exit__; a trace function can raise there
     return False
 
 
@@ -82,11 +82,11 @@ def _alike(step: Any, twin: Any) -> None:
 def _at_bytecodes(
     step: Any, data: Callable[[int], Any], *, update: bool = True, waiting: bool = False, before: Callable[[Any], Any] | None = None, stride: int = 1
 ) -> int:
-    """Calls of ``step``, each interrupted ``stride`` bytecodes later than the one before, until one is not. A twin makes what the counters say was
-    made, uninterrupted. ``stride`` above 1: where a call is long; an interrupt before native code, one behind it and none must be among them."""
+    """Call ``step`` until a call is not interrupted, each time ``stride`` bytecodes later. A twin repeats, uninterrupted, the calls that the counters
+    show. Use a ``stride`` above 1 if a call is long. The calls must include an interrupt before native code, one after it, and none."""
     twin = copy.deepcopy(step)
     for own in (step, twin):
-        everything(own)  # whoever has got hold of the tensors has calls look closely until one has come through
+        everything(own)  # once you hold the tensors, calls check fully until one has succeeded
         torch.manual_seed(0)
         own(*data(0))
         if waiting or not update:
@@ -117,7 +117,7 @@ def _at_bytecodes(
         if not again:
             break
         at += stride
-    assert {(False, True), (True, True), (True, False)} <= outcomes  # before native code, behind it, and not at all
+    assert {(False, True), (True, True), (True, False)} <= outcomes  # before native code, after it, and no interrupt
     return at
 
 
@@ -131,7 +131,7 @@ def _rows(i: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _broken(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every other batch has a gradient that is not finite."""
+    """Return a batch; every second one has a non-finite gradient."""
     x, y = labelled(i)
     return (x * torch.inf if i % 2 else x), y
 
@@ -145,7 +145,7 @@ def test_a_step_of_each_kind() -> None:
     _at_bytecodes(load(package("Adam")).step(), batch, stride=11)
     step = load(weighted_package()).step()
     _at_bytecodes(step, _broken, stride=11)
-    assert step.count > 1 and step.skipped > 1  # how many depends on where the stride falls
+    assert step.count > 1 and step.skipped > 1  # the numbers depend on the stride
     step = load(exports.shared("loss-scale", test_loss_scale._make)).step()
     step.scaler.growth_interval = 2
     _at_bytecodes(step, test_loss_scale._batch, stride=11)
@@ -240,7 +240,7 @@ def test_loading_and_resuming_are_made_or_not(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """Its buffers tell how often it was called."""
+    """Its buffers count its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def test_a_module_and_its_backward() -> None:
         again = interrupted(lambda: passes(loaded), at)
         if int(loaded.norm.num_batches_tracked) != before:
             passes(eager)
-            assert loaded.norm.running_mean._version > version  # whoever saved it notices
+            assert loaded.norm.running_mean._version > version  # autograd notices if the old value was saved
         torch.testing.assert_close(loaded.state_dict(), eager.state_dict())
         for own, theirs in zip(loaded.parameters(), eager.parameters(), strict=True):
             if own.grad is not None or not again:
@@ -326,7 +326,7 @@ def test_a_gradient_function() -> None:
 
 
 def test_memory_that_moved_is_bound_in_every_library() -> None:
-    """Where the call that first sees it is of another size, by keyword."""
+    """The first call that sees the new memory has another size and a keyword argument."""
     slope, twin = load(_counting()).grad(), load(_counting()).grad()
     inputs = [torch.randn(5, 3), torch.randn(2, 3)]
     for own in (slope, twin):
@@ -336,5 +336,5 @@ def test_memory_that_moved_is_bound_in_every_library() -> None:
     for own in (slope, twin):
         own.parameters["0.layer.weight"].data = own.parameters["0.layer.weight"].data * 2
         own(input=inputs[1])
-    twin.train()  # forgets what it has seen
+    twin.train()  # forgets its checks
     torch.testing.assert_close(slope(inputs[0]), twin(inputs[0]), rtol=0, atol=0)

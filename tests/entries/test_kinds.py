@@ -1,7 +1,7 @@
-"""Kinds of programs: each is traced faithfully, or refused with the name and the place of what stands in the way.
+"""Kinds of programs: each is traced faithfully, or refused with the name and place of the obstacle.
 
-Programs that are served are held together in a few modules (:class:`Together`), so that each package is compiled once; every kind has parameters and
-inputs of its own, and is compared with eager by itself.
+A few modules (:class:`Together`) hold the supported programs, so that each package is compiled once. Every kind has separate parameters and inputs,
+and is compared with eager separately.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from aot_backward_runtime import ExportError, load
 from ..support import exports
 from ..support.oracle import assert_same, tensors
 
-pytestmark = pytest.mark.filterwarnings(  # torch's own: of complex numbers, of recomputation, and of what torch.func's forward mode uses
+pytestmark = pytest.mark.filterwarnings(  # torch's warnings: complex numbers, recomputation, and forward mode of torch.func
     *("ignore:Torchinductor does not support code generation for complex", "ignore:`torch.jit.script` is deprecated", "ignore:.*use_reentrant"),
-    "ignore:The .grad attribute of a Tensor that is not a leaf",  # of Dynamo, which torch.cond and scan call
+    "ignore:The .grad attribute of a Tensor that is not a leaf",  # from Dynamo, which torch.cond and scan call
 )
 Forward = Callable[..., Any]
 
 
 class Kind(nn.Module):
-    """``forward(self, x)`` with a matrix and a vector to be trained."""
+    """``forward(self, x)`` with a trainable matrix and vector."""
 
     def __init__(self, forward: Forward):
         super().__init__()
@@ -61,7 +61,7 @@ class Together(nn.Module):
 
 
 def observed(module: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """For each kind outputs, buffers, and every gradient, for random incoming ones."""
+    """Return for each kind the outputs, buffers, and all gradients for random incoming ones."""
     inputs = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in inputs.items()}
     module.zero_grad()
     torch.manual_seed(3)
@@ -80,7 +80,7 @@ def observed(module: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, di
 
 
 class Halved(torch.autograd.Function):
-    """A backward that is not the derivative, with a number of its own."""
+    """A backward that is not the derivative, with a number as attribute."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -95,7 +95,7 @@ class Halved(torch.autograd.Function):
 
 
 class Pair(torch.autograd.Function):
-    """``setup_context``, two outputs, gradients that may be None."""
+    """``setup_context``, two outputs, possibly undefined gradients."""
 
     @staticmethod
     def forward(x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -126,7 +126,7 @@ class Once(torch.autograd.Function):
 
 
 class Dirty(torch.autograd.Function):
-    """Writes in place, and says so."""
+    """Writes in place and marks its input dirty."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ class Dirty(torch.autograd.Function):
 
 
 class Straight(torch.autograd.Function):
-    """A straight-through estimator; asks which gradients are needed."""
+    """A straight-through estimator that checks ``needs_input_grad``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def recomputed(use_reentrant: bool) -> nn.Module:
 
 
 class Filtered(nn.Module):
-    """Complex parameters, and a filter in the frequency domain."""
+    """Complex parameters and a filter in the frequency domain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Filtered(nn.Module):
 
 
 class Forces(nn.Module):
-    """Energy and forces, which are trained on."""
+    """Energy and forces, with a loss on the forces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Forces(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A loss after a step of gradient descent, to be differentiated through it; and gradients of each row, by ``vmap``."""
+    """A loss after a step of gradient descent, differentiated through the step; and per-row gradients by ``vmap``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def wave(self: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def transformed(self: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """One result of each transform of ``torch.func``, and Hessian-vector products both ways."""
+    """Return one result of each transform of ``torch.func``, and Hessian-vector products in both modes."""
     f, row, ones = wave(self), x[0], torch.ones_like(x)
 
     def total(x: torch.Tensor) -> torch.Tensor:
@@ -284,7 +284,7 @@ def transformed(self: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def recurrent(kind: type[nn.RNNBase], **options: Any) -> nn.Module:
-    """Outputs and last states for rows of two steps."""
+    """Return a module that gives outputs and last states for rows of two steps."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -298,7 +298,7 @@ def recurrent(kind: type[nn.RNNBase], **options: Any) -> nn.Module:
 
 
 class Causal(nn.Module):
-    """Rows of two steps through a transformer layer, whose mask PyTorch would look into."""
+    """Rows of two steps through a transformer layer, whose mask values PyTorch would read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class Causal(nn.Module):
 
 
 def windows(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Sliding windows, whose elements share memory, are saved for the backward of a parameter."""
+    """The backward of a parameter saves sliding windows, whose elements share memory."""
     return (x @ self.w).flatten().unfold(0, 4, 2) * self.b
 
 
@@ -367,7 +367,7 @@ CONTROL: dict[str, Forward] = {
 
 
 def quantized() -> nn.Module:
-    """Fake quantization whose scale has been observed."""
+    """Return a fake quantization with an observed scale."""
     fake = quantization.FakeQuantize()
     fake(torch.linspace(-2, 3, 8))
     fake.disable_observer()
@@ -375,7 +375,7 @@ def quantized() -> nn.Module:
 
 
 def learned_quantization() -> nn.Module:
-    """A scale and a zero point with gradients."""
+    """Return a fake quantization with gradients of scale and zero point."""
     fake = _LearnableFakeQuantize(quantization.MovingAverageMinMaxObserver, scale=0.05, zero_point=3.0)
     fake.toggle_qparam_learning(True).toggle_fake_quant(True).toggle_observer_update(False)
     return nn.Sequential(nn.Linear(4, 4), fake)
@@ -429,12 +429,12 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
     },
 }
-# Refused before torch 2.13 by Inductor, by g++ or by the self-check; one of them would keep its whole group from being exported.
+# Inductor, g++ or the self-check refuses these before torch 2.13. Each would prevent the export of its whole group.
 if not torch_api.at_least("2.13"):
-    del GROUPS["functions"]["rounded"]  # a cast to 16 bits and back is left out of a fused loop, whatever is asked for
+    del GROUPS["functions"]["rounded"]  # a fused loop always omits a cast to 16 bits and back
     del GROUPS["functions"]["in_place"]  # torch 2.11: generated C++ blends a number as if it were a vector
     del GROUPS["functions"]["filtered"]  # torch 2.11: the gradient of a complex filter is wrong
-    del GROUPS["control"]["scan"]  # a loop's body takes other inputs than it is given
+    del GROUPS["control"]["scan"]  # a loop's body gets the wrong inputs
     del GROUPS["control"]["map"]
 SIZES = 3, 5
 STATIC = "static", "control"
@@ -452,7 +452,7 @@ def inputs(group: str, rows: int) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def compared(group: str) -> list[tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]]:
-    """What the loaded module and eager's give, at each size."""
+    """Return the results of the loaded module and of eager, at each size."""
 
     def make(path: Path) -> None:
         rows = {"inputs": {name: {0: Dim("rows", min=2, max=32)} for name in GROUPS[group]}}
@@ -471,7 +471,7 @@ def test_equal_to_eager(group: str, name: str) -> None:
 
 @pytest.mark.parametrize("group", ["control", "functions"])
 def test_incoming_gradients_stay_as_they_are(group: str) -> None:
-    """Native code may overwrite what it saved itself, and nothing of the caller's."""
+    """Native code may overwrite its own saved tensors, but no tensor of the caller."""
     compared(group)
     loaded = load(exports.shared(f"kinds-{group}", _made_before)).module()
     outputs = [t for t in pytree.tree_leaves(loaded(inputs(group, SIZES[0]))) if t.requires_grad]
@@ -529,7 +529,7 @@ def with_a_closure() -> nn.Module:
 
 
 def made_by(module: str) -> nn.Module:
-    """A module with a scripted part, whose class says that it is of the Python module ``module``."""
+    """Return a module with a scripted part, whose class claims to be from the Python module ``module``."""
     made = type("Made", (nn.Sequential,), {"__module__": module})()
     made.add_module("compiled", torch.jit.script(nn.Linear(4, 4)))
     return made
@@ -720,7 +720,7 @@ def test_refused_by_name_and_place(case: str, tmp_path: Path) -> None:
 
 
 def test_a_size_that_torch_geometric_reads_from_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of that name stands for it: the message says what its functions take."""
+    """A stub package has that name. The message says which argument its functions take."""
     (tmp_path / "torch_geometric").mkdir()
     (tmp_path / "torch_geometric" / "__init__.py").write_text(
         "def pool(x, index):\n"
@@ -761,7 +761,7 @@ def test_hooks_are_left_as_they_were(tmp_path: Path) -> None:
 
 
 def test_parameter_hooks_on_the_loaded_module() -> None:
-    """Where the refusal sends them: they run as eager's."""
+    """The refusal recommends these hooks; they run as in eager."""
     loaded = load(exports.module("mlp", dynamic=False)).module()
     plain, hooked_once = [], []
     x = torch.randn(3, 8)
@@ -798,7 +798,7 @@ def test_a_loss_that_closes_over_tensors_instead_of_modules(tmp_path: Path) -> N
             ab.export_grad(loss, (X,), path=tmp_path / "no.pt2")
     with pytest.raises(ExportError, match=r"closes over 'GLOBAL'"):
         ab.export_grad(lambda x: (x * GLOBAL).sum(), (X,), path=tmp_path / "no.pt2")
-    # an attribute that is called as a global is
+    # an attribute that is called like the global
     ab.export_grad(lambda x: (linear(x) + getattr(linear, "GLOBAL", 0) + (linear.GLOBAL if x.dim() > 9 else 0)).sum(), (X,), path=tmp_path / "g.pt2")
 
 

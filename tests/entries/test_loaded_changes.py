@@ -1,4 +1,4 @@
-"""A loaded module that is changed as one changes an eager one: it does the same, or says that it cannot."""
+"""Changes to a loaded module have the same effect as on an eager one, or raise an error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Counts(nn.Module):
 
 
 class Two(nn.Module):
-    """Heads that not everything reaches."""
+    """Heads that some inputs do not reach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_a_submodule_that_was_in_the_other_mode(package: Path) -> None:
     for _ in range(2):
         assert [m.training for m in loaded.modules()] == [m.training for m in net().modules()]
         loaded.train()
-    loaded.get_submodule("body.1").eval()  # as it was exported
+    loaded.get_submodule("body.1").eval()  # as exported
     x = torch.randn(3, 4, requires_grad=True)
     assert_same(run(loaded, (x,), 1), run(net(), (x,), 1))
 
@@ -119,12 +119,12 @@ def test_what_does_something_does_it(package: Path) -> None:
         module.note = "mine"
     x = torch.randn(3, 4, requires_grad=True)
     assert_same(run(loaded, (x,), 1), run(eager, (x,), 1))
-    loaded.extra = nn.Linear(2, 2)  # no part of what was compiled
+    loaded.extra = nn.Linear(2, 2)  # not part of the compiled code
     assert loaded.eval().extra.training is False and loaded.train().extra.training is True
 
 
 def test_gradients_share_no_memory(package: Path) -> None:
-    """Autograd adds the next gradient into the memory of the first."""
+    """Autograd adds the next gradient into the first one's memory."""
     loaded, x = load(package).module("shares"), torch.zeros(3, 4, requires_grad=True)
     for _ in range(3):
         loaded(x).backward(torch.ones(3, 4))
@@ -141,7 +141,7 @@ def test_forward_mode_is_refused(package: Path) -> None:
 
 
 def test_other_memory_for_a_while(package: Path) -> None:
-    """``.data = …`` between a forward and its backward, and back again: every later call uses what is there."""
+    """``.data = …`` between a forward and its backward, and back again: every later call uses the current memory."""
     loaded, x = load(package).module("net"), torch.randn(3, 4, requires_grad=True)
     weight = loaded.get_submodule("body.0").weight
     expected = {n: t if t is None else t.detach().clone() for n, t in run(loaded, (x,), 1).items()}

@@ -40,7 +40,7 @@ def small() -> Small:
 
 @pytest.fixture(scope="module")
 def package() -> Path:
-    """Both modes, and a gradient function of the same module that shares its weights."""
+    """Return a package with both modes, and a gradient function of the same module that shares its weights."""
 
     def make(path: Path) -> None:
         net = small()
@@ -167,7 +167,7 @@ def test_storage_that_moves_never_goes_stale(how: str, model: nn.Module) -> None
 
 
 def test_moved_between_forward_and_backward(model: nn.Module) -> None:
-    """The backward runs on what the forward ran on."""
+    """The backward uses the weights that the forward used."""
     model.eval()
     eager = small().eval()
     x = torch.randn(3, 6, requires_grad=True)
@@ -233,7 +233,7 @@ def test_entries_of_a_package_share_weights(package: Path) -> None:
 
 
 def test_a_buffer_that_native_code_wrote_has_a_new_version(model: nn.Module) -> None:
-    """Eager's error where somebody saved it for a backward: written through a pointer, it would go unnoticed."""
+    """If the buffer was saved for a backward, eager's error is raised. Autograd does not see a write through a pointer."""
     scale = torch.ones(16, requires_grad=True)
     product = scale * model.get_buffer("body.1.running_mean")
     model(torch.randn(4, 6))
@@ -276,7 +276,7 @@ def test_under_distributed_data_parallel(model: nn.Module) -> None:
 
 
 def test_no_tensor_is_compared_in_a_call(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``None in gradients`` is such a comparison: it took 26 µs of a backward."""
+    """``None in gradients`` is such a comparison; it took 26 µs of a backward."""
 
     def compare(tensor: torch.Tensor, other: Any) -> bool:
         raise AssertionError(f"a tensor was compared with {other}")
@@ -289,7 +289,7 @@ def test_no_tensor_is_compared_in_a_call(model: nn.Module, monkeypatch: pytest.M
 
 
 def test_within_a_transform_that_does_not_reach_it(model: nn.Module) -> None:
-    """As any ``autograd.Function``: refused, also where its own arguments are plain."""
+    """It is refused like any ``autograd.Function``, even with plain arguments."""
     x = torch.randn(4, 6)
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.vmap(lambda row: model(x).sum() * row)(torch.randn(3))
@@ -297,7 +297,7 @@ def test_within_a_transform_that_does_not_reach_it(model: nn.Module) -> None:
 
 
 def test_bound_by_pointer_not_by_value(tmp_path: Path) -> None:
-    """Exported with every parameter at one and every bias at zero, run at random values: a folded constant would show."""
+    """Export with every weight at one and every bias at zero, then run at random values: a folded constant would show."""
     net = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     random = copy.deepcopy(net).state_dict()
     with torch.no_grad():

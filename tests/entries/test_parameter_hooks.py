@@ -1,5 +1,5 @@
-"""Hooks on gradients of parameters: set before the export or on what was loaded, they run as in eager, or are refused by name; and the caller's own
-parameters keep theirs."""
+"""Gradient hooks on parameters, set before the export or on a loaded entry, run as in eager or are refused by name. Your own parameters keep their
+hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALE = 8.0
 
 
 class Tied(nn.Module):
-    """A loss with a weight that is used twice, and a buffer that moves."""
+    """A loss with a weight that is used twice, and a mutated buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Tied(nn.Module):
 
 
 def hooked(net: Tied) -> Tied:
-    """Hooks that are no linear functions, in an order that matters, that read buffers, constants and closures, that work in place."""
+    """Add nonlinear hooks that depend on their order, read buffers, constants and closures, and work in place."""
     closed = torch.tensor([1.0, 2.0, 3.0, 4.0])
     net.a.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
     net.a.weight.register_hook(lambda g: g.mul_(2))
@@ -74,7 +74,7 @@ def eager_gradients(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def both(package: Path) -> tuple[Any, Tied]:
-    """The loaded gradient function, and eager in the same state."""
+    """Return the loaded gradient function, and an eager module in the same state."""
     return load(package).grad(), hooked(Tied())
 
 
@@ -82,24 +82,24 @@ def test_hooks_from_before_the_export_are_traced(package: Path) -> None:
     loss, net = both(package)
     for x in (X, Y, X):
         torch.testing.assert_close(loss(x)[1], eager_gradients(net, x))
-    with torch.no_grad():  # what a hook reads of the program is bound to it
+    with torch.no_grad():  # hooks read the program's buffers by reference
         for tensor in (loss.parameters["mask"], net.mask):
             tensor.copy_(torch.tensor([0.0, 1.0, 0.5, 2.0]))
     torch.testing.assert_close(loss(X)[1], eager_gradients(net, X))
 
 
 def test_hooks_on_a_loaded_gradient_function(package: Path) -> None:
-    """As ``torch.autograd.grad`` runs them: in order, once, a None leaves the gradient, a handle removes it."""
+    """They run as under ``torch.autograd.grad``: in order, once. None keeps the gradient, and a handle removes the hook."""
     loss, net = both(package)
     kept: list[torch.Tensor] = []
     hooks: list[tuple[str, Callable[[torch.Tensor], Any]]] = [
         ("b.bias", lambda g: g * 3),
         ("a.weight", lambda g: g.clamp(max=0.005)),
-        ("b.weight", lambda g: g + 1),  # the same tensor
+        ("b.weight", lambda g: g + 1),  # the tied tensor
         ("c.bias", lambda g: kept.append(g)),
         ("c.bias", lambda g: g.mul_(2)),
     ]
-    for _ in range(2):  # once more when all were removed
+    for _ in range(2):  # again after all were removed
         loss(X)
         sides: list[Any] = [loss.parameters, dict(net.named_parameters(remove_duplicate=False))]
         handles = [torch.Tensor.register_hook(side[name], hook) for side in sides for name, hook in hooks]
@@ -109,7 +109,7 @@ def test_hooks_on_a_loaded_gradient_function(package: Path) -> None:
             handle.remove()
         for x in (X, Y):
             torch.testing.assert_close(loss(x)[1], eager_gradients(net, x))
-    assert len(kept) == 12 and not torch.equal(kept[0], kept[2])  # of X and of Y: what a hook keeps stays as it was
+    assert len(kept) == 12 and not torch.equal(kept[0], kept[2])  # of X and of Y: a gradient that a hook keeps does not change
     torch.testing.assert_close(kept[0], kept[1])
 
 
@@ -122,7 +122,7 @@ def test_hooks_on_arguments_and_on_several_tensors(package: Path) -> None:
         x.register_hook(lambda g: g * 5)
         torch.testing.assert_close(loss(x)[1]["x"], loss(X)[1]["x"] * 5)
         torch.testing.assert_close(loss(x)[1], eager_gradients(net, x))
-    for side in (loss.parameters, dict(net.named_parameters())):  # which autograd.grad cannot
+    for side in (loss.parameters, dict(net.named_parameters())):  # autograd.grad does not support it
         register_multi_grad_hook([side["a.bias"], side["c.bias"]], lambda grads: None)
     for call in (lambda: loss(X), lambda: eager_gradients(net, X)):
         with pytest.raises(RuntimeError, match=r"currently running autograd\.grad"):
@@ -146,7 +146,7 @@ def test_a_copy_of_a_loaded_gradient_function(package: Path) -> None:
     loss, net = both(package)
     loss.parameters["a.bias"].register_hook(lambda g: 0 * g)
     other = copy.deepcopy(loss)
-    torch.testing.assert_close(other(X)[1], eager_gradients(net, X))  # without the hook, as a copied Parameter
+    torch.testing.assert_close(other(X)[1], eager_gradients(net, X))  # a copied Parameter has no hook
     with torch.no_grad():
         other.parameters["c.bias"].add_(1)
     assert not torch.equal(other(X)[0], loss(X)[0]) and other.parameters["b.weight"] is other.parameters["a.weight"]
@@ -165,7 +165,7 @@ def eager_step(net: Tied, optimizer: torch.optim.Optimizer, *inputs: torch.Tenso
 
 
 def test_hooks_on_a_loaded_step(package: Path) -> None:
-    """They see each call's gradient, of the scaled loss; also where several calls are added up."""
+    """They see each call's gradient of the scaled loss, also under accumulation."""
     step, net = load(package).step(), hooked(Tied())
     optimizer = optimizer_of(net)
 
@@ -204,7 +204,7 @@ def test_hooks_on_a_loaded_step(package: Path) -> None:
     assert step.accumulated == 1 and all(torch.equal(before[n], p) for n, p in step.parameters.items())
     failing.remove()
     with torch.no_grad():
-        net.seen.add_(2)  # the forwards of the calls that failed
+        net.seen.add_(2)  # the failed calls ran their forward
     net.seen.sub_(2)
     step.buffers["seen"].sub_(2)
     step(Y)
@@ -237,7 +237,7 @@ MOVES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("kind", ["loss", "fit", "module"])
 def test_other_memory_and_other_forms_are_never_stale(kind: str, package: Path) -> None:
-    """A call uses what the parameter holds, or says that it does not fit; and afterwards goes on."""
+    """A call uses the parameter's current value or raises an error that it does not fit, and later calls work."""
     if kind == "module":
         loaded: Any = load(exports.module("mlp", dynamic=False)).module()
         weight, x = next(p for p in loaded.parameters() if p.dim() == 2 and len(set(p.shape)) == 2), torch.randn(3, 8)
@@ -256,7 +256,7 @@ def test_other_memory_and_other_forms_are_never_stale(kind: str, package: Path) 
             with pytest.raises(WeightsError, match=r"has strides|has shape|its storage holds"):
                 call()
         expected = weight.detach().clone() if fits else value
-        with torch.no_grad():  # memory that may be resized, as it would be of another package
+        with torch.no_grad():  # memory that can be resized, unlike a package's
             if not fits or name == "share_memory_":
                 weight.data = expected.clone()
         got = call()
@@ -266,7 +266,7 @@ def test_other_memory_and_other_forms_are_never_stale(kind: str, package: Path) 
                 net.c.weight.copy_(expected)
             torch.testing.assert_close(got[0], net(X).detach(), msg=name)
         elif kind == "fit":
-            assert not torch.equal(weight, expected), name  # it was trained where it lies now
+            assert not torch.equal(weight, expected), name  # it was trained in its new memory
     if kind == "fit":
         with pytest.raises(InputError, match="fixed in the compiled step"):
             weight.requires_grad = False
@@ -275,14 +275,14 @@ def test_other_memory_and_other_forms_are_never_stale(kind: str, package: Path) 
             call()
 
 
-LARGE = 1 << 26  # bytes: the allocator maps so many afresh each time, which Linux does where the last lay that were given back
+LARGE = 1 << 26  # bytes: the allocator maps this much anew each time, and Linux reuses the address of the last unmapped block
 TRIES = 25
 
 
 @pytest.mark.parametrize("size", [16, LARGE])
 @pytest.mark.parametrize("kind", ["loss", "fit", "module"])
 def test_new_memory_where_a_resized_storage_lay(kind: str, size: int, package: Path) -> None:
-    """Compiled code holds the old storage, at whose former address the new one lies: operators that it calls would read the old one."""
+    """Compiled code holds the old storage, whose former address the new one has. Operators that it calls would read the old one."""
     if kind == "module":
         loaded: Any = load(exports.module("mlp", dynamic=False)).module()
         x = torch.randn(3, 8)
@@ -303,7 +303,7 @@ def test_new_memory_where_a_resized_storage_lay(kind: str, size: int, package: P
                 address = weight.data_ptr()
                 old.resize_(16)
                 new = torch.empty(LARGE // 4)
-                kept.append(new)  # else each try would get the same gap elsewhere that is as large
+                kept.append(new)  # otherwise each try would get the same gap elsewhere
                 old.resize_(size)
                 weight.data = new[: value.numel()].view(value.shape).copy_(value)
                 torch.testing.assert_close(call(), expected, rtol=0, atol=0)
@@ -386,14 +386,14 @@ def test_what_could_not_run_is_refused_and_stays_where_it_is(how: str, kind: str
     with pytest.raises(ExportError, match=REFUSED[how, kind]):
         ab.export(tmp_path / "no.pt2", entries(net, kind))
     if how == "writes":
-        assert float(held) == 1  # of the backward above: tracing did not write
+        assert float(held) == 1  # from the backward above: tracing did not write
     if before is not None:
         assert torch.equal(slope(), before)
 
 
 @pytest.mark.parametrize("kind", ["module", "grad", "step", "failing"])
 def test_an_export_leaves_the_callers_parameters_as_they_were(kind: str, tmp_path: Path) -> None:
-    """Their ``.grad``, the nodes that accumulate it, a graph that is still to be differentiated, weak references to them; also where it fails."""
+    """This covers their ``.grad``, the accumulation nodes, a graph that is not yet differentiated and weak references, also if the export fails."""
     pytest.importorskip("onnxruntime")
 
     class Counts(Tied):
@@ -423,14 +423,14 @@ def test_an_export_leaves_the_callers_parameters_as_they_were(kind: str, tmp_pat
     fired: list[int] = []
     for i, node in enumerate(nodes):
         node.register_prehook(lambda grads, i=i: fired.append(i))
-    for loss in (graph, net(X)) if kind != "step" else (net(X),):  # a step's check trains, in place
+    for loss in (graph, net(X)) if kind != "step" else (net(X),):  # a step's check trains in place
         fired.clear()
         loss.backward()
         assert sorted(fired) == list(range(len(nodes)))
 
 
 def test_what_hangs_on_a_node_in_other_ways_is_found_by_a_real_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check does not rest on hooks being found by name."""
+    """The check does not rely on finding hooks by name."""
     pytest.importorskip("onnxruntime")
     monkeypatch.setattr("aot_backward.capture.user_code.hooks.on_accumulation", lambda parameter: [])
     for kind in ("module", "grad"):

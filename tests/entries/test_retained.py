@@ -1,4 +1,4 @@
-"""Saved activations over a backward: left alone where the graph is retained, written over where autograd frees them anyway."""
+"""Activations saved for a backward: kept if the graph is retained, overwritten if autograd frees them anyway."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 96
 
 
 class Layers(nn.Module):
-    """Its second output is also saved for the backward, and so is its input."""
+    """The backward also saves the second output and the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_a_backward_that_failed_half_way(package: Path, monkeypatch: pytest.Monk
 
 
 def peak(module: nn.Module, rows: int) -> int:
-    """Bytes that one backward asks for at most, at a time."""
+    """Return the peak bytes that one backward allocates."""
     out = module(torch.randn(rows, WIDTH, requires_grad=True))[0]
     incoming = torch.randn_like(out)
     with profile(profile_memory=True) as measured:
@@ -148,5 +148,5 @@ def test_peak_memory_is_lower(package: Path, tmp_path: Path, monkeypatch: pytest
         _make(tmp_path / "leaves.pt2")
     rows = 4096
     consuming, leaving = (peak(load(path).module(), rows) for path in (package, tmp_path / "leaves.pt2"))
-    a_gradient = WIDTH * WIDTH * 4  # of a weight: the two are at their most at other places of the backward
+    a_gradient = WIDTH * WIDTH * 4  # of a weight: the two peaks are at different places of the backward
     assert consuming <= leaving - rows * WIDTH * 4 + a_gradient, f"{consuming:,} and {leaving:,} bytes"

@@ -1,4 +1,4 @@
-"""Modules exported with ``order=2``: their gradients differentiated again, as eager does it."""
+"""Modules exported with ``order=2``: their gradients are differentiated again as in eager."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..support.packages import EXAMPLES, put_together, taken_apart
 
 
 class Critic(nn.Module):
-    """With a norm, dropout, a tied layer, a parameter that is not used, and two outputs."""
+    """A net with a norm, dropout, a tied layer, an unused parameter and two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Critic(nn.Module):
 
 
 class Energy(nn.Module):
-    """Of particles in three dimensions, by their distances."""
+    """The energy of particles in three dimensions, from their distances."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def package() -> Path:
 
 
 def beside(package: Path, entry: str, kind: Callable[[], nn.Module], use: Callable[[nn.Module], dict[str, Any]]) -> None:
-    """``use`` of the loaded module and of eager's: what it returns, every ``.grad`` and every buffer."""
+    """Compare ``use`` of the loaded module and of eager: its results, every ``.grad`` and every buffer."""
     results = []
     for module in (load(package).module(entry), made(kind)):
         torch.manual_seed(31)
@@ -94,7 +94,7 @@ def beside(package: Path, entry: str, kind: Callable[[], nn.Module], use: Callab
 
 @pytest.mark.parametrize("rows", [6, 40])
 def test_a_gradient_penalty(package: Path, rows: int) -> None:
-    """In training mode: the same dropout mask."""
+    """In training mode both have the same dropout mask."""
 
     def penalized(module: nn.Module) -> dict[str, Any]:
         x = torch.randn(rows, 5, requires_grad=True)
@@ -135,7 +135,7 @@ def test_hessians_and_vectors(package: Path) -> None:
 
 
 def test_products_by_differentiating_back_and_forth(package: Path) -> None:
-    """``hvp`` differentiates a second backward with regard to what went into it: a third order."""
+    """``hvp`` differentiates a second backward by its inputs: a third order."""
 
     def product(module: nn.Module) -> dict[str, Any]:
         x, v = torch.randn(4, 3), torch.randn(4, 3)
@@ -160,7 +160,7 @@ def test_the_third_derivative(package: Path) -> None:
 
 
 def test_convolutions_and_batch_statistics(package: Path) -> None:
-    """Statistics that are updated once."""
+    """Batch statistics are updated once."""
 
     def double(module: nn.Module) -> dict[str, Any]:
         x = torch.randn(3, 2, 8, 8, requires_grad=True)
@@ -173,7 +173,8 @@ def test_convolutions_and_batch_statistics(package: Path) -> None:
 
 
 def test_some_outputs_and_some_parameters(package: Path) -> None:
-    """One output alone gets an incoming gradient, and what is frozen gets none; what only the other output reaches has zeros for eager's None."""
+    """Only one output gets an incoming gradient, and frozen parameters get none. Parameters that only the other output reaches get zeros, not eager's
+    None."""
 
     def partial(module: nn.Module) -> dict[str, Any]:
         module.first.requires_grad_(False)
@@ -204,7 +205,7 @@ def test_the_third_derivative_is_refused(package: Path) -> None:
         first.sum().backward()
     (first,) = torch.autograd.grad(once(x), x, create_graph=True)
     for asked in (x, *once.parameters()):
-        with pytest.raises(GradientError, match="export the module with order=2"):  # not None, as if there were no path
+        with pytest.raises(GradientError, match="export the module with order=2"):  # an error, not None as for a missing path
             torch.autograd.grad(first.sum(), asked, allow_unused=True, retain_graph=True)
 
 

@@ -1,5 +1,5 @@
-"""Memory that is not what its address says: inputs that lie in what a call writes, storages too small at an address that was good before, results
-that share memory (docs/reliability.md, rows 42 to 44)."""
+"""Memory that its address misrepresents: inputs inside memory that a call writes, storages that became too small at a known address, results that
+share memory (docs/reliability.md, rows 42 to 44)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Y = torch.randn(4, 4)
 
 
 def slices(buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors of (4, 4) that lie in ``buffer`` of (8, 4), or reach into it."""
+    """Return tensors of (4, 4) inside or overlapping ``buffer`` of (8, 4)."""
     flat = buffer.view(-1)
     around = torch.from_numpy(numpy.asarray(flat.numpy()))
     return {
@@ -68,7 +68,7 @@ def test_an_input_that_lies_in_what_the_call_writes_is_refused(warm: bool) -> No
             fit(state, Y)
     eager = counts()
     net.load_state_dict(eager.state_dict())
-    x = net.linear.weight.detach()  # which the module's call only reads
+    x = net.linear.weight.detach()  # the module's call only reads it
     torch.testing.assert_close(net(x), eager(x))
 
 
@@ -140,7 +140,7 @@ def test_a_storage_too_small_is_refused_at_an_address_that_was_good() -> None:
 
 
 class Aliases(nn.Module):
-    """Results that share memory in eager, and some that do not."""
+    """Some results share memory in eager, others do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Aliases(nn.Module):
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_results_that_share_memory_in_eager_share_it(gradients: bool) -> None:
-    """Values written to one show in the others, and autograd's version counter with them."""
+    """A write to one shows in the others, and also in autograd's version counter."""
 
     def make(path: Path) -> None:
         torch.manual_seed(5)
@@ -186,7 +186,7 @@ def test_results_that_share_memory_in_eager_share_it(gradients: bool) -> None:
             torch.testing.assert_close(a, b, msg=name)
         out = loaded(x)
         with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-            out["flat"].mul_(2)  # autograd's own error: eager would follow it
+            out["flat"].mul_(2)  # autograd's error; eager allows the write
         out["cut off"].mul_(2)
         torch.testing.assert_close(out["whole"].detach(), 2 * eager(x)["whole"].detach())
 
@@ -202,7 +202,7 @@ def test_results_that_share_a_part_are_refused(tmp_path: Path) -> None:
 
 
 def test_stretches_of_memory_are_compared_by_sorting() -> None:
-    """Against each compared with each: any that touch, hold one another, begin together, or have no bytes."""
+    """Compare with a test of all pairs: stretches that touch, contain each other, begin together or are empty."""
     generator, buffer = random.Random(1), torch.zeros(64, dtype=torch.uint8)
     found = [0, 0]
     for _ in range(2_000):

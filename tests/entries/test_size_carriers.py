@@ -1,4 +1,4 @@
-"""Sizes that cross from a forward to its backward, and that no tensor there shows."""
+"""Sizes that a backward needs from its forward and that no saved tensor has."""
 
 from __future__ import annotations
 

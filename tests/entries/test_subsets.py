@@ -1,5 +1,5 @@
-"""Who needs a gradient: variants for subsets of inputs and parameters compute nothing for the rest, and a call is served by the smallest that
-covers what requires one in it."""
+"""Variants for subsets of inputs and parameters that require grad compute nothing for the rest. A call uses the smallest variant that covers its
+tensors that require grad."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..support.oracle import assert_same, run
 
 
 class Net(nn.Module):
-    """A body that can be frozen below a head; the head is tied to a second output."""
+    """A body that can be frozen below a head. The head is tied to a second output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 SUBSETS = (None, ("head",), ("x",), ("x", "body.0.bias"), ())
-"""What the variants are for, in the order in which they are exported; None: the parameters."""
+"""The variants' subsets in the order of export. None means the parameters."""
 
 
 def net() -> Net:
@@ -65,7 +65,7 @@ def package() -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The libraries that ran: "0.forward"."""
+    """Return a list that collects the libraries that ran, such as "0.forward"."""
     seen: list[str] = []
     original = Library.run
 
@@ -103,7 +103,7 @@ def test_the_smallest_variant_that_covers_serves(package: Path, served: list[str
 
 
 def test_parameters_that_take_turns_in_requiring_gradients(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator's step freezes the discriminator, its own thaws it, as often as there are batches: all is looked at in full once for each."""
+    """A generator's step freezes the discriminator, and the discriminator's step thaws it, once a batch. The full check runs only once for each."""
     looked, check = list[str](), BoundState.check
     monkeypatch.setattr(BoundState, "check", lambda *given: looked.append("") or check(*given))
     loaded, eager = load(package).module("net"), net()
@@ -129,7 +129,7 @@ def test_parameters_that_take_turns_in_requiring_gradients(package: Path, monkey
 
 
 def test_memory_that_parameters_had_is_freed(package: Path) -> None:
-    """When the code that read it runs again, also where different parameters require gradients in each step."""
+    """It is freed when the code that read it runs again, even if different parameters require grad in each step."""
     loaded, freed = load(package).module("net"), list[StorageWeakRef]()
     for number in range(12):
         if number < 9:
@@ -163,13 +163,13 @@ def test_what_no_variant_covers_is_refused(package: Path) -> None:
 
 
 def test_nothing_is_computed_for_what_is_frozen(package: Path) -> None:
-    """Counted in the code itself: the calls of matrix products."""
+    """Count the calls of matrix products in the code."""
     archive = open_package(package)
     counts = {}
     for name in archive.manifest.libraries:
         code = archive.library(name).read_bytes()
         counts[name.partition(".")[2]] = sum(code.count(f"aoti_torch_cpu_{product}(buf".encode()) for product in ("mm_out", "addmm_out", "bmm_out"))
-    # three layers: four products forward; backward one for each gradient of a weight and one to go on to the layer before
+    # three layers: four products forward; backward one for each weight's gradient and one to reach the previous layer
     assert counts["0.forward"] == counts["1.forward"] == 4
     assert counts["0.backward"] == 4 + 3
     assert counts["1.backward"] == 2
@@ -193,7 +193,7 @@ def test_names_that_do_not_exist(tmp_path: Path) -> None:
 
 
 class Decided(nn.Module):
-    """Nothing of it can be differentiated; what it is made of requires gradients all the same."""
+    """Its output is not differentiable, though its parameters require grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Decided(nn.Module):
 
 
 def test_what_has_no_gradient_needs_none(tmp_path: Path) -> None:
-    """An output that nothing can be differentiated through is served as in eager; what was not asked about at export is still an error."""
+    """An output that is not differentiable is served as in eager. A gradient not chosen at export is still an error."""
     eager = Decided()
     x, y = torch.randn(5, 4, requires_grad=True), torch.randn(5, 3)
     for number, variant in enumerate((ab.Variant((x, y)), ab.Variant((x, y), requires_grad=[]))):
@@ -223,7 +223,7 @@ def test_what_has_no_gradient_needs_none(tmp_path: Path) -> None:
 
 
 def test_gradients_that_another_thread_turns_off_meanwhile_are_not_forgotten(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call between whose looks the parameters are frozen may do without their gradients; a later one does not."""
+    """If parameters are frozen between a call's checks, the call may omit their gradients. A later call does not."""
     loaded, x, y = load(package).module("net"), torch.randn(3, 6), torch.randn(3, 4)
     find = module_call.differentiated
 
@@ -242,7 +242,7 @@ def test_gradients_that_another_thread_turns_off_meanwhile_are_not_forgotten(pac
 
 
 def test_parameters_that_were_one_and_no_longer_are(package: Path) -> None:
-    """On the same memory: the gradient of one would be both's."""
+    """They share memory, so the gradient of one would be that of both."""
     loaded = load(package).module("net")
     loaded(torch.randn(3, 6), torch.randn(3, 4))
     loaded.tail.weight = nn.Parameter(loaded.head.weight.data)

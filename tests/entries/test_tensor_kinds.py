@@ -1,5 +1,5 @@
-"""Tensors that are not plain memory (docs/reliability.md, rows 11, 12, 13 and 41), given to every kind of entry, before and after a good call: a
-typed error that names them, or eager's numbers. In one subprocess, so that a signal is a failure."""
+"""Tensors without plain memory (docs/reliability.md, rows 11, 12, 13 and 41), given to every kind of entry before and after a good call. Each raises
+a typed error that names it, or gives eager's numbers. All run in one subprocess, so that a signal is a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..support.packages import python
 
 
 class Counts(nn.Module):
-    """Its forward updates a buffer, and reads it with its input."""
+    """Its forward updates a buffer and combines it with its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def counts() -> Counts:
 
 
 def counting_package() -> Path:
-    """``net``, ``loss`` and ``fit``: a module, a gradient function and a step, all of :class:`Counts` on a tensor of (4, 4)."""
+    """Return a package of :class:`Counts` on a tensor of (4, 4): the module ``net``, the gradient function ``loss``, the step ``fit``."""
 
     def make(path: Path) -> None:
         net, inner = counts(), counts()
@@ -158,7 +158,7 @@ def test_a_kind_that_native_code_cannot_read_is_refused_by_name(script: str) -> 
 
 
 def test_batched_gradients_say_to_loop() -> None:
-    """``is_grads_batched=True``, and ``jacobian(vectorize=True)``, which calls it: one native call takes one gradient."""
+    """``is_grads_batched=True``, also through ``jacobian(vectorize=True)``: one native call takes one gradient."""
     net = load(counting_package()).module("net")
     x = torch.randn(4, 4, requires_grad=True)
     for _ in range(2):
@@ -274,7 +274,7 @@ print("done")
 
 
 def test_forward_mode_over_recorded_passes() -> None:
-    """``jvp(grad(f))`` hands recorded passes ZeroTensors, and tensors with tangents."""
+    """``jvp(grad(f))`` gives recorded passes ZeroTensors, and tensors with tangents."""
 
     def make(path: Path) -> None:
         x = torch.linspace(-1, 1, 5).requires_grad_()

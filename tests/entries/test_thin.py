@@ -1,4 +1,4 @@
-"""The promise of the runtime: a whole forward and backward without Dynamo, Inductor or a compiler, and a proof that the test can fail."""
+"""The runtime's promise: a whole forward and backward without Dynamo, Inductor or a compiler. A second test proves that the first can fail."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def _run(tmp_path: Path, name: str, first: str = "") -> subprocess.CompletedProc
 
 @pytest.mark.parametrize("name", ["two", "embedding"])
 def test_nothing_that_traces_or_compiles_is_imported(name: str, tmp_path: Path) -> None:
-    """No g++ on the PATH, empty cache folders; ``embedding`` goes through the proxy executor."""
+    """PATH has no g++ and the cache folders are empty. ``embedding`` uses the proxy executor."""
     done = _run(tmp_path, name)
     assert done.returncode == 0 and done.stdout == "thin\n", done.stderr
     assert not (tmp_path / "empty" / "inductor").exists()
 
 
 def test_the_test_above_can_fail(tmp_path: Path) -> None:
-    """With a runtime that imports Inductor on the way, it does."""
+    """It fails if the runtime imports Inductor."""
     spoil = (
         "import importlib.abc\n"
         "class Spoil(importlib.abc.MetaPathFinder):\n"

@@ -1,4 +1,4 @@
-"""Native code is the same whatever number of threads it was exported with, and right with any number where it runs."""
+"""Native code is the same for any number of threads at export, and right for any number at run time."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 def test_exported_with_one_thread_and_run_with_several(tmp_path: Path) -> None:
-    """Inductor leaves out what keeps threads from doing a thing twice where it counts one thread, and starts several nevertheless: the mean loss
-    was divided by the batch once in each thread."""
+    """If Inductor counts one thread it omits the protection against duplicate work, but still starts several: the mean loss was divided by the batch
+    once in each thread."""
     torch.manual_seed(0)
     body = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     net = nn.Sequential(*body, nn.Flatten(), nn.Linear(64, 10))
@@ -122,8 +122,8 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_one_thread_and_little_work_make_no_team(tmp_path: Path) -> None:
-    """libgomp's team of one calls the kernel of the operating system at the end of each loop, and waking a second thread takes longer than a short
-    loop. Called from one thread of another team, the loops are whole, too."""
+    """libgomp's team of one makes a system call at the end of each loop, and waking a second thread takes longer than a short loop. Inside another
+    team's thread the loops also run completely."""
     rows = ({0: Dim("rows", min=2)},)
     path = ab.export_grad(summed, (torch.randn(400, 300),), wrt="x", dynamic_shapes=rows, path=tmp_path / "summed.pt2")
     source, teams = tmp_path / "teams.c", tmp_path / "teams.so"

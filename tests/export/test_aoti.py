@@ -1,4 +1,4 @@
-"""Native libraries: what is compiled computes what the graph says, for any weights, and carries nothing of the machine that built it."""
+"""Native libraries: compiled code computes what the graph says, for any weights, and contains no trace of the machine that built it."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def capture(
     name: str = "net.0.forward",
     source: str = "input",
 ) -> Captured:
-    """``compute(weights, *inputs)`` as a graph: dimension 0 of every input is a symbol where ``dynamic``.
+    """Return ``compute(weights, *inputs)`` as a graph. If ``dynamic``, dimension 0 of every input is a symbol.
 
-    ``ties``: attribute -> weight key. ``source``: what symbols are named after."""
+    ``ties``: attribute -> weight key. ``source``: the base of the symbols' names."""
     count = itertools.count()
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
@@ -86,7 +86,7 @@ def capture(
 
 
 def run(artifact: Artifact, weights: Weights, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Binds ``weights``, by weight key, and calls the library."""
+    """Bind ``weights``, by weight key, and call the library."""
     runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(artifact.library), 1)
     runner.update_constant_buffer({name: weights[key] for name, key in artifact.constants.items()}, False, True, True)
     return runner.run(list(inputs))
@@ -100,7 +100,7 @@ def eager(graph: Graph, weights: Weights, *inputs: torch.Tensor) -> Sequence[tor
 
 
 def layer(w: dict[str, torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-    """A layer norm, a tie, a bias of 3, a 0-d factor, and running statistics that are updated in place."""
+    """Compute a layer norm, a tie, a bias of 3, a 0-d factor, and running statistics that are updated in place."""
     h = torch.nn.functional.layer_norm(x, (8,), w["scale"], w["shift"]) @ w["matrix"] + w["bias"]
     g = h @ w["tied"].t() * w["factor"]
     w["mean"].copy_(w["mean"] * 0.9 + x.mean(0) * 0.1)
@@ -112,7 +112,7 @@ TIES = {"tied": "matrix"}
 
 
 def weights(fill: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By weight key; the graph has one attribute more, ``tied``."""
+    """Return weights by weight key. The graph has one attribute more, ``tied``."""
     shapes = {"scale": (8,), "shift": (8,), "matrix": (8, 3), "bias": (3,), "factor": (), "mean": (8,)}
     return {name: fill(shape) for name, shape in shapes.items()} | {"steps": torch.zeros((), dtype=torch.int64)}
 
@@ -124,7 +124,7 @@ def captured_layer(fill: Callable[..., torch.Tensor], rows: int = 5, **options: 
 
 @pytest.fixture(scope="session")
 def headers() -> Path:
-    """The precompiled headers of this user's cache: 20 s to build, once."""
+    """Return the precompiled headers of this user's cache, which take 20 s to build once."""
     shared = compile_cache.cache_root() / "shared"
     shared.mkdir(parents=True, exist_ok=True)
     return shared
@@ -157,7 +157,7 @@ class Compiled:
 
 @pytest.fixture(scope="module")
 def compiled(new_cache: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Compiled]]:
-    """The layer, captured with all weights at one, and at zero with other symbols; each compiled, in folders of its own."""
+    """Yield the layer captured with all weights at one, and at zero with other symbols. Each is compiled in separate folders."""
     out = []
     with pytest.MonkeyPatch.context() as patch:
         for fill, source in ((torch.ones, "a"), (torch.zeros, "b")):
@@ -185,13 +185,13 @@ def test_new_weights_reach_the_code(compiled: list[Compiled]) -> None:
             for mine, reference in zip(run(c.artifact, ours, x), eager(c.graph, theirs, x), strict=True):
                 torch.testing.assert_close(mine, reference)
             assert ours["steps"] == 1
-            for name, value in theirs.items():  # buffers are updated in the caller's own tensors
+            for name, value in theirs.items():  # buffers are updated in your own tensors
                 torch.testing.assert_close(ours[name], value)
 
 
 @since("2.13", "does not number the arrays of its wrapper in the order of the graph: other bytes, the same code")
 def test_same_graph_same_bytes(compiled: list[Compiled]) -> None:
-    """Neither the values of the weights, nor names of symbols, nor folders leave a trace."""
+    """Weight values, symbol names and folders leave no trace."""
     one, zero = compiled
     assert one.key == zero.key
     assert one.artifact.library.read_bytes() == zero.artifact.library.read_bytes()
@@ -211,9 +211,9 @@ def test_library_is_lean_and_anonymous(compiled: list[Compiled]) -> None:
     ):
         assert trace not in data
         assert trace not in artifact.metadata.read_bytes()
-    assert b"torch/csrc/inductor/" in data  # which header, an error message may say
+    assert b"torch/csrc/inductor/" in data  # the header that an error message may name
     assert len(data) < 350_000
-    assert b"unmatched dtype" not in data  # checks that our runtime makes before
+    assert b"unmatched dtype" not in data  # checks that our runtime makes earlier
     elf = read_elf(artifact.library)
     assert not elf.executable_stack
     assert (artifact.needed, artifact.glibc, artifact.glibcxx) == (elf.needed, elf.versions["GLIBC"], elf.versions["GLIBCXX"])
@@ -251,7 +251,7 @@ def test_a_hit_runs_no_compiler(compiled: list[Compiled], monkeypatch: pytest.Mo
 
 
 def test_another_exporter_compiles_no_text_again(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Objects are found by their text and flags; one that is spoilt is compiled again."""
+    """Objects are cached by text and flags. A damaged object is compiled again."""
     root, ran = tmp_path / "cache", list[str]()
     shutil.copytree(compiled[0].cache / "objects", root / "objects")
     (root / "shared").symlink_to(compile_cache.cache_root() / "shared")
@@ -370,12 +370,12 @@ def test_every_version_and_setting_changes_the_key(place: Any, name: str, value:
     monkeypatch.setattr(place, name, value)
     assert base != _key(captured)
     monkeypatch.undo()
-    with inductor_config.patch(epilogue_fusion=False):  # monkeypatch would delete an option when it is done
+    with inductor_config.patch(epilogue_fusion=False):  # monkeypatch would delete the option at the end
         assert base != _key(captured)
 
 
 def test_every_source_of_the_exporters_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recursively, whatever it is called; its place counts, too."""
+    """It includes nested files of any name, and their paths."""
     copied = tmp_path / "exporters"
     shutil.copytree(Path(aot_backward_exporters.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(aot_backward_exporters, "__file__", str(copied / "__init__.py"))
@@ -414,7 +414,7 @@ def test_what_else_is_asked_for_changes_the_key() -> None:
 
 
 def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Path) -> None:
-    """The diagonal of a matrix compiles for a first size that is the shorter one, which is a guard; adding up does not narrow the size."""
+    """The diagonal of a matrix is compiled for a first size that is the shorter one, which is a guard. The sum does not narrow the size."""
     seen = []
     for source in ("a", "b"):
         graph, mode = capture(lambda w, x: [x.diagonal() + x.sum()], [ROWS], {}, source=source)
@@ -464,7 +464,7 @@ def test_custom_operators_come_with_their_json(operators: None, cache: Path, tmp
 
 
 def refused(captured: Captured, folder: Path) -> str:
-    """The one line of the refusal; nothing is left behind."""
+    """Return the one line of the refusal. Check that it leaves no files."""
     graph, mode = captured
     out = folder / "out"
     out.mkdir()
@@ -498,7 +498,7 @@ def test_what_inductor_refuses_is_refused_by_name(cache: Path, tmp_path: Path, m
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Path:
-    """A compiler that knows its version and nothing else."""
+    """Return a compiler that only answers for its version."""
     script = tmp_path / "broken-g++"
     script.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo "broken 1.0"; exit 0; }\necho "wrapper.cpp:1: error: out of luck"; exit 3\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
@@ -506,7 +506,7 @@ def compiler(tmp_path: Path) -> Path:
 
 
 def test_of_torch_code_needs_what_it_calls_alone(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the linker would take along."""
+    """This holds whatever else the linker would add."""
     link = gcc.Builder.link
 
     def with_all(builder: gcc.Builder, name: str, commands: Sequence[gcc.Command], *places: Path) -> Any:
@@ -538,7 +538,7 @@ def test_a_missing_compiler_is_an_export_error(cache: Path, tmp_path: Path) -> N
 
 
 def test_the_slow_part_of_every_wrapper_is_found(tmp_path: Path) -> None:
-    """On the torch that the tests run with, std::regex stays out of every wrapper but the shared one: 3 s a graph."""
+    """On the tests' torch, only the shared wrapper has std::regex, which costs 3 s a graph."""
     cpp_source.write_patched_headers(tmp_path)
     (header,) = tmp_path.rglob("model_base.h")
     assert "std::regex" not in header.read_text()

@@ -1,4 +1,4 @@
-"""What people asked PyTorch for and could not have: one test per request, named after it (https://github.com/pytorch/pytorch/issues/NUMBER)."""
+"""Requests that PyTorch could not serve: one test each, named after its issue (https://github.com/pytorch/pytorch/issues/NUMBER)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = {0: Dim("rows", min=1, max=1024)}
 
 
 class Potential(nn.Module):
-    """153251: a model whose gradient means something, so that its backward is needed where it is served."""
+    """153251: a model with a meaningful gradient, so that serving it needs its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Square(nn.Module):
 
 
 class Improved(nn.Module):
-    """125984, a comment of 2024-09-12: an action, moved along the gradient of the value that a critic gives it."""
+    """125984, a comment of 2024-09-12: an action, moved along the gradient of its value from a critic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Improved(nn.Module):
 
 
 class Operators(nn.Module):
-    """146719: gradients within the forward, through each of the operators of the report, to be trained on."""
+    """146719: gradients within the forward, through each of the report's operators, in a trainable model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ThroughSavedOutputs(nn.Module):
 
 
 class Quartic(nn.Module):
-    """183603: a gradient that is differentiated once more outside."""
+    """183603: a gradient that the caller differentiates again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad((x**4).sum(), x, create_graph=True)[0]
@@ -139,7 +139,7 @@ def package() -> Path:
 
 
 def both(package: Path, name: str) -> tuple[nn.Module, nn.Module]:
-    """The loaded module and eager's."""
+    """Return the loaded module and eager's."""
     return load(package).module(name).train(programs()[name][0].training), programs()[name][0]
 
 
@@ -153,7 +153,7 @@ def test_153251_backward_for_inference_fed_by_incoming_gradients(package: Path) 
             x = values.clone().requires_grad_()
             out = module(x)
             after = out.detach().requires_grad_()
-            (incoming,) = torch.autograd.grad((after * scale).sin().sum(), after)  # computed behind the model, outside of it
+            (incoming,) = torch.autograd.grad((after * scale).sin().sum(), after)  # computed after the model, outside of it
             gradients.append(torch.autograd.grad(out, x, incoming)[0])
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
     assert not any(p.requires_grad for p in loaded.parameters())
@@ -175,7 +175,7 @@ def test_146719_sqrt_rsqrt_exp_norm_and_matmul_in_that_path(package: Path) -> No
         torch.manual_seed(seed)
         args = (torch.randn(5, 3, requires_grad=True), torch.randn(5, 3))
         assert_same(run(loaded, args, seed), run(eager, args, seed))
-        for which in range(5):  # loss.backward() of each alone, as in the report
+        for which in range(5):  # loss.backward() of each separately, as in the report
             cotangents = [torch.randn(5, 3) if i == which else None for i in range(5)]
             assert_same(run(loaded, args, cotangents), run(eager, args, cotangents))
 
@@ -208,7 +208,7 @@ def test_183603_second_order(package: Path) -> None:
 
 
 def activations(module: nn.Module) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """Gradients of the activation's probe, of the input and of the parameters; and what ``retain_grad`` keeps of the activation."""
+    """Return gradients of the activation's probe, of the input and of the parameters, and the activation's retained gradient."""
     module.zero_grad()
     x, probe = (t.detach().clone().requires_grad_() for t in programs()["autoencoder"][1])
     out, hidden = module(x, probe)
@@ -218,8 +218,8 @@ def activations(module: nn.Module) -> tuple[list[torch.Tensor | None], torch.Ten
 
 
 def test_138901_retains_grad(package: Path, tmp_path: Path) -> None:
-    """The whole gradient of an activation: from a module by an input of zeros added to it; in a recorded backward pass, where it was asked for,
-    by ``retain_grad`` itself."""
+    """The full gradient of an activation. A module gives it through an added input of zeros; a recorded backward pass gives it through
+    ``retain_grad``."""
     loaded, eager = both(package, "autoencoder")
     expected, kept = activations(eager)
     torch.testing.assert_close(expected[0], kept)
@@ -232,7 +232,7 @@ def test_138901_retains_grad(package: Path, tmp_path: Path) -> None:
 
 
 def test_130580_retain_graph_both_ways(package: Path) -> None:
-    """No saved activation is given away: a second backward gives the same gradients again, and without retain_graph eager's error."""
+    """The package keeps all saved activations: a second backward gives the same gradients. Without retain_graph it raises eager's error."""
     loaded, eager = both(package, "autoencoder")
     x, probe = programs()["autoencoder"][1]
     gradients = []
@@ -249,7 +249,7 @@ def test_130580_retain_graph_both_ways(package: Path) -> None:
 
 
 def adaptive(module: nn.Module) -> list[torch.Tensor | None]:
-    """The weight of an adversarial loss: a gradient of each loss at the last layer, through one forward, then the backward of both."""
+    """Compute the weight of an adversarial loss, a gradient of each loss at the last layer through one forward, then the backward of both."""
     module.zero_grad()
     x, probe = (t.detach().clone().requires_grad_() for t in programs()["autoencoder"][1])
     out, hidden = module(x, probe)
@@ -263,7 +263,7 @@ def adaptive(module: nn.Module) -> list[torch.Tensor | None]:
 
 
 def test_donated_buffers_do_not_break_a_second_backward(package: Path) -> None:
-    """In a subprocess, so that a signal is a failure."""
+    """This runs in a subprocess, so that a signal is a failure."""
     script = """
 import sys, torch
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Products of matrices to which something is added: a product and a sum, which is part of the loop that reads it."""
+"""Matrix products with an added term are compiled as a product and a sum, which joins the loop that reads it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class Gated(nn.Module):
-    """Layers whose results go to a loop, to another product, and to both, and products that are added to what was there."""
+    """Layers with results for a loop, for another product and for both, and products that are added to existing tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_what_is_rewritten(case: str) -> None:
 
 
 class Turned(nn.Module):
-    """Sums that are in memory as the first of their terms is."""
+    """Sums with the memory layout of their first term."""
 
     def __init__(self) -> None:
         super().__init__()

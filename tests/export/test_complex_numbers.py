@@ -1,4 +1,4 @@
-"""Python complex numbers in programs: outputs, gradients and dtypes are eager's, also after a rebuild from the portable graphs."""
+"""Python complex numbers in programs: outputs, gradients and dtypes equal eager's, also after a rebuild from the portable graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW = torch.hann_window(8)
 
 
 def _spectrum(z: torch.Tensor) -> torch.Tensor:
-    """A round trip through the short-time Fourier transform, with the phases turned."""
+    """Run a round trip through the short-time Fourier transform, with rotated phases."""
     window = WINDOW.to(z.dtype.to_real())
     spectrum = torch.stft(torch.view_as_real(z).reshape(1, -1), 8, 4, window=window, return_complex=True)
     turned = torch.polar(spectrum.abs(), spectrum.angle()) * torch.exp(0.1j * spectrum.real)

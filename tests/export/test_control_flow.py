@@ -1,4 +1,4 @@
-"""Control flow whose bodies return a value twice, over open lengths; what eager refuses is refused with the operator, the line and the way out."""
+"""Control flow whose bodies return a value twice, over dynamic lengths. A refusal names the operator, the line and the alternative."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import aot_backward as ab
 from aot_backward_exporters import torch_api
 from aot_backward_runtime import ExportError, load
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo, which control flow calls
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo, which control flow calls
 
 
 class Program(nn.Module):
@@ -30,7 +30,7 @@ class Program(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A scan whose step ends in operators that save their own result for the backward, which is then a result of the step twice."""
+    """A scan whose step ends in operators that save their result for the backward, so the step returns it twice."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Recurrent(nn.Module):
 @pytest.mark.skipif(not torch_api.at_least("2.13"), reason="a loop's body takes other inputs than it is given")
 @pytest.mark.parametrize("before", ["nothing", "scans in eager", "another export"])
 def test_a_scan_whose_step_ends_in_tanh_sigmoid_or_exp(before: str, tmp_path: Path) -> None:
-    """What Dynamo has compiled of scans ``before`` does not fix the open sizes of this one."""
+    """Scans that Dynamo compiled ``before`` do not fix the dynamic sizes of this one."""
     torch.compiler.reset()
     if before == "scans in eager":
         for width in (5, 7):
@@ -64,7 +64,7 @@ def test_a_scan_whose_step_ends_in_tanh_sigmoid_or_exp(before: str, tmp_path: Pa
         x, found = torch.randn(shape), []
         for one in (module, loaded):
             leaf = x.clone().requires_grad_()
-            torch.compiler.reset()  # else eager's scan may fail at a batch of 1
+            torch.compiler.reset()  # otherwise eager's scan may fail at a batch of 1
             results = one(leaf)
             loss = sum((r * torch.arange(4).cos()).sum() for r in results)
             found.append([*results, *torch.autograd.grad(loss, [leaf, *one.parameters()])])

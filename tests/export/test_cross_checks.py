@@ -1,4 +1,4 @@
-"""That the checks of ``make cross`` fail where they should, on a kernel that is made up; the libraries themselves need a build of torch for CUDA."""
+"""The checks of ``make cross`` fail when they should, on a made-up kernel. Real libraries need a build of torch for CUDA."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ static inline void call_triton_poi_0(
 
 
 NEW, OLD = (b"\x41\x08", 0x06005A04), (b"\x33\x07", 0x00500550)
-"""System and version of the ELF file, and its flags: as ptxas 13 writes them for sm_90, and for sm_80."""
+"""The ELF file's system, version and flags, as ptxas 13 writes them for sm_90 and for sm_80."""
 
 
 def _cubin(parameters: tuple[tuple[int, int], ...] = PARAMETERS, together: int = 48, threads: int = 128, form: tuple[bytes, int] = NEW) -> bytes:
-    """An ELF file with nothing but the sections that are read."""
+    """Return an ELF file with only the sections that the checks read."""
     info = b"".join(struct.pack("<BBHIHHI", 4, 0x17, 12, 0, n, at, size << 18 | 0x1F000) for n, (at, size) in enumerate(parameters))
     info += struct.pack("<BBHBBH3I", 3, 0x19, together, 4, 0x10, 12, threads, 1, 1)
     names = b"\0.shstrtab\0.nv.info\0.nv.info.triton_poi_0\0.nv.shared.triton_poi_0\0"

@@ -1,4 +1,4 @@
-"""Attention captured on the CPU, by the kernels of a GPU: the rewritten graphs give what the CPU's do, with NVIDIA's kernels spelt out in PyTorch."""
+"""Attention captured on the CPU with a GPU's kernels: the rewritten graphs give the CPU's results, with NVIDIA's kernels written in PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU, CPU_BACKWARD = attention.FORWARD, attention.BACKWARD
 
 
 def flash(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, debug: bool = False, *, scale: float) -> Any:
-    """What ``mha_fwd`` demands and gives (flash_api.cpp): a depth that is a multiple of 8, dense rows; logarithms (B, H, S)."""
+    """Imitate ``mha_fwd`` (flash_api.cpp): the depth must be a multiple of 8 and rows dense; logarithms are (B, H, S)."""
     assert dropout == 0 and not debug and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     assert {t.stride(-1) for t in (q, k, v)} == {1} and q.shape[1] % k.shape[1] == 0 and (not causal or q.shape[2] == k.shape[2])
     out, logs = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -40,7 +40,7 @@ def flash_backward(g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, *rest: A
 
 
 def efficient(q: Any, k: Any, v: Any, bias: Any, logs: bool, dropout: float = 0.0, causal: bool = False, *, scale: float) -> Any:
-    """What ``_efficient_attention_forward`` demands and gives (attention.cu): logarithms for a multiple of 32 rows, infinity behind the last."""
+    """Imitate ``_efficient_attention_forward`` (attention.cu): logarithms for a multiple of 32 rows, with infinity after the last row."""
     fits(q, k, v, bias)
     assert logs and dropout == 0
     out, found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
@@ -56,7 +56,7 @@ def efficient_backward(g: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, logs
     scores = q.double() @ k.double().transpose(-2, -1) * scale + (0 if bias is None else bias.double())
     if causal:
         scores = scores.masked_fill(~torch.ones(rows, k.shape[2], dtype=torch.bool).tril(), -math.inf)
-    weights = (scores - logs[..., :rows, None].double()).exp()  # with the logarithms that came across, not with its own
+    weights = (scores - logs[..., :rows, None].double()).exp()  # with the forward's logarithms, not new ones
     of_weights = g.double() @ v.double().transpose(-2, -1)
     of_scores = weights * (of_weights - (g.double() * out.double()).sum(-1, keepdim=True)) * scale
     found = (of_scores @ k.double(), of_scores.transpose(-2, -1) @ q.double(), weights.transpose(-2, -1) @ g.double())
@@ -64,7 +64,7 @@ def efficient_backward(g: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, logs
 
 
 def by_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """As the kernel lays its results out: (B, S, H, D) in memory."""
+    """Lay out results like the kernel: (B, S, H, D) in memory."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -87,7 +87,7 @@ class Spelt(Interpreter):
 
 
 class Attention(nn.Module):
-    """Heads side by side in the last dimension, as models have them."""
+    """Heads side by side in the last dimension, as in models."""
 
     def __init__(self, heads: int, few: int, causal: bool):
         super().__init__()
@@ -136,7 +136,7 @@ def example(name: str, rows: int, columns: int) -> list[torch.Tensor]:
     if masked is not None:
         shape = (*masked[:-2], rows if masked[-2] > 1 else 1, columns if masked[-1] > 1 else 1)
         mask = torch.randn(shape).where(torch.rand(shape) > 0.2, -math.inf).to(dtype)
-        mask[..., 0] = 0  # every row may look at something
+        mask[..., 0] = 0  # every row has an unmasked key
         made.append(mask)
     return made
 
@@ -171,7 +171,7 @@ def test_the_gpu_s_kernel_gives_what_the_cpu_s_does(name: str, dynamic: bool) ->
     cotangent = torch.randn_like(expected[0])
 
     def operands(results: Any) -> list[torch.Tensor]:
-        """Of the backward, from its own forward's results."""
+        """Return the backward's operands, from its own forward's results."""
         assert pieces.forward is not None and pieces.backward is not None and pieces.backward.call is not None
         held = {"input": inputs, "result": results, "cotangent": [cotangent]}
         held["saved"] = [held[kind][int(number)] for kind, number in (s.split(":") for s in pieces.forward.saved)]

@@ -26,7 +26,7 @@ X = torch.linspace(-1, 1, 16).reshape(4, 4)  # float32
 RNN = nn.LSTMCell(4, 4)
 
 RESULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any, Any]] = {
-    # of an input in the lower precision, and in float32: the dtype of the result under CUDA's autocast (docs of torch.amp, CUDA Op-Specific Behavior)
+    # result dtypes under CUDA's autocast for a lower-precision and a float32 input (docs of torch.amp, CUDA Op-Specific Behavior)
     "linear": (lambda x: F.linear(x, X), LOW, LOW),
     "matmul": (lambda x: x @ X, LOW, LOW),
     "bmm": (lambda x: torch.bmm(x[None], X[None]), LOW, LOW),
@@ -60,8 +60,8 @@ RESULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any, Any]] = {
     "bilinear": (lambda x: F.bilinear(x, x, x.reshape(1, 4, 4)), LOW, torch.float32),
     "dot": (lambda x: torch.dot(x[0], x[1]), LOW, torch.float32),
     "grid_sample": (lambda x: F.grid_sample(x[None, None], X[None, None, :, :2], align_corners=False), torch.float32, torch.float32),
-    "cat": (lambda x: torch.cat([x, x]), LOW, torch.float32),  # in no list: as it comes
-    "a reflecting border": (lambda x: F.pad(x[None], (1, 1), "reflect"), LOW, torch.float32),  # of the CPU's lists alone
+    "cat": (lambda x: torch.cat([x, x]), LOW, torch.float32),  # in no list: the input's dtype
+    "a reflecting border": (lambda x: F.pad(x[None], (1, 1), "reflect"), LOW, torch.float32),  # only in the CPU's lists
     "gelu": (lambda x: F.gelu(x), LOW, torch.float32),
     "mean": (lambda x: x.mean(), LOW, torch.float32),
     "avg_pool2d": (lambda x: F.avg_pool2d(x[None, None], 2), LOW, torch.float32),
@@ -113,7 +113,7 @@ def values(graph: torch.fx.GraphModule, target: Any) -> set[torch.dtype]:
 
 @contextlib.contextmanager
 def switched_on(device: str) -> Iterator[None]:
-    """Where the program does not do it itself."""
+    """Enable autocast if the program does not do it itself."""
     with torch.autocast("cpu", torch.bfloat16, enabled=not device):
         yield
 
@@ -124,7 +124,7 @@ def test_forward_and_backward_are_captured_so(device: str) -> None:
     net, x = Normed(device), torch.randn(5, 4, requires_grad=True)
     plain = Normed()
     with torch.autocast("cpu", torch.bfloat16):
-        before = trace.trace_program(plain, (x,), {}, None, signature=plain.forward).graph.code  # what torch remembers of it may not come back
+        before = trace.trace_program(plain, (x,), {}, None, signature=plain.forward).graph.code  # torch must not reuse its cached casts of this
     with switched_on(device), cuda_semantics.as_on_gpu():
         traced = trace.trace_program(net, (x,), {}, None, signature=net.forward)
         out = net(x)
@@ -140,7 +140,7 @@ def test_forward_and_backward_are_captured_so(device: str) -> None:
     assert values(backward, aten.mm.default) == {torch.bfloat16}
     given = forward(x.detach())[0]
     torch.testing.assert_close(given, out, rtol=1e-2, atol=1e-2)
-    assert [g.dtype for g in pieces.graphs[1].outputs] == ["float32"] * 7  # of float32 weights and an input of float32
+    assert [g.dtype for g in pieces.graphs[1].outputs] == ["float32"] * 7  # of float32 weights and a float32 input
 
 
 def test_what_a_gpu_refuses_is_refused() -> None:
@@ -183,13 +183,13 @@ def test_the_program_sees_a_gpu_s_autocast() -> None:
 
     states = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     with cuda_semantics.as_on_gpu():
-        with torch.autocast("cuda"):  # float16 by default, the CPU's is bfloat16
+        with torch.autocast("cuda"):  # float16 by default; the CPU's default is bfloat16
             assert torch.is_autocast_enabled() and (X @ X).dtype is torch.get_autocast_dtype("cuda") is torch.float16
             Custom.apply(X.half().requires_grad_()).sum().backward()
             with torch.autocast("cuda", enabled=False):
                 assert (X @ X).dtype is torch.float32
             assert (X @ X).dtype is torch.float16
-        with torch.autocast(X.device.type):  # as a program says it that asks its input
+        with torch.autocast(X.device.type):  # a program that asks its input for the device does this
             assert (X @ X).dtype is torch.float16
         with torch.autocast("cuda", torch.bfloat16), torch.autocast("cuda", enabled=False), torch.autocast("cuda"):
             assert (X @ X).dtype is torch.bfloat16
@@ -224,7 +224,7 @@ def test_dropout_in_attention_is_refused_but_for_the_formula() -> None:
             traced = trace.trace_program(net, (x,), {}, None, signature=net.forward)
             net(x).sum().backward()
         assert traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default)
-        double = net.double()  # for which a GPU has nothing else
+        double = net.double()  # a GPU has no other kernel for float64
         traced = trace.trace_program(double, (x.double(),), {}, None, signature=double.forward)
         assert traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default)
         net.float()
@@ -239,7 +239,7 @@ def test_a_package_of_one_device_s_autocast_is_not_rebuilt_for_another() -> None
     cast = dataclasses.replace(entry.variants[0], ambient=dataclasses.replace(entry.variants[0].ambient, autocast="bfloat16"))
     manifest = dataclasses.replace(manifest, entries={name: dataclasses.replace(entry, variants=(*entry.variants, cast))})
     _refuse_other_autocast(manifest, "cpu", "cpu:sse4")
-    _refuse_other_autocast(manifest, "cuda", "cuda:sm_80")  # as export does with what it captured for a GPU
+    _refuse_other_autocast(manifest, "cuda", "cuda:sm_80")  # export does this with graphs captured for a GPU
     with pytest.raises(ExportError, match=f"'{name}' was captured under autocast bfloat16 for cpu, and cuda casts other .* target='cuda:sm_90'"):
         _refuse_other_autocast(manifest, "cpu", "cuda:sm_90")
 
@@ -249,11 +249,11 @@ class Reached(Exception):
 
 
 def test_rebuilding_under_autocast_casts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nor does export for a GPU, which rebuilds under the autocast that it captured under."""
+    """Export for a GPU rebuilds under the autocast of its capture, and casts nothing either."""
 
     def compile_graphs(graphs: Any, **_: Any) -> Any:
         assert not torch.is_autocast_enabled("cpu")
-        raise Reached  # the graphs were read, and are what the package says
+        raise Reached  # the graphs were read and match the package
 
     monkeypatch.setattr(compile, "compile_graphs", compile_graphs)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(Reached):

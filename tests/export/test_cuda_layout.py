@@ -1,4 +1,4 @@
-"""What an operator lays out otherwise on a GPU than on a CPU is a result with the recorded strides nevertheless."""
+"""Operators that lay out results differently on a GPU still give results with the recorded strides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU = torch.device("cuda:0")
 
 
 class Singular(nn.Module):
-    """Of the right singular vectors a CPU gives columns, a GPU rows."""
+    """Right singular vectors, which a CPU returns as columns and a GPU as rows."""
 
     def __init__(self, part: int = 4):
         super().__init__()

@@ -1,6 +1,6 @@
-"""That nothing between the trace and native code narrows a size whose range was declared: neither the trace, nor the passes over joint graphs, the
-partitioner, the decompositions, or lowering. Each may ask a size only for speed, and each new torch asks elsewhere. Where the program itself narrows
-one, the export fails."""
+"""Nothing between the trace and native code narrows a declared size range: not the trace, the passes over joint graphs, the partitioner, the
+decompositions or lowering. Each may test a size only for speed, and each new torch tests elsewhere. If the program itself narrows a size, the export
+fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST, MOST = 2, 200
 
 
 class Pairs(nn.Module):
-    """Products of matrices with the dynamic size in each of their places, also twice: atoms x atoms."""
+    """Matrix products with the dynamic size in each of their dimensions, also in two: atoms x atoms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Images(nn.Module):
 
 
 class Words(nn.Module):
-    """Two dynamic sizes that views merge: each of them may be 1, where torch's own trace allows it."""
+    """Two dynamic sizes that views merge. Each may be 1 if torch's trace allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Words(nn.Module):
 
 
 class Heads(nn.Module):
-    """An attention's output, whose strides are not those of its sizes, viewed as rows by a layer."""
+    """A layer views an attention's output as rows. The output's strides do not follow from its sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,14 +111,14 @@ def test_no_pass_narrows_a_declared_range(name: str, tmp_path: Path) -> None:
         assert variant.guards == (), kind
         assert {(s.label, s.minimum, s.maximum) for s in variant.symbols} == {(d.__name__, d.min, MOST) for d in shapes[0].values()}, kind
     grad = package.grad("grad")
-    for n in (shapes[0][0].min, 33, MOST - 1):  # beside and beyond each limit that torch has
+    for n in (shapes[0][0].min, 33, MOST - 1):  # around and beyond each limit in torch
         args = inputs(n)
         expected = dict(zip([k for k, _ in model.named_parameters()], torch.autograd.grad(model(*args), list(model.parameters())), strict=True))
         torch.testing.assert_close(dict(grad(*args)[1]), expected, rtol=1e-3, atol=1e-5)
 
 
 class Filled(nn.Module):
-    """Second derivatives of abs, and writes into columns: with an open number of rows."""
+    """Second derivatives of abs, and writes into columns, with a dynamic number of rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def filled(x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ class Filled(nn.Module):
 
 
 class Slopes(nn.Module):
-    """Forward mode through a layer, whose bias has no tangent, under vmap and not."""
+    """Forward mode through a layer whose bias has no tangent, with and without vmap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Slopes(nn.Module):
 
 
 class LastChannels(nn.Module):
-    """What asks C++ whether a size is 1: a convolution of images whose channels are last, a view, sums and an attention."""
+    """Operators that ask C++ whether a size is 1: a channels_last convolution, a view, sums and an attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,14 +157,14 @@ class LastChannels(nn.Module):
 
 
 class Pooled(nn.Module):
-    """A length that is twice another size, also if that is 1."""
+    """A length that is twice another size, which may be 1."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, 2).prod(1).square().sum()
 
 
 class Pictures(nn.Module):
-    """Convolutions one after the other over an open height and width."""
+    """Consecutive convolutions over a dynamic height and width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Pictures(nn.Module):
 
 
 class Signals(nn.Module):
-    """Max pooling of an open length, with and without its indices."""
+    """Max pooling of a dynamic length, with and without indices."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, places = nn.functional.max_pool1d(x, 3, 2, 1, 1, False, True)
@@ -183,7 +183,7 @@ class Signals(nn.Module):
 
 
 class Neighbours(nn.Module):
-    """Two sizes of which one is at most the other, as eager has it, and which may be equal."""
+    """Two sizes: as in eager, the first is at least the second, and they may be equal."""
 
     def forward(self, x: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
         return (torch.gather(x, 1, near.expand(-1, -1, 3)) - x[:, : near.shape[1]]).square().sum()
@@ -278,7 +278,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("program", REFUSED)
 def test_a_declared_size_that_is_not_served_fails_the_export(program: Callable[..., torch.Tensor], tmp_path: Path) -> None:
-    """It names the size, the bound, the line and the way out, each size once; sizes left to the trace (``Dim.AUTO``) are narrowed."""
+    """It names each size once, with the bound, the line and the alternative. Sizes left to the trace (``Dim.AUTO``) are narrowed."""
     second = 4 if program in (equal, ramp) else 3
     args = (torch.randn(4), torch.arange(second))
     shared = Dim("n", min=1, max=MOST)

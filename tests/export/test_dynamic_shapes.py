@@ -1,4 +1,4 @@
-"""``dynamic_shapes`` in the spellings that ``torch.export`` takes, and in those that people write."""
+"""``dynamic_shapes`` in the spellings that ``torch.export`` accepts, and in others that are common."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_spellings_that_mean_the_same() -> None:
     assert found is not None and found["first"] == {0: Dim.DYNAMIC, 1: Dim.STATIC}
     for nothing in (None, {}, (), []):
         assert normalized(nothing, module.forward, args, kwargs) is None
-    assert not hasattr(X, "_dynamo_dynamic_indices")  # the caller's own tensors are as they were
+    assert not hasattr(X, "_dynamo_dynamic_indices")  # your own tensors are unchanged
 
 
 def test_a_size_that_was_left_to_the_trace_and_came_out_fixed_is_said(tmp_path: Path) -> None:

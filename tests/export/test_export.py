@@ -1,4 +1,4 @@
-"""What ``export`` does to what it is given, what it refuses, and that a wrong gradient cannot pass its self-check."""
+"""``export``'s effects on its arguments, its refusals, and a self-check that no wrong gradient passes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Point = namedtuple("Point", "x y")
 
 
 class Tree(nn.Module):
-    """Every nesting of inputs and outputs, an output that is a view of an input, one that is returned twice, and a parameter itself."""
+    """Every nesting of inputs and outputs, an output that is a view of an input, one returned twice, and a parameter as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def _tree_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def test_what_the_compiler_assumes_of_a_size_is_a_guard_also_from_its_cache(tmp_path: Path) -> None:
-    """Compiled, and then taken from the cache: a diagonal, which is as long as the shorter side."""
+    """The first export compiles, and the second uses the cache. A diagonal is as long as the shorter side."""
     found = []
     for i in range(2):
         path = ab.export_grad(
@@ -67,7 +67,7 @@ def test_what_the_compiler_assumes_of_a_size_is_a_guard_also_from_its_cache(tmp_
 
 
 class Within(nn.Module):
-    """Computes in bfloat16 inside, and gives float32: eager is further from float64 than float32 would be."""
+    """Computes in bfloat16 and returns float32: eager is further from float64 than float32 would be."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_the_program_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 class Root(nn.Module):
-    """The gradient of its parameter is Inf."""
+    """A module whose parameter has the gradient Inf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +144,8 @@ class Root(nn.Module):
 def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
     spoil: str, last: type[nn.Module], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph is spoilt between capture and compiler, as a wrong pass would; the old package stays. An infinite gradient beside it excuses
-    nothing; and large gradients, which are compared one at a time, are compared as well."""
+    """Spoil the graph between capture and compiler, as a wrong pass would: the old package remains. An infinite gradient of another parameter does
+    not hide the error. Large gradients, which are compared one at a time, are also checked."""
     target = tmp_path / "net.pt2"
     target.write_bytes(b"the old package")
     finish = partition._finish_backward
@@ -184,7 +184,7 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
 def test_what_no_comparison_of_gradients_sees_fails_the_export(
     role: str, what: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Code that writes to what it is given to read, and code that runs under ``no_grad`` alone: neither the export nor ``verify`` accepts it."""
+    """Neither export nor ``verify`` accepts code that writes to read-only inputs, or code that does so only under ``no_grad``."""
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4)
     export = partial(ab.export, entries={"module": ab.Module(net, [ab.Variant((x,), mode="eval")])}, tune="none")
@@ -242,8 +242,8 @@ class Product(nn.Module):
 
 @pytest.mark.parametrize("factor", [1.0, 1 + 1e-4])
 def test_a_sum_of_many_terms_that_cancel(tmp_path: Path, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """98,304 products, of which eager's sum happens to be the float64 one to 1.5e-6 and the compiled one is off by 1e-3, of a sum of absolute values
-    of 6e4. Off by 1e-4 of it, it is refused."""
+    """98,304 products: eager's sum happens to be within 1.5e-6 of float64's, and the compiled one is off by 1e-3, of a sum of absolute values of 6e4.
+    An error of 1e-4 of that is refused."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(98_304, generator=generator), torch.randn(98_304, generator=generator)
     sum_of = eager_check.results_of_entry
@@ -261,7 +261,8 @@ def test_a_sum_of_many_terms_that_cancel(tmp_path: Path, factor: float, monkeypa
 
 @pytest.mark.parametrize("seed", [4, 11, 17])
 def test_a_sum_of_few_16_bit_numbers_that_cancel(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With these seeds eager's sum is by chance nearer to float64's than numbers of 16 bits are; the multiplication was blamed for the difference."""
+    """With these seeds eager's sum is nearer to float64's by chance than 16-bit numbers are. The check blamed the multiplication for the
+    difference."""
     torch.manual_seed(seed)
     numbers = tuple(torch.randn(40, dtype=torch.float16, requires_grad=True) for _ in range(2))
     length = {0: Dim("length", min=2)}
@@ -303,7 +304,7 @@ class Counting(nn.Module):
 
 
 class Cast(nn.Module):
-    """Its products are in bfloat16, so that a gradient may be far from float64's."""
+    """Its products are in bfloat16, so a gradient may be far from float64's."""
 
     def __init__(self, enabled: bool) -> None:
         super().__init__()
@@ -316,7 +317,7 @@ class Cast(nn.Module):
 
 @pytest.mark.parametrize(("factor", "kind"), [(1.0, "reads another"), (3.0, "reads another"), (0.0, "reads another"), (1.0001, "was removed")])
 def test_large_gradients_of_parameters_with_hooks_are_compared(factor: float, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook may read a parameter whose own gradient is there already; one that was removed leaves an empty dict."""
+    """A hook may read a parameter that already has its gradient. A removed hook leaves an empty dict."""
     passes = partition.joint_passes
 
     def spoilt(*arguments: Any) -> Any:
@@ -344,7 +345,7 @@ def test_large_gradients_of_parameters_with_hooks_are_compared(factor: float, ki
 
 
 def test_the_measure() -> None:
-    """Eager's own error is allowed, a few roundings are, a real difference is not, and the zero gradient is compared with the largest."""
+    """Eager's own error and a few roundings are allowed, a real difference is not, and a zero gradient is compared with the largest."""
     t = {"gradient of w": torch.randn(1000, dtype=torch.float64), "gradient of zero": torch.zeros(4, dtype=torch.float64)}
     e = {n: (v + 1e-8 * torch.randn_like(v)).float() for n, v in t.items()}
 
@@ -373,7 +374,7 @@ def test_what_is_not_finite_is_in_no_norm() -> None:
 
 
 def test_an_output_with_inf_is_verified(tmp_path: Path) -> None:
-    """Inf minus Inf is NaN: what such an output may be off by must not come from eager's distance to itself."""
+    """Inf minus Inf is NaN, so eager's distance to itself must not set the tolerance of such an output."""
 
     class Masked(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -383,7 +384,7 @@ def test_an_output_with_inf_is_verified(tmp_path: Path) -> None:
 
 
 class Halved(torch.autograd.Function):
-    """A custom backward that is not the derivative: whoever drops it is found out."""
+    """A custom backward that is not the derivative, so that dropping it is noticed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -429,13 +430,13 @@ class FirstRow(nn.Module):
 
 
 def test_a_size_of_0_that_eager_refuses_is_refused(tmp_path: Path) -> None:
-    """Compiled code would read what is not there."""
+    """Compiled code would read out of bounds."""
     rows = ({0: Dim("rows", min=0, max=64)},)
     path = ab.export_module(FirstRow(), (torch.randn(5, 3),), dynamic_shapes=rows, path=tmp_path / "first.pt2")
     assert_same({"y": load(path).module()(x := torch.randn(1, 3))}, {"y": FirstRow()(x)})
     with pytest.raises(InputError, match=r"rows .* is 0; expected at least 1 and at most 64"):
         load(path).module()(torch.randn(0, 3))
-    both = {"x": rows[0], "y": rows[0]}  # equal, so that they can be 0 only together
+    both = {"x": rows[0], "y": rows[0]}  # equal, so they can be 0 only together
     path = ab.export_grad(lambda x, y: (x * y)[0].sum(), (torch.randn(5, 3), torch.randn(5, 3)), dynamic_shapes=both, path=tmp_path / "both.pt2")
     with pytest.raises(InputError, match=r"is 0; expected at least 1"):
         load(path).grad()(torch.randn(0, 3), torch.randn(0, 3))
@@ -444,7 +445,7 @@ def test_a_size_of_0_that_eager_refuses_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_callers_autocast_at_several_sizes(tmp_path: Path) -> None:
-    """Its cache of cast weights outlives a pass of eager's."""
+    """Autocast's cache of cast weights outlives an eager pass."""
     torch.manual_seed(0)
     module, rows = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)), ({0: Dim("rows", min=2, max=64)},)
     with torch.autocast("cpu", dtype=torch.bfloat16):

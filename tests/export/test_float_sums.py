@@ -1,4 +1,4 @@
-"""Sums of an open number of floats: as exact as by pairs, however many, in every direction that loops over vectors have."""
+"""Sums of a dynamic number of floats are as exact as pairwise sums for any length, in every direction of vector loops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """By the number of columns: the gradient of ``weight`` adds up over the rows, in whole vectors (16), in parts of one (5), and all of them (0)."""
+    """Return packages by number of columns. The gradient of ``weight`` adds up over the rows in whole vectors (16), in parts of one (5), and over all
+    (0)."""
     folder, found = tmp_path_factory.mktemp("sums"), {}
     rows = {0: Dim("rows", min=2, max=1 << 26)}
     for columns in (16, 5, 0):

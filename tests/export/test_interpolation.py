@@ -1,4 +1,4 @@
-"""Interpolation, and sums along axes, which its gradient is: eager's numbers, by sums of rows."""
+"""Interpolation, and its gradient, which is sums along axes: eager's numbers, by sums of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def interpolated(line: Tensor, image: Tensor, last: Tensor, volume: Tensor, half: Tensor, table: Tensor, index: Tensor) -> Tensor:
-    """Each way to interpolate that has a gradient, up and down; gradients differ from place to place."""
+    """Interpolate in each way that has a gradient, up and down, with position-dependent gradients."""
     terms = [
         functional.interpolate(line, scale_factor=2.0, mode="linear"),
         functional.interpolate(image, scale_factor=(2.0, 1.5), mode="bilinear"),
@@ -72,7 +72,7 @@ def test_gradients_of_interpolation_are_eagers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("align", [True, False])
 @pytest.mark.parametrize("kind", ["line", "image", "volume", "channels last", "bfloat16", "bytes"])
 def test_axis_by_axis_gives_what_all_axes_at_once_give(kind: str, align: bool) -> None:
-    """To the bit, and in the same memory format; also where a scale is given beside the size."""
+    """The bits and the memory format are equal, also if a scale is given in addition to the size."""
     torch.manual_seed(0)
     line, image, volume, *_ = torch.randn(2, 3, 7), torch.randn(2, 3, 5, 6), torch.randn(2, 3, 3, 4, 5)
     given = {

@@ -1,4 +1,4 @@
-"""The gradient of a tensor of which every ``x[i]`` was used, as the packed projection of attention is: eager's, put together from its parts."""
+"""The gradient of a tensor whose every ``x[i]`` was used, as in attention's packed projection: it equals eager's and is joined from its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def parts(x: Tensor) -> Tensor:
-    """All parts along each dimension, some of them, and the whole beside them."""
+    """Use all parts along each dimension, some of them, and the whole tensor too."""
     scaled, whole, squared = x * 1.5, x.sin(), x * x
     inner = scaled[:, 2] ** 2 * scaled[:, 0] + scaled.select(1, 1)
     outer = whole[0] ** 3 + 2 * whole[-1] ** 2 + whole[1] * whole[1]
@@ -78,11 +78,11 @@ def test_sums_of_all_parts_are_joined(case: str) -> None:
     by_cat(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
     graph.graph.lint()
     assert [node.target for node in graph.graph.nodes].count(aten.cat.default) == found
-    assert torch.equal(graph(*arguments), function(*arguments))  # to the bit: no addition changes its place
+    assert torch.equal(graph(*arguments), function(*arguments))  # bit for bit: no addition changes its place
 
 
 def test_long_and_doubled_sums_take_no_long_time() -> None:
-    """A sum that adds itself has 2^n terms: each is looked at once."""
+    """A sum that adds itself has 2^n terms. Each is visited once."""
 
     def doubled(x: Tensor) -> Tensor:
         x = pad(x, 0) + pad(x, 1)

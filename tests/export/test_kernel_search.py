@@ -1,4 +1,4 @@
-"""Programs that compiled code gets wrong are exported with the fewest operators computed by eager's own kernels, and say which."""
+"""If compiled code computes a program wrong, export calls eager's kernels for as few operators as possible, and names them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aot_backward_runtime import load
 
 
 def pooled(x: Tensor) -> Tensor:
-    """Inductor divides by the whole window where it reaches beyond the image; the exporter knows that, and calls eager's kernel."""
+    """Inductor divides by the whole window if it reaches beyond the image. The exporter knows that, and calls eager's kernel."""
     return (functional.avg_pool2d(x.tanh() * 2, 3, 2, ceil_mode=True).sin() * 3).sum()
 
 
@@ -33,7 +33,7 @@ class Scaled(nn.Module):
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What the exports of a test log for the user."""
+    """Yield the lines that a test's exports log for you."""
     handler, lines = logging.Handler(logging.WARNING), list[str]()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("aot_backward").addHandler(handler)
@@ -44,7 +44,7 @@ def said() -> Iterator[list[str]]:
 def test_the_operator_at_fault_is_found_and_named(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shared = compile_cache.cache_root() / "shared"
     shared.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))  # what is compiled wrong is kept nowhere
+    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))  # wrongly compiled code stays out of the shared cache
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "shared").symlink_to(shared)
     monkeypatch.setattr(graph_fixes, "_miscompiled", lambda node: False)

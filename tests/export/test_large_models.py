@@ -1,4 +1,4 @@
-"""Large tensors: what is stored of them, how they are compared, and what an export of them takes."""
+"""Large tensors: their storage, their comparison, and the cost of their export."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_is_stored_of_a_result() -> None:
 
 
 class Wide(nn.Module):
-    """Weights of more than :data:`LARGE` bytes; the bias is small."""
+    """Weights of more than :data:`LARGE` bytes, and a small bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_verify_compares_sketches_and_says_so(package: Path, tmp_path: Path) -> None:
     done = aot_backward("verify", package)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("(2 large ones by a sketch)") == 2  # of step, its optimizer's state, too
+    assert done.stdout.count("(2 large ones by a sketch)") == 2  # of the step's optimizer state, too
     members = taken_apart(package)
     examples = safetensors.torch.load(members[EXAMPLES])
     assert len(members[EXAMPLES]) < 2 * LARGE  # the weights take 230 kB, and so would each entry's gradients
@@ -122,7 +122,7 @@ def test_gradients_are_eagers(package: Path) -> None:
 
 
 def test_the_reference_where_float64_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float64 draws other random numbers: by then eager's gradients have made room for its own, and are computed again."""
+    """Float64 draws other random numbers. By then eager's gradients were freed for its gradients, so they are computed again."""
 
     class Noisy(Wide):
         def forward(self, x: Tensor) -> Tensor:
@@ -139,13 +139,13 @@ def test_the_reference_where_float64_is_none(tmp_path: Path, monkeypatch: pytest
     ab.export_grad(Wide(), (torch.randn(6, 160),), wrt="parameters", path=tmp_path / "wide.pt2")
     found, sketches = references[1]
     assert found.float64 and set(sketches) == set(found.eager_errors) == {"gradient of first.weight", "gradient of second.weight"}
-    net.first.weight.register_hook(seen.append)  # none of the check's own hooks, or of float64's tensors, stands in the way
+    net.first.weight.register_hook(seen.append)  # neither the check's hooks nor float64 tensors remain
     net(torch.randn(6, 160)).backward()
     assert len(seen) == 1 and net.first.weight.grad is not None and net.first.weight.dtype is torch.float32
 
 
 def test_a_backward_within_the_backward(tmp_path: Path) -> None:
-    """The gradient of a weight within the program is another than that of the program."""
+    """The gradient of a weight within the program differs from that of the program."""
     net = Wide()
 
     def penalty(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Maximum pooling in compiled code: eager's values, and eager's indices to the last."""
+"""Maximum pooling in compiled code: values and indices equal eager's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANDOM = torch.Generator().manual_seed(0)
 
 
 def rewritten(function: Any, *arguments: Any) -> torch.fx.GraphModule:
-    """The graph that Inductor would be given for ``function``, after the pass."""
+    """Return the graph that Inductor gets for ``function`` after the pass."""
     graph = torch_api.make_fx(function, tracing_mode="fake")(*arguments)
     by_channels(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
     graph.graph.lint()
@@ -36,7 +36,7 @@ def kernels(graph: torch.fx.GraphModule) -> int:
 
 
 def images(height: int, width: int, *leading: int) -> Tensor:
-    """With equal numbers, both zeros, NaN, and windows of nothing but minus infinity."""
+    """Return images with equal numbers, both zeros, NaN, and windows of only minus infinity."""
     x = torch.randn(*(leading or (2, 5)), height, width, generator=RANDOM).round(decimals=1)
     x[torch.rand(x.shape, generator=RANDOM) < 0.1] = math.nan
     x[torch.rand(x.shape, generator=RANDOM) < 0.1] = -0.0
@@ -95,7 +95,7 @@ class Pools(nn.Module):
 
 
 def test_a_package(tmp_path: Path) -> None:
-    """Values, indices and gradients, at sizes other than the example's."""
+    """Values, indices and gradients at sizes other than the example's."""
     example = images(9, 10, 3, 6).nan_to_num(0.5, neginf=-3.0).requires_grad_()
     path = ab.export_module(Pools(), (example,), dynamic_shapes=({0: Dim("rows")},), path=tmp_path / "pools.pt2")
     for rows in (1, 3, 8):

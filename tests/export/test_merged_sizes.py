@@ -1,4 +1,4 @@
-"""Heads of an attention that are merged with a dynamic batch, transposed, and divided again: eager's numbers at every size."""
+"""Attention heads that are merged with a dynamic batch, transposed and split again: eager's numbers at every size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def heads(x: Tensor, weight: Tensor) -> Tensor:
-    """``x``: batch × n × 4 × 8, both sizes dynamic."""
+    """Merge and split ``x`` of batch × n × 4 × 8, with both sizes dynamic."""
     batch, n = x.shape[0], x.shape[1]
     packed = (x * 2).reshape(batch * n, 4, 8).transpose(0, 1).reshape(4, batch, n * 8)
     merged = x.transpose(1, 2).reshape(batch * 4, n, 8).sin().transpose(0, 1).reshape(n, batch, 32)
@@ -58,7 +58,7 @@ VIEWS: dict[str, tuple[bool, Any]] = {
 def test_merged_sizes_are_taken_apart(case: str) -> None:
     found, function = VIEWS[case]
     x = torch.randn(5, 4, 6, 8)
-    graph = torch_api.make_fx(lambda x: function(x + torch.zeros(4, 6, 8)), tracing_mode="symbolic")(x)  # the sum: only the first size is dynamic
+    graph = torch_api.make_fx(lambda x: function(x + torch.zeros(4, 6, 8)), tracing_mode="symbolic")(x)  # the sum makes only the first size dynamic
     before = [node.target for node in graph.graph.nodes]
     fake = next(iter(graph.graph.nodes)).meta["val"]
     guards = len(fake.fake_mode.shape_env.guards)
@@ -73,7 +73,7 @@ def test_merged_sizes_are_taken_apart(case: str) -> None:
 
 
 def beside_each_other(function: Any, *given: Tensor) -> tuple[int, Tensor]:
-    """The dimensions of what the ``cat`` of ``function`` joins after the pass, and the result."""
+    """Return the dimensions that the ``cat`` of ``function`` joins after the pass, and the result."""
     graph = torch_api.make_fx(function, tracing_mode="fake")(*given)
     apart(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
     graph.graph.lint()

@@ -1,4 +1,4 @@
-"""ONNX graphs of modules, gradient functions and training steps: run by onnxruntime, compared with eager; names, shapes and what is refused."""
+"""ONNX graphs of modules, gradient functions and training steps, run by onnxruntime and compared with eager; names, shapes and refusals."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def without_dropout(module: nn.Module) -> nn.Module:
 
 
 def assert_close(actual: dict[str, np.ndarray], wanted: dict[str, torch.Tensor], relative: float = 3e-4) -> None:
-    """Every tensor of ``wanted`` that a graph gives, by norm; a gradient that eager has must be there."""
+    """Compare by norm each tensor of ``wanted`` that a graph gives. A gradient that eager has must exist."""
     largest = max(float(t.double().norm()) for n, t in wanted.items() if n.startswith("grad."))
     for name, tensor in wanted.items():
         if name not in actual:
-            assert name.startswith("updated."), name  # a buffer that nothing writes
+            assert name.startswith("updated."), name  # a buffer that is not written
             continue
         found = torch.from_numpy(actual[name].copy())
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
@@ -89,13 +89,13 @@ def test_gradients_of_models_equal_eagers_at_two_sizes(name: str, tmp_path: Path
 
 def _keyed(value: Any, names: list[str], flat: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     if isinstance(value, dict):
-        return {n: value[n.removeprefix("output.")] for n in names}  # "output." where an input has that name
+        return {n: value[n.removeprefix("output.")] for n in names}  # an input of the same name adds "output."
     return dict(zip(names, flat, strict=True))
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A gradient function, and a module whose ends have names of all kinds."""
+    """Return a gradient function, and a module whose inputs and outputs have names of all kinds."""
     folder = tmp_path_factory.mktemp("onnx")
     done = CliRunner().invoke(main, ["export", f"{PROGRAM}:entries", "-o", str(folder / "small.onnx"), "--format", "onnx", "--json"])
     assert done.exit_code == 0, done.stderr
@@ -118,7 +118,7 @@ def test_names_of_inputs_outputs_and_dimensions(files: Path) -> None:
     assert _ends(forward.graph.input) == {
         "batch.x": ["rows", 4], "batch.weight": ["rows", 1], "layer.weight": [3, 4], "layer.bias": [3],
     }  # fmt: skip
-    assert {"layer.weight", "layer.bias"} <= {i.name for i in forward.graph.initializer}  # defaults that a caller may replace
+    assert {"layer.weight", "layer.bias"} <= {i.name for i in forward.graph.initializer}  # defaults that you may replace
     outputs = _ends(forward.graph.output)
     assert outputs.pop("out") == ["rows", 3] and outputs.pop("largest") == ["rows"]
     assert all(n.startswith("saved.") for n in outputs)
@@ -203,7 +203,7 @@ def test_ten_steps_equal_eagers(name: str, tmp_path: Path) -> None:
     assert step.defaults["optimizer.0.lr"].type == "tensor(double)" and {"input", "target"} == set(step.required)
     assert ("optimizer.first" in step.defaults) == (name == "sgd") == ("updated.optimizer.first" in step.outputs)
     moved, _ = train(path, 3, {"input": x, "target": y, "optimizer.0.lr": np.array(0.0)})
-    assert moved[0] == pytest.approx(moved[1], rel=1e-6)  # nothing is learnt without a rate
+    assert moved[0] == pytest.approx(moved[1], rel=1e-6)  # no training without a rate
 
 
 def test_clipping_skipping_and_waiting_gradients(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_convert_gives_what_export_gives(tmp_path: Path) -> None:
 
 
 def _comparable(path: Path) -> bytes:
-    """Without the guards: the compiler may have told the package of some."""
+    """Return the file without its guards: the compiler may have added some to the package's."""
     model = onnx.load(path)
     kept = [p for p in model.metadata_props if p.key != "guards"]
     del model.metadata_props[:]
@@ -255,11 +255,11 @@ def _comparable(path: Path) -> bytes:
 
 
 def test_a_squeeze_of_a_dynamic_dimension_leaves_it(tmp_path: Path) -> None:
-    """PyTorch's does; ONNX's Squeeze is an error where the size is not one."""
+    """PyTorch's squeeze does; ONNX's Squeeze raises an error if the size is not one."""
     x = torch.randn(5, 1, 4, requires_grad=True)
     for i, squeeze in enumerate((lambda x: x.sin().squeeze(0), lambda x: x.sin().squeeze((0, 1)))):
         entry = ab.Module(Calls(squeeze), [ab.Variant((x,), dynamic_shapes={"x": {0: BATCH}})])
-        ab.export_onnx(tmp_path / f"{i}.onnx", {"m": entry})  # compares
+        ab.export_onnx(tmp_path / f"{i}.onnx", {"m": entry})  # export compares
 
 
 def test_distances_and_their_gradients(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_distances_and_their_gradients(tmp_path: Path) -> None:
         return torch.stack([torch.cdist(x, y, p=p).sin().sum() for p in (1.0, 2.0, 3.0, float("inf"))]).sum()
 
     x, y = torch.randn(4, 3), torch.randn(5, 3)
-    rows = torch.export.Dim("rows", min=3, max=25)  # eager uses matrix products from 26 on
+    rows = torch.export.Dim("rows", min=3, max=25)  # from 26 on eager uses matrix products
     entry = ab.Grad(loss, [ab.Variant((x, y), dynamic_shapes=({0: rows}, {}))], wrt=["x", "y"])
     (file,) = ab.export_onnx(tmp_path / "m.onnx", {"m": entry})
     x = torch.randn(7, 3)
@@ -378,7 +378,7 @@ def test_packages_that_cannot_be_converted(package: Path, tmp_path: Path) -> Non
 
 
 def test_a_wrong_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What every test above rests on: a translation that is wrong fails the export, and names the gradient."""
+    """The tests above rely on this: a wrong translation fails the export, which names the gradient."""
     original = convolution._of_weight
     monkeypatch.setattr(convolution, "_of_weight", lambda *args: original(*args) * 1.001)
     image = nn.Conv2d(1, 2, 3)

@@ -1,4 +1,4 @@
-"""ONNX graphs of writes in place, of weights that are parametrized, and what a refusal says of the parameter that it stands in."""
+"""ONNX graphs of in-place writes and parametrized weights, and refusals that name the parameter concerned."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WRITES: dict[str, str] = {
 
 
 class Writes(nn.Module):
-    """Every write on a value of its own, all of them results: one export costs less than many."""
+    """Every write on a separate value, all returned: one export costs less than many."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Writes(nn.Module):
 
 
 def compared(folder: Path, module: nn.Module, named: dict[str, torch.Tensor]) -> None:
-    """The exported files against eager: outputs and every gradient."""
+    """Compare the exported files with eager: outputs and every gradient."""
     results = module(*named.values())
     flat = results if isinstance(results, list) else [results]
     incoming = [torch.randn_like(t) for t in flat]
@@ -93,7 +93,7 @@ def test_writes_in_place_equal_eagers(tmp_path: Path) -> None:
 
 
 def test_each_write_is_served_alone(tmp_path: Path) -> None:
-    """Those that the issue names, where the graph holds nothing else."""
+    """The graph contains only one of the writes from the issue."""
     for n, name in enumerate(("a column", "a row", "behind an ellipsis")):
         code = WRITES[name]
 
@@ -119,7 +119,7 @@ class Normed(nn.Module):
         self.back = parametrizations.weight_norm(nn.ConvTranspose1d(3, 4, 1))
         self.spectral = parametrizations.spectral_norm(nn.Linear(4, 2)).eval()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated, and in every vocoder
+            warnings.simplefilter("ignore")  # deprecated, but used in every vocoder
             self.hooked = weight_norm(nn.Linear(2, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_a_refusal_names_the_parameter(tmp_path: Path) -> None:
     ):
         said = refusal(tmp_path, entry)
         assert said.startswith(f"{of_theta}of the gradient of {names}"), said
-        assert "; it is called in forward" in said or not torch_api.at_least("2.12"), said  # which keeps the line of the model for more nodes
+        assert "; it is called in forward" in said or not torch_api.at_least("2.12"), said  # torch 2.12 keeps the model's line for more nodes
     orthogonal = nn.Sequential(*layers, parametrizations.orthogonal(nn.Linear(4, 4)))
     said = refusal(tmp_path, ab.Module(orthogonal, [ab.Variant((torch.randn(2, 4),))]))
     assert said.endswith("; it is computed from 3.parametrizations.weight.original"), said

@@ -1,4 +1,4 @@
-"""Forward and every gradient of real models equal eager's: static and with a dynamic batch, whatever gradients come in."""
+"""Forward and every gradient of real models equal eager's: static and with a dynamic batch, for any incoming gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_equal_to_eager(name: str, dynamic: bool) -> None:
         args = case.args(size)
         eager = case.module.train(case.mode == "train")
         assert_same(run(loaded, args, 5), run(eager, args, 5), case.relative)
-        assert_same(run(loaded, args, 6), run(eager, args, 6), case.relative)  # buffers have moved on; other cotangents
+        assert_same(run(loaded, args, 6), run(eager, args, 6), case.relative)  # buffers have changed; other incoming gradients
 
 
 def test_two_outputs_of_which_one_gets_no_gradient() -> None:

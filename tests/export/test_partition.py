@@ -1,4 +1,4 @@
-"""Partitioning leaves the joint graph as it was traced: one trace can be partitioned any number of times."""
+"""Partitioning does not change the traced joint graph, so one trace can be partitioned any number of times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aot_backward_runtime.entries.named_tensors import state_of
 
 
 class Tied(nn.Module):
-    """A tied weight, buffers that the forward updates, a size that no saved tensor shows, and an output that is a view."""
+    """A tied weight, buffers that the forward updates, a size that no saved tensor has, and an output that is a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Tied(nn.Module):
 
 
 def said(joint: Joint) -> Any:
-    """All that a rewrite could change."""
+    """Return everything that a rewrite could change."""
     gradients = {target: node and node.name for target, node in joint.gradients.items()}
     nodes = [(n.name, sorted(n.meta)) for n in joint.graph.graph.nodes]
     return joint.graph.code, gradients, nodes, dict(joint.placeholders), [getattr(o, "name", o) for o in joint.outputs]
@@ -61,7 +61,7 @@ def test_a_module_is_partitioned_twice_from_one_trace() -> None:
 
 
 class Pointwise(nn.Module):
-    """What the min-cut partitioner would compute again from its input, in the backward."""
+    """Operations that the min-cut partitioner would recompute in the backward from their input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What went wrong once in silence, or took the process down, or broke the caller's own module: most silent first."""
+"""Errors that once happened: silent wrong results, crashes, or damage to your own module; most silent first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..support.oracle import assert_same, run
 
 
 def test_a_submodule_frozen_in_eval_stays_frozen(tmp_path: Path) -> None:
-    """A BatchNorm in eval inside a network in training: exported as it is, and as ``train`` of the mode it is in."""
+    """A BatchNorm in eval inside a network in training keeps its mode in the export and through ``train`` with the current mode."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
     net[1].eval()
@@ -57,7 +57,7 @@ def test_parameters_that_overlap_are_refused(tmp_path: Path) -> None:
 
 
 class Constants(nn.Module):
-    """Its two variants make constants of other values, and of other sizes."""
+    """Its two variants make constants of different values and sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_a_buffer_assigned_in_the_forward_does_not_reach_the_callers_module(tmp_
 
 
 def test_an_index_out_of_range_is_an_error_of_that_call(tmp_path: Path) -> None:
-    """Inductor's check throws inside an OpenMP region, which would end the process; in a subprocess, so that a signal is a failure."""
+    """Inductor's check throws inside an OpenMP region, which would end the process. A subprocess turns that signal into a failure."""
 
     def loss(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(x, label)
@@ -144,7 +144,7 @@ torch.testing.assert_close(gradient, leaf.grad)
     assert done.returncode == 0 and len(lines) == 4, (done.returncode, done.stdout, done.stderr)
     for line in lines:
         assert re.match(r"ExecutionError \S+grad\.0\.gradient\.so: native code failed \(", line), line
-        if torch_api.at_least("2.13"):  # before, the text is on stderr alone
+        if torch_api.at_least("2.13"):  # before, the text is only on stderr
             assert re.search(r"failed \(index out of bounds: .*, in cpp_fused_.*nll_loss", line), line
             assert "an index among the inputs (of an embedding, a gather, a class label) is negative or too large" in line
             assert not done.stderr
@@ -174,7 +174,7 @@ def test_an_output_changed_in_place_before_the_backward(tmp_path: Path) -> None:
     flat, total = loaded(x)
     with torch.no_grad():
         flat.mul_(0)
-    try:  # eager's error where the compiled backward reads that memory; where it computes the value again, the right gradient
+    try:  # eager's error if the compiled backward reads that memory; the right gradient if it computes the value again
         total.backward()
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
@@ -183,8 +183,8 @@ def test_an_output_changed_in_place_before_the_backward(tmp_path: Path) -> None:
 
 
 def test_a_group_norm_whose_eager_backward_ends_the_process_is_exported(tmp_path: Path) -> None:
-    """Eager crashes in channels_last if the input needs no gradient: as a Grad's and a Step's does here, and a Module's if only parameters are asked
-    for. In a subprocess, so that a signal is a failure."""
+    """Eager crashes in channels_last if the input does not require grad, as for Grad and Step here, and for a Module with only parameter gradients.
+    This runs in a subprocess, so that a signal is a failure."""
     script = """
 import sys, torch
 import aot_backward as ab

@@ -1,4 +1,4 @@
-"""What an export changes in the process is put back, in reverse order and whatever happens; two exports in two threads do not mix."""
+"""An export always restores its changes to the process, in reverse order. Exports in two threads do not mix."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_attributes_are_put_back_in_reverse_order_whatever_happens() -> None:
     before = dict(vars(Owner))
     with pytest.raises(ZeroDivisionError), patched(Owner, value=2, inherited=lambda self: "replaced"):
         assert (Owner.value, Owner().inherited()) == (2, "replaced")
-        with patched(Owner, value=4, fixed=staticmethod(lambda: "other")):  # within itself, by one thread
+        with patched(Owner, value=4, fixed=staticmethod(lambda: "other")):  # nested, in one thread
             assert (Owner.value, Owner.fixed()) == (4, "other")
         assert (Owner.value, Owner().fixed()) == (2, "fixed")
         raise ZeroDivisionError
-    assert dict(vars(Owner)) == before  # the staticmethod is one, and what is inherited is not its own
+    assert dict(vars(Owner)) == before  # a staticmethod stays one, and inherited attributes stay inherited
 
 
 def test_an_attribute_that_is_not_there_is_not_made() -> None:
@@ -112,7 +112,7 @@ def test_a_second_thread_waits_until_the_first_has_put_back_what_it_changed() ->
 
 
 def replaced() -> Iterator[object]:
-    """What a trace replaces, as it is now."""
+    """Yield the current values of everything that a trace replaces."""
     yield from (vars(nn.Module)["__setattr__"], vars(torch.Tensor)["register_hook"], "retain_grad" in vars(torch.Tensor))
     yield from (torch.autograd.graph.saved_tensors_hooks.__enter__, torch.autograd.backward, torch_api.decompositions._rnn_helper)
     yield from (torch_api.decompositions._upsample_linear, torch_api.decompositions.upsample_bicubic2d_default)
@@ -133,7 +133,7 @@ def test_a_trace_that_fails_puts_everything_back() -> None:
 
 
 def test_two_exports_in_two_threads_do_not_mix(tmp_path: Path) -> None:
-    ran: list[str] = []  # which export ran its function, in order
+    ran: list[str] = []  # the export that ran its function, in order
     start = threading.Barrier(2)
     before, random = list(replaced()), torch.get_rng_state()
 
@@ -158,7 +158,7 @@ def test_two_exports_in_two_threads_do_not_mix(tmp_path: Path) -> None:
 
 
 class Counted(nn.Module):
-    """BatchNorm, whose statistics an export changes while it runs the module, and tells when it has."""
+    """BatchNorm, whose statistics change during an export. The module signals when they have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Counted(nn.Module):
 
 
 def test_two_exports_of_one_module_leave_its_buffers_as_they_were(tmp_path: Path) -> None:
-    """The second begins while the first has changed them."""
+    """The second begins after the first has changed them."""
     module, x = Counted().train(), torch.randn(6, 3)
     before = {n: b.clone() for n, b in module.named_buffers()}
 
@@ -214,7 +214,7 @@ assert os.waitstatus_to_exitcode(status) == 7
 
 
 def test_what_another_thread_loads_is_not_compared(tmp_path: Path) -> None:
-    """While a package's graphs are compared with eager's operators, other packages are opened as ever."""
+    """While a package's graphs are compared with eager's operators, other packages open as usual."""
     x = torch.linspace(0, 1, 5)
     package = aot_backward.load(aot_backward.export_grad(lambda x: x.sin().sum(), (x,), path=tmp_path / "a.pt2"))
     with graph_check._watched(aot_backward.load(tmp_path / "a.pt2"), {}, None, "it"):  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What an export, a recording and a replay print: our own lines, and none that PyTorch logs for its developers."""
+"""An export, a recording and a replay print our lines, but none of PyTorch's log for its developers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_recording_and_a_replay_print_their_reports_alone(program: Path, tmp_p
 
 
 def test_other_lines_of_the_log_are_left_alone() -> None:
-    """Those of other threads, other messages, and all where the caller has asked for Inductor's log."""
+    """These are lines of other threads, other messages, and all if you asked for Inductor's log."""
     log: logging.Logger = torch_api.inductor_ir_log
     said: list[str] = []
     handler = logging.Handler()

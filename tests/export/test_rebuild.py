@@ -1,4 +1,4 @@
-"""Packages for several targets, and packages rebuilt for another one where the model's source is absent."""
+"""Packages for several targets, and packages rebuilt for another target without the model's source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROWS = {0: Dim("rows", min=2)}
 
 
 class Net(nn.Module):
-    """A convolution, a buffer that moves, a mask, a tie, a branch into two outputs."""
+    """A convolution, a mutated buffer, a mask, a tied weight, a branch into two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three kinds of entries for two levels of processors. Do not write to it."""
+    """Return a package of three kinds of entries for two levels of processors. Do not write to it."""
     path = tmp_path_factory.mktemp("targets") / "several.pt2"
     x, kwargs = samples(5)
     net, optimizer = training()
@@ -98,7 +98,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rebuilt(several: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same for the older processors alone, made in a folder and a process that know nothing of the model."""
+    """Rebuild it for only the older processors, in a folder and a process without the model."""
     folder = tmp_path_factory.mktemp("rebuilt")
     shutil.copy(several, folder / "in.pt2")
     done = aot_backward("rebuild", "in.pt2", "-o", "out.pt2", "--target", "cpu:sse4", cwd=folder)
@@ -109,7 +109,7 @@ def rebuilt(several: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_as_eager(package: Any) -> None:
-    """Every entry beside eager, at sizes that no example had."""
+    """Compare every entry with eager, at sizes that no example had."""
     x, kwargs = samples(9)
     module, expected = package.module("net"), network()
     module.load_state_dict(expected.state_dict())
@@ -297,7 +297,7 @@ def test_control_flow_with_a_dynamic_size(tmp_path: Path) -> None:
 
 
 def embedded(rows: tuple[int, ...]) -> list[torch.Tensor]:
-    """Backward passes that read indices, and a factor of which all rows are one."""
+    """Run backward passes that read indices, and a factor with equal rows."""
     table, out = torch.ones(10, 4, requires_grad=True), []
     for n in rows:
         table.grad = None
@@ -338,7 +338,7 @@ def test_the_check_of_recorded_passes_sees_code_that_is_wrong(tmp_path: Path, mo
 
 
 def test_without_weights(several: Path, tmp_path: Path) -> None:
-    """Code needs no weights; that it was not compared is said, and by the first who loads it."""
+    """Code needs no weights. The first load reports that it was not compared."""
     path = tmp_path / "bare.pt2"
     x = torch.randn(4, 3)
     net = nn.Linear(3, 3)
@@ -379,7 +379,7 @@ def gathered(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_index_out_of_range_at_another_size_is_no_fault(tmp_path: Path) -> None:
-    """The check tries sizes that the program's own values do not go with, and operators raise other errors than RuntimeError."""
+    """The check tries sizes that do not fit the program's values, and operators raise errors other than RuntimeError."""
     path = tmp_path / "gathered.pt2"
     two = ({0: Dim("rows", min=2)}, {0: Dim("indices", min=2)})
     ab.export_grad(gathered, (torch.randn(6, 4), torch.arange(5, -1, -1)), wrt=("x",), dynamic_shapes=two, path=path)
@@ -398,7 +398,7 @@ def test_a_mask_that_rounding_decides(tmp_path: Path) -> None:
 
 
 def edited(source: Path, path: Path, name: str, edit: Callable[[dict[str, Any]], Any]) -> Path:
-    """A package whose portable graph was changed by someone who also made the digests fit."""
+    """Write a package with a changed portable graph and matching digests."""
     members = taken_apart(source)
     form = json.loads(members[f"{GRAPHS}/{name}.json"])
     changed = edit(form)

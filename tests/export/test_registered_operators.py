@@ -1,4 +1,4 @@
-"""Packages that call operators which somebody else registers: who that is stands in the package, and loading asks for it by name."""
+"""Packages that call third-party operators: the package names the module that registers them, and loading asks for it by name."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ ab.export_grad(lambda x: (third(x.detach()) * x).sum(), (torch.ones(4),), path="
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """``model.pt2``, which the command line exported, and ``script.pt2``, which a script did, in a folder with their sources; what that said."""
+    """Export ``model.pt2`` by the command line and ``script.pt2`` by a script, in a folder with their sources. Return their output, too."""
     folder = tmp_path_factory.mktemp("registered")
     (folder / "nets").mkdir()
     for name, text in (("cubes.py", CUBES), ("nets/doubles.py", DOUBLES), ("model.py", MODEL), ("absolutes.c", ABSOLUTES), ("script.py", SCRIPT)):
@@ -191,7 +191,7 @@ def test_loading_names_what_is_missing_and_imports_what_it_is_told(made: SimpleN
 
 
 def test_commands_import_what_they_are_told(made: SimpleNamespace) -> None:
-    """In the present folder too, which the console script does not have on its path."""
+    """This includes the current folder, which is not on the console script's path."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom aot_backward.cli import main\n"
         "sys.path[:] = [p for p in sys.path if p and Path(p).resolve() != Path.cwd()]\nmain(sys.argv[1:], prog_name='aot-backward')"
@@ -221,7 +221,7 @@ def test_what_a_script_registers_itself_is_to_be_moved(made: SimpleNamespace) ->
 
 
 def test_packages_that_do_not_say_and_packages_that_lie(made: SimpleNamespace, tmp_path: Path) -> None:
-    """One of an earlier format, and one whose names are no names."""
+    """One package has an earlier format, and one has invalid names."""
     members = taken_apart(made.package)
     put_together(tmp_path / "older.pt2", members, {"operators": {}, "format_version": [1, 4]})
     with pytest.raises(IncompatibleError, match="model::half, which nobody has registered here, and the package does not say who does"):
@@ -232,7 +232,7 @@ def test_packages_that_do_not_say_and_packages_that_lie(made: SimpleNamespace, t
 
 
 def test_recorded_passes(tmp_path: Path) -> None:
-    """A script may import its operators after the package is loaded; a pass that calls one which nobody has registered is interpreted."""
+    """A script may import its operators after the load. A pass that calls an unregistered operator is interpreted."""
     with ab.record(tmp_path / "bw.pt2") as recording:
         backward_passes((3, 5))
     assert recording.recorded == 2

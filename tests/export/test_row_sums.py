@@ -1,4 +1,4 @@
-"""Sums of rows by an index, which gradients of embeddings and of ``x[index]`` are: eager's numbers, by eager's kernel."""
+"""Sums of rows by an index, as in gradients of embeddings and of ``x[index]``: eager's numbers, by eager's kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def looked_up(table: Tensor, line: Tensor, cube: Tensor, half: Tensor, added: Tensor, index: Tensor, pairs: Tensor) -> Tensor:
-    """Each way in which rows are looked up or added; gradients differ from row to row, and rows come several times."""
+    """Look up or add rows in each way. Gradients differ from row to row, and rows repeat."""
     terms = [
         functional.embedding(pairs, table, padding_idx=3),
         functional.embedding(pairs.int(), table, scale_grad_by_freq=True),
@@ -48,15 +48,15 @@ def tensors(length: int, batch: int, time: int) -> tuple[Tensor, ...]:
 
 
 def check(path: Path, sizes: list[tuple[int, int, int]]) -> Any:
-    """That the package's gradients are eager's at each of ``sizes``. The gradient function."""
+    """Check that the package's gradients equal eager's at each of ``sizes``. Return the gradient function."""
     gradient = load(path).grad()
     for size in sizes:
         arguments = tensors(*size)
-        precise = [a.detach().double().requires_grad_() for a in arguments[:5]]  # eager's kernel for bfloat16 rounds after each row that it adds
+        precise = [a.detach().double().requires_grad_() for a in arguments[:5]]  # eager's bfloat16 kernel rounds after each added row
         expected = torch.autograd.grad(looked_up(*precise, *arguments[5:]), precise)
         ours = gradient(*arguments)[1]
         for name, exact in zip(NAMES, expected, strict=True):
-            tolerance = 1e-5 if name != "half" else 1e-2 if torch_api.at_least("2.13") else 0.1  # rounded after each row that is added there, too
+            tolerance = 1e-5 if name != "half" else 1e-2 if torch_api.at_least("2.13") else 0.1  # it also rounds after each added row
             torch.testing.assert_close(ours[name].double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
     return gradient
 
@@ -67,7 +67,7 @@ def test_gradients_are_eagers(kind: str, tmp_path: Path) -> None:
     shapes: Any = (*[None] * 5, {0: dims[0]}, {0: dims[1], 1: dims[2]}) if kind == "dynamic" else None
     path = ab.export_grad(looked_up, tensors(24, 6, 5), wrt=NAMES, dynamic_shapes=shapes, path=tmp_path / "rows.pt2")
     sizes = [(24, 6, 5)] if shapes is None else [(24, 6, 5), (0, 1, 7), (1, 7, 1), (1, 1, 1), (700, 0, 3), (2, 3, 0), (3, 90, 8)]
-    if not torch_api.at_least("2.13"):  # whose Inductor asks for the product of two sizes whether it is at least 2
+    if not torch_api.at_least("2.13"):  # before, Inductor tests whether the product of two sizes is at least 2
         sizes = [size for size in sizes if size[1] * size[2] > 1]
     gradient = check(path, sizes)
     package = load(path)
@@ -84,7 +84,7 @@ def test_gradients_are_eagers(kind: str, tmp_path: Path) -> None:
 
 
 def traced(function: Any, *arguments: Tensor) -> torch.fx.GraphModule:
-    """The graph that Inductor would be given for ``function``, after the pass."""
+    """Return the graph that Inductor gets for ``function`` after the pass."""
     graph = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table(), tracing_mode="fake")(*arguments)
     fake_mode = next(iter(graph.graph.nodes)).meta["val"].fake_mode
     by_scatter_add(graph, fake_mode)

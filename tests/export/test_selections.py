@@ -1,4 +1,4 @@
-"""Maxima and writes whose compiled code would pick another element than eager."""
+"""Maxima and writes for which compiled code would select another element than eager."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aot_backward_runtime import load
 
 
 def extremes(u: Tensor, v: Tensor) -> Tensor:
-    """Inductor computes the angles twice, in vectors and one by one, with other last bits: the gradients of the smallest would go nowhere."""
+    """Inductor computes the angles twice, in vectors and one by one, with different last bits: the gradients of the smallest would be lost."""
     angle = torch.atan2(u, v)
     return angle.amin(-1).sum() + angle.amax(0).sum()
 
@@ -49,7 +49,7 @@ def hessian_of_a_trace(m: Tensor) -> Tensor:
 
 
 def test_nothing_is_written_into_an_expanded_tensor(tmp_path: Path) -> None:
-    """Inductor would put the diagonal's gradients into one row that stands for nine."""
+    """Inductor would write the diagonal's gradients into one row that represents nine."""
     m = torch.rand(3, 3, dtype=torch.float64)
     path = ab.export_grad(hessian_of_a_trace, (m,), wrt="m", path=tmp_path / "hessian.pt2", tune="none")
     value, gradient = load(path).grad()(m)

@@ -1,4 +1,4 @@
-"""GELU and its gradient, which have an exponential in common: eager's numbers, and one exponential."""
+"""GELU and its gradient share an exponential: eager's numbers, with one exponential."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weighed(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 3e-7), (torch.bfloat16, 4e-3), (torch.float64, 1e-15)])
 def test_numbers_are_as_exact_as_eagers(dtype: torch.dtype, off: float, tmp_path: Path) -> None:
-    """Eager computes the error function likewise, to 1.5e-7 of what it is at infinity: its gradients are off by up to 2.5e-7."""
+    """Eager's error function is also exact to 1.5e-7 of its limit at infinity, so its gradients are off by up to 2.5e-7."""
     example = torch.randn(40, dtype=dtype, requires_grad=True), torch.randn(40, dtype=dtype, requires_grad=True)
     shapes = ({0: Dim("length", min=2)},) * 2
     package = load(ab.export_grad(weighed, example, wrt=["x", "weight"], dynamic_shapes=shapes, path=tmp_path / "gelu.pt2"))
@@ -49,7 +49,7 @@ def other(factor: float, by: float) -> Any:
     return lambda x: torch.erf(x * factor) + torch.exp(x * x * by)
 
 
-COUNTS: dict[str, tuple[Any, int, int]] = {  # a function, and how often the exponential and erf are called after it
+COUNTS: dict[str, tuple[Any, int, int]] = {  # a function, and the number of calls of the exponential and of erf after the pass
     "gradient of GELU": (slope, 1, 0),
     "forward and gradient": (lambda x: functional.gelu(x) + slope(x), 1, 0),
     "forward": (functional.gelu, 0, 1),

@@ -23,12 +23,12 @@ FORWARD, BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu.default, at
 
 
 def heads(length: int, rows: int = 2, count: int = 3, depth: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
-    """As a model has them: positions before heads in memory."""
+    """Return heads laid out as in a model: positions before heads in memory."""
     return torch.randn(rows, length, count, depth, generator=RANDOM).to(dtype).transpose(1, 2)
 
 
 def masked() -> Tensor:
-    """The third query sees nothing, the fourth one key."""
+    """Return a mask: the third query sees no key, the fourth one key."""
     mask = torch.randn(2, 1, 5, 7, generator=RANDOM)
     mask[0, 0, 2] = -math.inf
     mask[0, 0, 3, 1:] = -math.inf
@@ -46,7 +46,7 @@ def forward_and_backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: 
 
 
 def rewritten(function: Any, *arguments: Any) -> torch.fx.GraphModule:
-    """The graph that Inductor would be given for ``function``, after the pass."""
+    """Return the graph that Inductor gets for ``function`` after the pass."""
     graph = torch_api.make_fx(function, tracing_mode="fake")(*arguments)
     by_products(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
     graph.graph.lint()
@@ -99,7 +99,7 @@ def test_graphs_of_their_own(length: int, depth: int, forward: bool, backward: b
 
 
 def test_padding_masked_by_the_least_number() -> None:
-    """Of a query that sees only padding, the kernel's backward weighs each key by 1: its gradients, not those of the softmax."""
+    """If a query sees only padding, the kernel's backward weighs each key by 1. The gradients are the kernel's, not the softmax's."""
     tensors, mask = queries(5), torch.zeros(1, 1, 5, 5)
     mask[..., 2, :] = torch.finfo(torch.float32).min
 
@@ -162,7 +162,7 @@ def called_kernels(path: Path) -> int:
 
 @pytest.mark.parametrize("bound", [16, 4096])
 def test_a_model_with_an_open_number_of_positions(bound: int, tmp_path: Path) -> None:
-    """Up to 32 they are products, whatever the example's; where there may be more, the kernel stays."""
+    """Up to 32 positions use products, whatever the example has. If there may be more, the kernel stays."""
     torch.manual_seed(0)
     model, x = Encoder(), torch.randn(3, 6, 16, requires_grad=True)
     rows, positions = Dim("rows", min=1, max=64), Dim("positions", min=2, max=bound)
@@ -178,7 +178,7 @@ def test_a_model_with_an_open_number_of_positions(bound: int, tmp_path: Path) ->
 
 
 def test_a_training_step(tmp_path: Path) -> None:
-    """Forward and backward in one graph: with 32 positions, too."""
+    """Forward and backward are one graph, also with 32 positions."""
     torch.manual_seed(0)
     model, x, y = Encoder(), torch.randn(3, 32, 16), torch.randn(3, 32, 16)
     batch = Dim("batch", min=1, max=64)

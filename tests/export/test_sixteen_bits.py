@@ -1,4 +1,4 @@
-"""bfloat16 and float16: compiled code selects the elements that eager selects, also where a value is at an edge (pytorch#185517)."""
+"""bfloat16 and float16: compiled code selects the same elements as eager, also for values at an edge (pytorch#185517)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Selections(nn.Module):
-    """Which of each operator's results are above a limit."""
+    """Returns which results of each operator exceed a limit."""
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {name: operator(x, y) - 0.7 > -0.4 for name, operator in OPERATORS.items()}
@@ -102,7 +102,7 @@ def test_fifty_operators_then_a_selection_as_in_eager(tmp_path: Path) -> None:
 
 
 def at_edges(a: Tensor, b: Tensor, sign: Tensor) -> Tensor:
-    """Losses whose gradients are those of a comparison, a maximum, a clamp and a rounding."""
+    """Return losses whose gradients are those of a comparison, a maximum, a clamp and a rounding."""
     losses = (
         F.margin_ranking_loss(a, b, sign, margin=0.7, reduction="sum"),
         F.hinge_embedding_loss(a - b, sign, margin=1.1, reduction="sum"),
@@ -121,7 +121,7 @@ def at_edges(a: Tensor, b: Tensor, sign: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def edges(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The gradient of :func:`at_edges`, an open number of rows, for both dtypes."""
+    """Return the gradient of :func:`at_edges`, with a dynamic number of rows, for both dtypes."""
     n = Dim("n", min=2)
     entries = {}
     for dtype in DTYPES:
@@ -131,7 +131,7 @@ def edges(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def differing(path: Path, dtype: torch.dtype) -> int:
-    """The number of gradients of :func:`at_edges` that are not eager's, on values that the export has not seen."""
+    """Return the number of gradients of :func:`at_edges` that differ from eager's, on values unknown to the export."""
     a, b = (t.requires_grad_() for t in drawn(dtype, 50, 256, 64))
     sign = drawn(dtype, 51, 256, 64)[0].sign()
     eager = torch.autograd.grad(at_edges(a, b, sign), [a, b])
@@ -153,7 +153,7 @@ def test_a_rebuilt_package_rounds_the_same_values(edges: Path, tmp_path: Path) -
 
 
 class Kinks(nn.Module):
-    """A layer under autocast, then kinks behind operators that round. The gradient of ``shift`` counts the rows on one side of them."""
+    """A layer under autocast, then kinks after operators that round. The gradient of ``shift`` counts the rows on one side of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_modules_under_autocast_and_steps_in_16_bits(tmp_path: Path) -> None:
 
 
 def test_expm1_of_small_numbers(tmp_path: Path) -> None:
-    """Inductor writes exp(x) - 1, which is 0 for 1e-8."""
+    """Inductor computes exp(x) - 1, which is 0 for 1e-8."""
 
     def loss(x: Tensor) -> Tensor:
         return (torch.expm1(x) * 1e8).sum()

@@ -24,7 +24,7 @@ RANDOM = torch.Generator().manual_seed(0)
 
 
 def rewritten(function: Any, *arguments: Any) -> torch.fx.GraphModule:
-    """The graph that Inductor would be given for ``function``, after the pass."""
+    """Return the graph that Inductor gets for ``function`` after the pass."""
     graph = torch_api.make_fx(lambda *given: function(*given), tracing_mode="fake")(*arguments)
     by_products(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
     graph.graph.lint()
@@ -82,7 +82,7 @@ def test_products_give_what_the_kernel_gives(case: str, bias: bool) -> None:
     graph = rewritten(function, *given)
     assert kernels(graph) == 0
     batched = [node.args[0].meta["val"] for node in graph.graph.nodes if node.target is torch.ops.aten.bmm.default]
-    assert all(rows.shape[1] > 1 for rows in batched)  # by one row, Inductor lowers a product to a loop that is slower than the kernel
+    assert all(rows.shape[1] > 1 for rows in batched)  # Inductor lowers a product by one row to a loop that is slower than the kernel
     same(graph(*given), function(*given))
 
 
@@ -94,7 +94,7 @@ def test_gradients_that_are_asked_for(mask: list[bool]) -> None:
         return BACKWARD(grad, x, weight, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)  # type: ignore[no-any-return]
 
     graph = rewritten(function, *given)
-    if kernels(graph) == 0:  # asked for the bias alone, eager's kernel gives the weight's, too
+    if kernels(graph) == 0:  # for the bias only, eager's kernel also gives the weight's gradient
         same(graph(*given), function(*given))
     assert kernels(graph) == int(mask == [False, False, True])
 
@@ -136,7 +136,7 @@ def test_others_are_left_to_the_kernel(case: str) -> None:
 
 
 class Masked(nn.Module):
-    """The number of rows depends on data."""
+    """Its number of rows depends on data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_rows_that_depend_on_data_are_left_to_the_kernels(tmp_path: Path) -> Non
 
 
 class Net(nn.Module):
-    """Two convolutions whose weights the package's backward reads, and one whose weight it does not: nothing before it is trained."""
+    """Two convolutions whose weights the backward reads, and one whose weight it does not read: nothing before it is trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,14 +182,14 @@ def test_a_package(tmp_path: Path, trained: bool) -> None:
         out.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated")  # torch.export's own
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated")  # from torch.export
 @pytest.mark.parametrize(("rows", "most", "chooses", "left"), [(2, 18, 0, 0), (2, 19, 1, 0), (18, None, 1, 0), (19, None, 0, 1)])
 def test_an_open_batch_is_settled_by_its_range_and_the_example_or_else_by_the_call(rows: int, most: int | None, chooses: int, left: int) -> None:
-    """16 channels of 10 by 10: 18 rows are little data, and 19 are not."""
+    """16 channels of 10 by 10: 18 rows are little data, 19 are not."""
     dim = Dim("rows", max=most) if most else Dim("rows")
     program = torch.export.export(nn.Conv2d(16, 4, 3, padding=1), (drawn(rows, 16, 10, 10),), dynamic_shapes=({0: dim},)).run_decompositions()
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
-    for _ in range(2):  # what is for many rows is left alone
+    for _ in range(2):  # the branch for many rows does not change again
         rewrite(program.graph_module, values[0].fake_mode)
     branches = [child for child in program.graph_module.children() if isinstance(child, torch.fx.GraphModule)]
     assert (len(branches), kernels(program.graph_module)) == (2 * chooses, left)
@@ -222,7 +222,7 @@ def test_a_call_chooses_by_its_rows(small: tuple[nn.Module, Path], rows: int, ca
     x = drawn(rows, 3, 14, 14).requires_grad_()
     module = load(path).module()
     expected = run(net, (x,), 1)
-    for _ in range(2):  # the first could have written to what the second reads
+    for _ in range(2):  # the first call could write to memory that the second reads
         assert_same(run(module, (x,), 1), expected)
     with torch.profiler.profile() as profile:
         module(x).sum().backward()

@@ -1,4 +1,4 @@
-"""``tanh`` in compiled code: about as exact as the library function that it stands for, in every place where models have it."""
+"""``tanh`` in compiled code is about as exact as the library function that it replaces, in every place that models use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 0.7, -0.7, 9.0, 9.1, -30.0, 44.3, 88
 
 
 def weighed(x: Tensor, weight: Tensor) -> Tensor:
-    """Its gradient with respect to ``weight`` is tanh(x), number for number."""
+    """Return a sum whose gradient by ``weight`` is tanh(x), element by element."""
     return (torch.tanh(x) * weight).float().sum()
 
 
@@ -34,7 +34,7 @@ def calls_tanh(package: Any) -> bool:
 
 
 def units_apart(one: Tensor, exact: Tensor) -> float:
-    """The largest distance, in units in the last place of ``one``'s dtype at the exact value."""
+    """Return the largest distance, in units in the last place of ``one``'s dtype at the exact value."""
     rounded = exact.to(one.dtype).abs()
     unit = torch.nextafter(rounded, torch.full_like(rounded, torch.inf)).double() - rounded.double()
     return float(((one.double() - exact).abs() / unit)[exact.isfinite()].max())
@@ -69,7 +69,7 @@ def test_double_precision_stays(tmp_path: Path) -> None:
 
 
 class Gates(nn.Module):
-    """Recurrent cells and the activations that have a tanh within."""
+    """Recurrent cells and the activations that contain a tanh."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is timed when a package is made, which of several candidates is shipped, and what is said where eager is faster."""
+"""Timing when a package is made, the choice among candidates, and the report if eager is faster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIDE = 192
 
 
 class Net(nn.Module):
-    """Its buffer and its count show whether a call that was timed has left something behind."""
+    """Its buffer and its count show whether a timed call left changes behind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def measured(path: Path, entry: str = "net") -> Speed:
 
 
 def spoiling(wanted: str, spoil: Callable[[GraphModule], None]) -> Any:
-    """``split_module``, but for the graphs of one partitioner."""
+    """Return ``split_module`` that spoils only the graphs of one partitioner."""
     split = partition.split_module
 
     def spoilt(joint: Any, *rest: Any, partitioner: str, **options: Any) -> Any:
@@ -73,7 +73,7 @@ def spoiling(wanted: str, spoil: Callable[[GraphModule], None]) -> Any:
 
 
 def slow(graph: GraphModule) -> None:
-    """Sixty products that change nothing are added to the first output."""
+    """Add sixty products that change nothing to the first output."""
     (output,) = graph.graph.find_nodes(op="output")
     (x,) = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["val"].shape == (SIDE, SIDE)]
     result = output.args[0][0]
@@ -100,7 +100,7 @@ def wrong(graph: GraphModule) -> None:
 
 
 def try_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both partitioners, however little memory the backward keeps."""
+    """Try both partitioners, however little memory the backward keeps."""
     monkeypatch.setattr(tuning, "_MUCH", 0)
     monkeypatch.setattr(tuning, "_MORE", 0)
 
@@ -122,7 +122,7 @@ def test_a_candidate_that_is_slow_or_wrong_is_not_shipped(
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in state.items())
     assert_same(run(load(path).module(), (x,), 1), run(net, (x,), 1))
-    assert capsys.readouterr().out.count("called") < 60  # what is timed prints nothing
+    assert capsys.readouterr().out.count("called") < 60  # timed calls print nothing
 
 
 def test_nothing_of_a_candidate_that_is_not_shipped_is_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_what_is_slower_than_eager_is_said_by_name_and_figure(
 
 
 def everything() -> Path:
-    """A module with two variants, one of them dynamic, a gradient function and a step."""
+    """Return a package of a module with two variants, one of them dynamic, a gradient function and a step."""
 
     def make(path: Path) -> None:
         net, x = made()

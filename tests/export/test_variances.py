@@ -1,4 +1,4 @@
-"""Variances by two sums: as exact as eager's, of all sizes and ways to ask for one, and not written out where they are another dtype's."""
+"""Variances by two sums: as exact as eager's for all sizes and call forms, and not decomposed for other dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANDOM = torch.Generator().manual_seed(0)
 
 
 class Normalised(nn.Module):
-    """Every layer that normalises, over open dimensions and fixed ones."""
+    """Every normalising layer, over dynamic and static dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def test_layers_are_eagers(tmp_path: Path) -> None:
 
 
 def test_far_from_zero_as_exact_as_eager(tmp_path: Path) -> None:
-    """A difference of two sums of squares would leave nothing of it."""
+    """A difference of two sums of squares would lose all digits."""
 
     def spread(x: Tensor, weight: Tensor) -> Tensor:
         return (x.var(1) * weight).sum()
@@ -67,7 +67,7 @@ def test_far_from_zero_as_exact_as_eager(tmp_path: Path) -> None:
 
 
 X = torch.randn(6, 4, 5, generator=RANDOM)
-CASES: dict[str, tuple[bool, Any, Tensor]] = {  # whether it is written out, a function, and what it is given
+CASES: dict[str, tuple[bool, Any, Tensor]] = {  # whether it is decomposed, a function, and its input
     "of all": (True, lambda x: torch.var(x), X),
     "of one dimension": (True, lambda x: torch.var(x, 1), X),
     "of several, kept": (True, lambda x: torch.var(x, (0, -1), keepdim=True), X),

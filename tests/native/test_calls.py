@@ -1,4 +1,4 @@
-"""Calls from C: other sizes and strides, results in the caller's memory, and what is refused before anything has changed."""
+"""Calls from C: other sizes and strides, results in the caller's memory, and calls that are refused before anything changes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_results_go_into_memory_of_the_caller(loss: Function) -> None:
 
 
 def test_an_array_of_results_may_be_handed_in_again(loss: Function) -> None:
-    """What an earlier call filled in points at memory that this call gives back: it is filled in anew."""
+    """Results of an earlier call point to memory that the next call frees, so each call fills in the array again."""
     results = (DLTensor * 3)()
     for rows in (4, 4, 9, 2):
         x = torch.randn(rows, 3)
@@ -236,7 +236,7 @@ def test_an_input_in_memory_that_the_call_writes_is_refused() -> None:
 
 
 def test_training_goes_as_in_python(fit: Function) -> None:
-    """Accumulated gradients, numbers that a schedule moves, a batch whose update is skipped, evaluation of what was trained."""
+    """Accumulated gradients, scheduled hyperparameters, a skipped batch, and evaluation of the trained net."""
     step, (x, y) = load(STEP).step("fit"), samples(8)
     for group, lr in ((0, 3e-3), (1, 5e-3)):
         step.param_groups[group]["lr"] = lr
@@ -285,7 +285,7 @@ def test_a_module_with_several_variants_and_absent_gradients() -> None:
         (y,) = module.forward(x)
         assert library().aotb_served(module.handle) == 0 and module.count(GRADIENTS, 0) == 7 and module.count(GRADIENTS, 1) == 2
         assert all(g is not None for g in module.backward(torch.ones_like(y)))
-        refused(lambda: module.backward(torch.ones_like(y)), INPUT, "no forward")  # its saved tensors were written over
+        refused(lambda: module.backward(torch.ones_like(y)), INPUT, "no forward")  # the later forward overwrote its saved tensors
         module.forward(x)
         assert all(g is None for g in module.backward(None))
         module.forward(x)
@@ -295,7 +295,7 @@ def test_a_module_with_several_variants_and_absent_gradients() -> None:
 
 
 def test_a_function_serves_one_caller_at_a_time(loss: Function) -> None:
-    """Two threads in one function: each call is right, or refused in words; never wrong."""
+    """Two threads call one function. Each call is right or raises an error."""
     x = torch.randn(64, 3)
     expected, wrong = loss.run(x)[0], []
 

@@ -1,5 +1,5 @@
-"""Faults of input, of files and of the machine, through the C library: each is an error that names the thing, or eager's result; the process goes on
-and its next call is right."""
+"""Faults of input, files and machine, through the C library. Each raises an error that names its cause, or gives eager's result. The process
+continues, and its next call is right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import aot_backward as ab
 
 
 def _quarters(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of rows in groups of four."""
+    """Sum rows in groups of four."""
     return (x.reshape(-1, 4, 3).sum(1).exp().sum() * y.square().sum()).log1p()
 
 
@@ -38,7 +38,7 @@ def package() -> Path:
 
 
 def alone(program: str, *arguments: object, **environment: str) -> str:
-    """What a process of its own prints; a signal or an error in it fails."""
+    """Return the output of a program in a separate process; fail on a signal or an error."""
     argv = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | environment, timeout=300)
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -85,7 +85,7 @@ def test_sizes_that_contradict_each_other_or_the_code() -> None:
 
 
 def test_no_rows_at_all() -> None:
-    """Of a sum there is a gradient then: zeros."""
+    """A sum over no rows has a gradient of zeros."""
     value, gradient = abn.load(package()).grad("waves")(torch.randn(0, 3))
     assert float(value) == 0 and gradient.shape == (0, 3)
 
@@ -100,7 +100,7 @@ def test_what_is_not_finite_is_as_in_eager(value: float) -> None:
 
 
 def test_opening_calling_and_refusing_again_and_again() -> None:
-    """Memory, descriptors and mappings stay as they are."""
+    """The use of memory, descriptors and mappings does not grow."""
     program = (
         SETUP
         + """
@@ -189,7 +189,7 @@ assert memoryview(quarters(rows(8), rows(8))[0]).tolist() == first
 
 
 def test_a_package_that_is_replaced_cut_or_overwritten_while_it_is_open(tmp_path: Path) -> None:
-    """What was opened goes on, also with functions made later; the file is read anew by those who open it."""
+    """An open package stays usable, also for functions made later. Opening it again reads the new file."""
     program = (
         SETUP
         + """
@@ -230,7 +230,7 @@ for spoil in ("replace", "cut", "overwrite", "remove"):
 
 @pytest.mark.parametrize("room", [0, 1 << 20, 4 << 20, 8 << 20])
 def test_too_little_memory(room: int) -> None:
-    """An error of the library, or the right result; what was open goes on when there is memory again."""
+    """The calls raise an error of the library or give the right result. Open packages work when memory is available again."""
     program = (
         SETUP
         + """
@@ -253,7 +253,7 @@ abn.load(path).step("fit")(rows(6), labels(6))
 
 
 def test_a_state_that_cannot_be_written_whole(tmp_path: Path) -> None:
-    """A limit of the file's size stands for a full disk."""
+    """A file size limit simulates a full disk."""
     program = (
         SETUP
         + """

@@ -1,5 +1,5 @@
-"""What C gets of a package is what Python gets of it: to the bit over the same libtorch, to rounding over the standalone backend, with the same
-random masks from the same seed."""
+"""C and Python give the same results: bit for bit over the same libtorch, up to rounding over the standalone backend, and with the same random masks
+from the same seed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GOLDEN = [golden_files.FOLDER / f"{name}.pt2" for name in ("1.0-pair", "1.2-step
 
 
 class Attention(nn.Module):
-    """Attention and dropout, by eager's own kernels."""
+    """Attention and dropout, with eager's kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 class Bag(nn.Module):
-    """Sums of embedding rows, whose gradient is an operator that compiled code calls by name."""
+    """Sums of embedding rows. Compiled code calls the operator of its gradient by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Bag(nn.Module):
 
 
 def export_kinds(path: Path) -> None:
-    """A package with what C code of a user would call: other operators, dtypes, layouts, dynamic sizes."""
+    """Export other operators, dtypes, layouts and dynamic sizes, as C code of a user would call them."""
     torch.manual_seed(0)
     batch, attention, bag = Dim("batch", min=1, max=64), Attention(), Bag()
     convolution = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
@@ -84,7 +84,7 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
 
 def of_python(package: Package, entry: str, variant: VariantSpec, inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> list[Any]:
-    """Outputs, and gradients in the order of the variant's plan."""
+    """Return outputs, and gradients in the order of the variant's plan."""
     tensors = [t.clone().requires_grad_(s.requires_grad) for t, s in zip(inputs, variant.inputs, strict=True)]
     args, kwargs = unflatten(variant.in_tree, tensors, {}, {})
     torch.manual_seed(7)
@@ -158,7 +158,7 @@ def compare(path: Path, entries: Sequence[str], backend: str) -> None:
     examples, compared = load_examples(open_package(path)), 0
     with c_library.opened(path, backend) as package:
         for entry in entries:
-            python = load(path)  # entries of one package share their state
+            python = load(path)  # load again per entry: entries of one package share their state
             spec = python.manifest.entries[entry]
             variant = spec.variants[0]
             inputs = [examples[f"{entry}/0/input/{i}"] for i in range(len(variant.inputs))]

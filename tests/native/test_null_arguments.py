@@ -1,5 +1,5 @@
-"""Every function of the header, with NULL in each of its pointers: a status and an error text, or nothing done. The calls are made from the header's
-own declarations, so a new function is called too."""
+"""Call every function of the header with NULL in each of its pointers. It must return a status and an error text, or do nothing. The calls are
+generated from the header's declarations, so they include new functions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_null_in_any_argument_is_a_status_or_does_nothing(tmp_path: Path) -> Non
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, (done.returncode, done.stderr[-400:])
     said = json.loads(done.stdout)
-    assert len({name for name, *_ in said}) >= 25  # not aotb_error, which takes nothing
+    assert len({name for name, *_ in said}) >= 25  # aotb_error is not among them: it takes no arguments
     for name, argument, result, got, words in said:
         if (name, argument) in MAY_BE_NULL:
             continue

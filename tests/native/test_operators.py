@@ -1,5 +1,5 @@
-"""Each operator of the standalone backend beside libtorch's of the same name and C interface: values, dtypes, shapes, and strides, on which compiled
-code relies without looking."""
+"""Compare each operator of the standalone backend with libtorch's of the same name and C interface: values, dtypes, shapes and strides. Compiled code
+relies on the strides without a check."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def libtorch() -> ctypes.CDLL:
 
 
 class Optional:
-    """An argument that C has as a pointer, or NULL."""
+    """An argument that C takes as a pointer or NULL."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -53,7 +53,7 @@ class Refused(Exception):
 
 
 class Handle:
-    """A tensor of one of the libraries, over the memory of ``tensor``."""
+    """A tensor of one of the libraries, in the memory of ``tensor``."""
 
     def __init__(self, library: ctypes.CDLL, tensor: torch.Tensor | None = None):
         self.library, self.keep, self.pointer = library, tensor, ctypes.c_void_p()
@@ -80,7 +80,7 @@ class Handle:
         return out.value if hasattr(out, "value") else out
 
     def read(self) -> torch.Tensor | None:
-        """A copy, with its strides. None: the result was not asked for; libtorch's is an undefined tensor, which has no strides."""
+        """Return a copy with its strides, or None if the result was not requested. libtorch then has an undefined tensor without strides."""
         if not self.pointer or self.library.aoti_torch_get_strides(self.pointer, ctypes.byref(ctypes.POINTER(ctypes.c_int64)())):
             return None
         rank, pointer = self._ask("dim", ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)
@@ -97,7 +97,7 @@ class Handle:
 
 
 def call(library: ctypes.CDLL, name: str, arguments: Sequence[Any], results: int) -> list[torch.Tensor | None]:
-    """What ``aoti_torch_cpu_NAME`` gives. int: int64_t; float: double; bool: int32_t; list: a pointer and a count; str: const char *."""
+    """Return the results of ``aoti_torch_cpu_NAME``. int: int64_t; float: double; bool: int32_t; list: a pointer and a count; str: const char *."""
     handles: list[Handle] = []
     given: list[Any] = []
 
@@ -142,7 +142,7 @@ def call(library: ctypes.CDLL, name: str, arguments: Sequence[Any], results: int
 
 
 def assert_like(actual: torch.Tensor, expected: torch.Tensor, ulps: float) -> None:
-    """Same dtype, shape and strides; values to so many units in the last place of 1, or of the largest: they come of numbers around 1."""
+    """Check dtype, shape and strides, and values to ``ulps`` units in the last place of 1 or of the largest value, since inputs are around 1."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     assert [s for s, n in zip(actual.stride(), actual.shape, strict=True) if n > 1] == [
         s for s, n in zip(expected.stride(), expected.shape, strict=True) if n > 1
@@ -163,7 +163,7 @@ def both(name: str, *arguments: Any, results: int = 1, ulps: float = 16) -> None
 
 
 def in_place(name: str, out: torch.Tensor, *arguments: Any, ulps: float = 16) -> None:
-    """As ``both``, of a function that writes its first argument."""
+    """Compare as ``both`` does, for a function that writes its first argument."""
     ours = torch.full_like(out, 0).as_strided_(out.size(), out.stride()).copy_(out) if out.is_contiguous() else out.clone()
     theirs = out.clone()
     call(core(), name, [ours, *arguments], 0)
@@ -172,7 +172,7 @@ def in_place(name: str, out: torch.Tensor, *arguments: Any, ulps: float = 16) ->
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, layout: str = "row-major") -> torch.Tensor:
-    """Numbers whose strides are those of ``layout``."""
+    """Return random numbers with the strides of ``layout``."""
     x = torch.randn(shape, dtype=torch.float64).to(dtype)
     if layout == "transposed":
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -186,7 +186,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, layout: str = "row-ma
 
 
 LAYOUTS = ["row-major", "transposed", "gaps", "expanded"]
-# Sizes around the edges of the blocks that the kernels work in, and those where a product is a vector's, or empty.
+# Sizes around the edges of the kernels' blocks, and sizes that make a product a vector or empty.
 SIZES = [
     (1, 1, 1),
     (5, 7, 3),
@@ -225,7 +225,7 @@ def test_matrix_products(size: tuple[int, int, int], dtype: torch.dtype) -> None
 
 
 def test_matrix_products_by_a_library_of_the_machines() -> None:
-    """In a process of its own: which library it is, is found out once. NumPy's wheels bring OpenBLAS along."""
+    """This runs in a separate process because the library is chosen once. NumPy's wheels include OpenBLAS."""
     folders = (Path(module.__file__).parent.with_name(f"{module.__name__}.libs") for module in (numpy, scipy))
     found = [path for folder in folders for path in folder.glob("libscipy_openblas*")]
     if not found:
@@ -300,12 +300,12 @@ def test_convolutions(case: str, bias: bool, dtype: torch.dtype) -> None:
 
 
 def test_what_is_not_finite_spoils_what_it_belongs_to_alone() -> None:
-    """Rows of an image lie side by side with its border between them: each kernel's element meets some places that are not of its own row."""
+    """Image rows lie side by side with a border between them, so each weight also meets places outside its row."""
     x, w = drawn(3, 2, 6, 7), drawn(4, 2, 3, 3)
     x[1, 0, 2, 6] = math.inf
     numbers = [[1, 1], [1, 1], [1, 1], False, [0, 0], 1]
     gy = torch.zeros(3, 4, 6, 7)
-    gy[1, :, 2, 6], gy[0] = 1, drawn(4, 6, 7)  # in the row of that element alone
+    gy[1, :, 2, 6], gy[0] = 1, drawn(4, 6, 7)  # only in the row of that element
     for mask in ([True, True, True], [False, True, False]):
         both("convolution_backward", gy, x, w, Optional([4]), *numbers, mask, results=3, ulps=64)
     both("convolution", x, w, Optional(None), *numbers, ulps=64)
@@ -447,7 +447,7 @@ def test_topk(dim: int, largest: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_sorting(dim: int, descending: bool, dtype: torch.dtype) -> None:
-    x = (drawn(2, 3, 4, 5) * 3).round().to(dtype)  # many are equal
+    x = (drawn(2, 3, 4, 5) * 3).round().to(dtype)  # has many equal values
     if dtype.is_floating_point:
         x[0, 1, 2, 3], x[1, 1, 2, 2], x[1, 0, 0], x[0, 0, 0, 0] = math.nan, math.nan, -0.0, math.inf
     else:
@@ -458,11 +458,11 @@ def test_sorting(dim: int, descending: bool, dtype: torch.dtype) -> None:
 
 
 def by_name(library: ctypes.CDLL, operator: str, arguments: Sequence[Any], results: int) -> list[torch.Tensor | None]:
-    """What an operator gives that compiled code calls by its name, through ``torch_call_dispatcher``."""
+    """Return the results of an operator that compiled code calls by name, through ``torch_call_dispatcher``."""
     stack = (ctypes.c_uint64 * 24)()
     for i, value in enumerate(arguments):
         if isinstance(value, torch.Tensor):
-            stack[i] = Handle(library, value).pointer.value or 0  # given away
+            stack[i] = Handle(library, value).pointer.value or 0  # the call takes ownership
         elif isinstance(value, str):
             text = ctypes.c_void_p()
             assert library.torch_new_string_handle(value.encode(), ctypes.c_size_t(len(value)), ctypes.byref(text)) == 0
@@ -490,7 +490,7 @@ def both_by_name(operator: str, *arguments: Any, results: int, ulps: float) -> l
 
 
 def square(*shape: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """Matrices that are far from singular, and not diagonally dominant: rows are exchanged."""
+    """Return matrices that are far from singular and not diagonally dominant, so that rows are exchanged."""
     x = drawn(*shape, dtype=dtype) + 3 * torch.eye(shape[-1], dtype=dtype).roll(1, 0)
     return {"row-major": x, "column-major": x.mT.contiguous().mT, "gaps": torch.cat([x, x], -1)[..., : shape[-1]]}[layout]
 
@@ -550,7 +550,7 @@ def test_normal_numbers_are_eagers(shape: tuple[int, ...], dtype: torch.dtype) -
     core().core_seed(ctypes.c_uint64(5))
     torch.manual_seed(5)
     code = Optional(_CODES[dtype])
-    for _ in range(2):  # a number may be kept for the next call
+    for _ in range(2):  # the generator may keep a number for the next call
         ours = call(core(), "randn", [list(shape), code, None, None, False, None], 1)
         theirs = torch.randn(shape, dtype=dtype)
         assert ours[0] is not None
@@ -564,7 +564,7 @@ def test_normal_numbers_are_eagers(shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def drawn_by_both(name: str, *arguments: Any) -> None:
-    """The same numbers to the bit, and the same state of the generator behind them."""
+    """Check that both draw equal numbers bit for bit and leave the generator in the same state."""
     core().core_seed(ctypes.c_uint64(7))
     torch.manual_seed(7)
     for _ in range(2):
@@ -644,7 +644,7 @@ def exported() -> list[str]:
 
 
 def parts(name: str) -> tuple[str, str, int]:
-    """``Sleef_atan2f8_u10``: atan2, f, 8."""
+    """Split ``Sleef_atan2f8_u10`` into atan2, f, 8."""
     head = name.removeprefix("Sleef_").partition("_")[0]
     lanes = next(n for n in (16, 8, 4, 2) if head.endswith((f"f{n}", f"d{n}")))
     head = head.removesuffix(str(lanes))
@@ -653,7 +653,7 @@ def parts(name: str) -> tuple[str, str, int]:
 
 @functools.cache
 def vectors() -> ctypes.CDLL:
-    """Each function in a loop over arrays: void NAME(const T *x, const T *y, T *out, long count)."""
+    """Compile each function in a loop over arrays: void NAME(const T *x, const T *y, T *out, long count)."""
     folder = c_library.build()
     lines = ["typedef float f; typedef double d;"]
     for name in exported():
@@ -710,7 +710,7 @@ def test_functions_on_vectors(lanes: int) -> None:
         finite = exact.isfinite() & (exact.abs() <= torch.finfo(dtype).max)
         assert torch.equal(out[~finite & ~exact.isnan()].double(), exact[~finite & ~exact.isnan()].to(dtype).double()), name
         unit = torch.maximum(exact[finite].abs() * torch.finfo(dtype).eps, torch.tensor(torch.finfo(dtype).tiny, dtype=torch.float64))
-        limit = 4.0 if function not in ("lgamma",) else 1e3  # beside its zeros lgamma has no digits left
+        limit = 4.0 if function not in ("lgamma",) else 1e3  # near its zeros lgamma has no correct digits
         off = ((out[finite].double() - exact[finite]).abs() / unit).max().item()
         assert off <= limit, f"{name}: off by {off} units in the last place"
         tried += 1

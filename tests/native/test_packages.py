@@ -1,5 +1,5 @@
-"""Packages that are damaged, or that lie, through the C door: refused, or right (docs/format.md, section 8). Each is opened in a forked process,
-which may end; the mutations are those of ``make fuzz``, on golden packages, which need no compiler."""
+"""Damaged or lying packages, through the C API: refused, or right (docs/format.md, section 8). Each is opened in a forked process, which may crash.
+The mutations are from ``make fuzz``, on golden packages, which need no compiler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RIGHT, REFUSED, WRONG, RAISED = range(4)
 
 
 def call_pair(path: Path) -> dict[str, torch.Tensor | None]:
-    """Everything that C can call of the golden pair, on its own inputs."""
+    """Call all functions of the golden pair that C can call, on its example inputs."""
     x, more = arguments()
     found: dict[str, torch.Tensor | None] = {}
     with c_library.opened(path) as package:
@@ -52,14 +52,14 @@ def call_step(path: Path) -> dict[str, torch.Tensor | None]:
 
 
 def in_a_process(action: Callable[[], int]) -> int:
-    """Its result; 128 and the signal where it ended by one."""
+    """Return the action's result, or 128 plus the signal that ended the process."""
     child = os.fork()
     if not child:
         code = RAISED
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 2)
-            torch.set_num_threads(1)  # else the child would wait for OpenMP threads that its parent has
+            torch.set_num_threads(1)  # else the child would wait for OpenMP threads that only its parent has
             code = action()
         except BaseException:
             traceback.print_exc()
@@ -71,7 +71,7 @@ def in_a_process(action: Callable[[], int]) -> int:
 
 @pytest.mark.parametrize(("name", "count"), [("1.0-pair", 160), ("1.2-step", 100)], ids=["pair", "step"])
 def test_spoilt_packages_are_refused_or_right(name: str, count: int, tmp_path: Path) -> None:
-    """In a process of its own with one thread: a forked child of one whose OpenMP has threads would wait for them for ever."""
+    """This runs in a separate process with one thread: a forked child would wait forever for its parent's OpenMP threads."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom tests.native import test_packages as t\nt.spoil(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))"
     )
@@ -101,7 +101,7 @@ def spoil(name: str, count: int, tmp_path: Path) -> None:
         chance = spoiling.random.Random(number)
         made = kinds[number % 4](chance, tmp_path, (base,))
         if ": data " in made.what:
-            continue  # other weights, whose digests were written anew: the author's word
+            continue  # other weights with new digests are valid
         path.write_bytes(made.data)
         verdict = in_a_process(judge)
         if verdict in (RIGHT, REFUSED):
@@ -135,12 +135,12 @@ def test_what_is_no_package(tmp_path: Path) -> None:
 
 
 def test_what_python_refuses_c_refuses() -> None:
-    """Damage to the bytes of each member, and to the archive's own records."""
+    """Damage the bytes of each member and the archive's records."""
     path = golden_files.FOLDER / "1.0-pair.pt2"
     good = path.read_bytes()
     folder = Path(os.environ["AOT_BACKWARD_TEST_FOLDER"])
     spoilt, accepted = folder / f"spoilt-{os.getpid()}.pt2", 0
-    start = struct.unpack_from("<I", good, len(good) - 6)[0]  # of the central directory
+    start = struct.unpack_from("<I", good, len(good) - 6)[0]  # start of the central directory
     places = [*range(start, len(good), 7), *range(0, 200, 3)]
     for place in places:
         spoilt.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
@@ -181,20 +181,20 @@ def test_a_package_that_is_built_for_elsewhere_or_damaged(change: Callable[[dict
 
 
 def test_code_goes_into_the_cache_that_python_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same folder for the same code; a file that was written over there is written anew; a folder that others can write to is refused."""
+    """The same code uses the same folder. An overwritten file is written again. A folder that others can write to is refused."""
     from aot_backward_runtime import load
 
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(cache))
-    os.environ["AOT_BACKWARD_CACHE"] = str(cache)  # what C reads
+    os.environ["AOT_BACKWARD_CACHE"] = str(cache)  # C reads this one
     path, x = golden_files.FOLDER / "1.0-pair.pt2", torch.zeros(4, 3)
     load(path).grad("loss")(x)
     before = sorted(p.relative_to(cache) for p in cache.rglob("*.so"))
     with c_library.function(path, "loss") as loss:
         expected = loss.run(x)[0]
     assert sorted(p.relative_to(cache) for p in cache.rglob("*.so")) == before and len(before) == 1
-    (cache / before[0]).unlink()  # it is mapped here
+    (cache / before[0]).unlink()  # unlink it first: this process maps it
     (cache / before[0]).write_bytes(b"not code")
 
     def again() -> int:

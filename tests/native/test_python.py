@@ -1,4 +1,4 @@
-"""``aot_backward_native``: packages from Python without PyTorch and without NumPy, and with either."""
+"""``aot_backward_native``: packages from Python without PyTorch and NumPy, and with either."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAIR, STEP = (golden_files.FOLDER / f"{name}.pt2" for name in ("1.0-pair", "1.2-
 
 
 def alone(program: str, *arguments: object) -> str:
-    """What a program prints in a process of its own."""
+    """Return the output of a program in a separate process."""
     argv = [sys.executable, "-W", "error", "-c", program, *map(str, arguments)]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -119,7 +119,7 @@ def test_a_module_and_its_backward() -> None:
     torch.testing.assert_close(torch.from_numpy(found["first.weight"]), loaded.get_parameter("first.weight").grad)
     assert module.state["calls"] == 1
     module.state["scale"][:] = 0
-    assert not module(x.detach(), more["bias"])[1].any()  # inference reads what was written
+    assert not module(x.detach(), more["bias"])[1].any()  # inference reads the written value
 
 
 def test_a_training_goes_on_in_either_runtime(tmp_path: Path) -> None:

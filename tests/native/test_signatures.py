@@ -1,4 +1,4 @@
-"""Signatures through the C door: what Python signs C admits, and what is not signed by that key, or is other bytes, is refused before it is read."""
+"""Signatures through the C API. C accepts packages signed by Python. It refuses other keys and other bytes before it reads the package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = golden_files.needed
 
 
 def opened(path: Path, key: Path) -> tuple[int, str]:
-    """The status of opening with that key, and the words."""
+    """Open with that key and return the status and the error text."""
     handle = ctypes.c_void_p()
     status = library().aotb_open(bytes(path), ctypes.byref(c_library.Options(b"libtorch", bytes(key))), ctypes.byref(handle))
     library().aotb_close(handle)
@@ -41,7 +41,7 @@ def make_key(folder: Path, name: str, curve: ec.EllipticCurve) -> Path:
 
 @pytest.fixture
 def signed(tmp_path: Path) -> Path:
-    """A signed package, with ``own.pub`` and ``other.pub`` beside it."""
+    """Return a signed package. ``own.pub`` and ``other.pub`` are in its folder."""
     for name in ("own", "other"):
         make_key(tmp_path, name, ec.SECP256R1())
     path = tmp_path / "pair.pt2"

@@ -1,4 +1,4 @@
-"""Whether an entry runs without PyTorch is tried when it is exported; the backend refuses what was not."""
+"""Export tries each entry without PyTorch; the backend refuses entries that did not pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_export_says_what_runs_without_pytorch() -> None:
 
 
 def test_each_variant_is_tried_and_can_be_called() -> None:
-    """Five for fewer and fewer gradients of the same inputs: the verdict is of each, and a caller says which one is meant."""
+    """Five variants have ever fewer gradients of the same inputs. Each has its own verdict, and the caller selects one."""
     path, net = test_subsets.exported(), test_subsets.net()
     entry = open_package(path).manifest.entries["net"]
     assert entry.standalone == "verified"
@@ -60,7 +60,7 @@ def test_each_variant_is_tried_and_can_be_called() -> None:
 
 
 def test_code_and_libraries_load_on_older_systems(tmp_path: Path) -> None:
-    """What is built here asks for no newer glibc than 2.27, though this one has newer versions of these functions."""
+    """Built code requires glibc 2.27 at most, though this machine's glibc has newer versions of these functions."""
 
     def powers(x: torch.Tensor) -> torch.Tensor:
         return (x.abs() ** 1.37).sum() + torch.hypot(x, x + 1).sum() + torch.fmod(x, 0.3).sum() + x.exp2().sum() + x.abs().log().sum()
@@ -79,7 +79,7 @@ def test_code_and_libraries_load_on_older_systems(tmp_path: Path) -> None:
 
 
 class Choosing(nn.Module):
-    """A branch of its own, of which rows decide, and convolutions of few rows or of many."""
+    """A branch on the number of rows, and convolutions of few or many rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,8 +146,8 @@ def _weighted(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, g: torch.Tensor
 
 
 def test_operators_that_are_missing_are_decomposed(tmp_path: Path) -> None:
-    """For ``runtime="standalone"`` alone; a size may be dynamic."""
-    rows = torch.export.Dim("rows", min=2, max=20)  # from 26 on eager computes distances by products
+    """Only ``runtime="standalone"`` decomposes them; a size may be dynamic."""
+    rows = torch.export.Dim("rows", min=2, max=20)  # from 26 rows on, eager computes distances by products
     distances = ab.Grad(_distances, [ab.Variant((torch.randn(5, 3), torch.randn(7, 3)), dynamic_shapes=({0: rows}, {}))])
     entries = {
         "pooled": ab.Grad(_pooled, [ab.Variant((torch.randn(2, 3, 10, 9),))]),
@@ -155,7 +155,7 @@ def test_operators_that_are_missing_are_decomposed(tmp_path: Path) -> None:
         "weighted": ab.Grad(_weighted, [ab.Variant((torch.randn(5, 3), torch.randn(5, 4), torch.randn(6, 3, 4), torch.rand(6, 1, 1)))]),
     }
     ab.export(tmp_path / "f.pt2", entries, tune="none", runtime="standalone")
-    rebuild(tmp_path / "f.pt2", tmp_path / "again.pt2")  # its graphs are the ones that run so
+    rebuild(tmp_path / "f.pt2", tmp_path / "again.pt2")  # its stored graphs are the decomposed ones
     ab.export(tmp_path / "distances.pt2", {"distances": distances}, tune="none")
     verdicts = {name: [e.standalone for e in open_package(tmp_path / name).manifest.entries.values()] for name in ("again.pt2", "distances.pt2")}
     assert verdicts == {"again.pt2": ["verified"] * 3, "distances.pt2": ["calls aten._cdist_backward, aten._cdist_forward"]}
@@ -175,13 +175,13 @@ def test_operators_that_are_missing_are_decomposed(tmp_path: Path) -> None:
 
 
 def _energy(positions: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-    """Of atoms in a periodic cell: their places in it, and its pressure."""
+    """Return an energy of atoms in a periodic cell: a term of their places and one of pressure."""
     places = positions @ torch.linalg.inv(cell)
     return torch.cos(2 * torch.pi * places).sum() + torch.linalg.det(cell).log()
 
 
 def _evidence(x: torch.Tensor, y: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """The negative logarithm of a Gaussian process's likelihood."""
+    """Return the negative log-likelihood of a Gaussian process."""
     kernel = torch.exp(-((x[:, None] - x) / width).square().sum(2)) + 0.1 * torch.eye(x.shape[0], dtype=x.dtype)
     factor = torch.linalg.cholesky(kernel)
     return (
@@ -236,7 +236,7 @@ def test_without_the_c_library_nothing_is_said(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_wrong_results_are_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The check would notice a backend that computes something else."""
+    """The check notices a backend that computes something else."""
     results = standalone._results
     monkeypatch.setattr(standalone, "_results", lambda *args: {n: None if t is None else t + 1e-3 for n, t in results(*args).items()})
     net = nn.Linear(3, 2)
@@ -289,7 +289,7 @@ def test_it_is_shown() -> None:
 
 
 def test_views_of_constants_are_dropped_once_whoever_does_it() -> None:
-    """Code of torch 2.15 drops the views that it makes of its constants; that of earlier ones leaves it to the backend."""
+    """Code of torch 2.15 drops the views that it makes of its constants. Code of earlier versions leaves that to the backend."""
     script = """
 import ctypes, sys
 

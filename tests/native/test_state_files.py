@@ -1,4 +1,4 @@
-"""Training states: what C saves Python resumes, and the other way round, to the bit; a file that does not fit changes nothing."""
+"""Training states: C and Python resume each other's files bit for bit; a file that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_seed_is_that_of_torch(fit: Function) -> None:
 
 
 def spoil(path: Path, out: Path, tensors: dict[str, object], **about: object) -> None:
-    """The state of ``path`` with other tensors (None: left out) and other words."""
+    """Write the state of ``path`` with other tensors (None: left out) and other metadata."""
     kept, said = read_state(path)
     merged = {n: t for n, t in {**kept, **tensors}.items() if t is not None}
     write_state(out, merged, {**said, **about})  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def test_options_that_are_fixed_or_out_of_range(fit: Function, tmp_path: Path) -
 
 
 def test_damaged_files(fit: Function, tmp_path: Path) -> None:
-    """Cut short, every bit turned in turn by places, other files."""
+    """Files cut short, files with flipped bits, and other files."""
     fit.save(tmp_path / "good.state")
     good, bad = (tmp_path / "good.state").read_bytes(), tmp_path / "bad.state"
     for cut in (0, 7, 8, 100, len(good) // 2, len(good) - 1):

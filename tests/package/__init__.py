@@ -1,1 +1,1 @@
-"""The file: what is read, what is refused, what comes back."""
+"""The package file: reading, refusing, and round trips."""

@@ -1,4 +1,4 @@
-"""What tests of the container format share."""
+"""Fixtures for tests of the container format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A code cache of the test's own, for this process and those that it starts."""
+    """Set a separate code cache for this process and its children."""
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"

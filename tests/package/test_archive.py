@@ -1,4 +1,4 @@
-"""What the reader of packages accepts, and what it refuses (docs/reliability.md, rows 20 to 26), each refusal by its message."""
+"""Packages that the reader accepts or refuses (docs/reliability.md, rows 20 to 26), each refusal by its message."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def refused(path: Path, message: str) -> None:
 
 
 def without_code(path: Path) -> None:
-    """A package of 3 KB, so that every byte of it can be tried: the manifest and all rules are as ever."""
+    """Write a package of 3 KB under the usual rules, small enough to test every byte."""
     write_package(path, tiny_manifest(libraries={}), {}, tiny_weights(), {"x": torch.ones(2)})
 
 
@@ -89,7 +89,7 @@ def test_zipfile_and_pytorch_read_it_too(package: Path) -> None:
     with zipfile.ZipFile(package) as archive:
         assert archive.testzip() is None
         names = [name.removeprefix("package/") for name in archive.namelist()]
-        assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}  # or equal content would differ by the clock
+        assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}  # otherwise equal contents would differ by the time
     assert PT2ArchiveReader(str(package)).get_file_names() == names
     assert PT2ArchiveReader(str(package)).archive_version() == 0
 
@@ -105,7 +105,7 @@ def test_paths_that_are_no_package_are_named(tmp_path: Path) -> None:
     refused(tmp_path / "none.pt2", "cannot open package .*No such file")
     refused(tmp_path, "cannot open package .*a folder")
     os.mkfifo(tmp_path / "pipe.pt2")
-    refused(tmp_path / "pipe.pt2", "cannot open package .*not a plain file")  # and does not wait for a writer
+    refused(tmp_path / "pipe.pt2", "cannot open package .*not a plain file")  # it does not wait for a writer
     with pytest.raises(PackageError, match="embedded null byte"):
         open_package("a\0b")
     for content in (b"", b"PK", b"not a package, but longer than an end record", bytes(1000)):
@@ -130,7 +130,7 @@ def test_row_20_a_truncated_archive_names_the_member_where_it_ends(package: Path
 
 
 def test_row_21_every_bit_of_a_small_package(tmp_path: Path) -> None:
-    """Refused, or without effect on anything that a reader hands out."""
+    """The reader refuses each flip, or the flip changes nothing that it returns."""
     path = tmp_path / "small.pt2"
     without_code(path)
     sound = read_everything(path)
@@ -149,7 +149,7 @@ def test_row_21_every_bit_of_a_small_package(tmp_path: Path) -> None:
             inert += 1
             assert archive.manifest == sound.manifest
             assert all(torch.equal(load_weights(archive)[k], w) for k, w in weights.items())
-    assert inert < 1000  # padding, versions and modes in the headers; everything else is refused
+    assert inert < 1000  # padding, versions and modes in the headers; all other flips are refused
 
 
 def test_row_21_flips_all_over_a_package_with_code(package: Path) -> None:
@@ -168,7 +168,7 @@ def test_row_22_members_that_should_not_be_there_or_are_not(package: Path) -> No
     members = taken_apart(package)
     raw = [Raw(name, data) for name, data in members.items()]
     write_raw(package, raw)
-    read_everything(package)  # the tests below differ from this in one thing
+    read_everything(package)  # each test below changes one thing of this
 
     write_raw(package, [*raw, Raw("package/extra/more", b"?")])
     refused(package, "corrupt package .*member extra/more is not in the manifest")
@@ -278,13 +278,13 @@ def test_row_24_headers_that_lie(package: Path, change: dict[str, Any], message:
 
 
 def test_row_24_nothing_is_allocated_by_a_size_that_the_file_states(tmp_path: Path) -> None:
-    """256 MiB of address space beyond what torch has taken suffice to refuse a file that states 2**60 bytes everywhere."""
+    """256 MiB of address space beyond torch's use suffice to refuse a file that states 2**60 bytes everywhere."""
     path = tmp_path / "bomb.pt2"
     huge = struct.pack("<HHQQ", 1, 16, 1 << 60, 1 << 60)
     sizes = {"size": 0xFFFFFFFF, "stored": 0xFFFFFFFF, "extra": huge}
     write_raw(path, [Raw(MANIFEST, b"{}", both=sizes)])
     refused(path, f"member {MANIFEST}: {1 << 60} bytes at")
-    # A sparse file, so that the stated size is true: a manifest of 1 GiB, a header of weights of 1 GiB.
+    # The file is sparse, so the stated sizes are true: a manifest of 1 GiB, a header of weights of 1 GiB.
     write_raw(path, [Raw(MANIFEST, b"")])
     tail = path.read_bytes()[30 + len(MANIFEST) :]
     with path.open("r+b") as file:
@@ -320,7 +320,7 @@ def test_row_25_what_the_manifest_does_not_list_is_never_read(package: Path, tmp
     for name, data in strays.items():
         write_raw(package, [Raw(n, d) for n, d in {**members, name: data}.items()])
         refused(package, f"member {name.removeprefix('package/')} is not in the manifest")
-    # Listed by the manifest, they are members like any other, which nothing asks for.
+    # If the manifest lists them, they are ordinary members that nothing reads.
     put_together(package, {**members, **strays})
     archive = read_everything(package)
     folder = archive.library(GRAPH).parent
@@ -385,14 +385,14 @@ def test_digests_are_of_the_members_that_errors_name(package: Path) -> None:
 
 
 def test_sizes_beyond_4_gib(tmp_path: Path) -> None:
-    """zip64, as zipfile writes it: a sparse member, its digest left unread."""
+    """Read a zip64 archive of zipfile with a sparse member whose digest is not checked."""
     path, name = tmp_path / "large.pt2", "package/large"
     size = (4 << 30) + 5
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         info = zipfile.ZipInfo(name)
         info.file_size = size
         with archive.open(info, "w", force_zip64=True) as member:
-            # What a write of that many zeros does to zipfile's books, without the minute that their CRC takes.
+            # Update zipfile's records as a write of that many zeros does, without the minute for their CRC.
             member._file_size = member._compress_size = size  # type: ignore[attr-defined]
             file.seek(size, os.SEEK_CUR)
         archive.writestr("package/after", b"after")

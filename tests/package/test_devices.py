@@ -1,4 +1,4 @@
-"""Which tensors a package for GPUs takes: what can be asked of the contract where there is none."""
+"""The tensors that a package for GPUs accepts: checks of the contract that need no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ELF headers of libraries: against readelf's reading of real ones, and of damaged ones (docs/reliability.md, row 27)."""
+"""ELF headers of libraries, compared with readelf's output for sound ones, and damaged ones (docs/reliability.md, row 27)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GNU_STACK = 0x6474E551
 
 
 def _libraries() -> list[Path]:
-    """Libraries of this process, small enough to read twice: several linkers and compilers made them."""
+    """Return libraries of this process that are small enough to read twice. Several linkers and compilers made them."""
     paths = {Path(line.split(maxsplit=5)[-1].strip()) for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     return sorted(p for p in paths if p.exists() and p.stat().st_size < 40 << 20)
 
@@ -51,7 +51,7 @@ def test_agrees_with_pyelftools_on_every_library_of_this_process() -> None:
         assert mine.executable_stack == bool(stack[0] & 1), path
         for family in families:
             for names, found in ((asked, mine.versions), (offered, mine.defines)):
-                names = ["GLIBC_2.36" if n == "GLIBC_ABI_DT_RELR" else n for n in names]  # this glibc introduced it
+                names = ["GLIBC_2.36" if n == "GLIBC_ABI_DT_RELR" else n for n in names]  # glibc 2.36 introduced it
                 numbers = [n.removeprefix(f"{family}_") for n in names if n.startswith(f"{family}_")]
                 numbers = [n for n in numbers if n[0].isdigit()]
                 assert found.get(family) == max(numbers, key=numeric, default=None), (path, family)
@@ -72,7 +72,7 @@ def test_clearing_the_executable_stack_changes_one_bit(library: Path) -> None:
     assert not read_elf(library).executable_stack
     data[stack + 4] &= ~1
     assert library.read_bytes() == data
-    struct.pack_into("<I", data, stack, 0)  # PT_NULL: no such header
+    struct.pack_into("<I", data, stack, 0)  # PT_NULL hides the header
     library.write_bytes(data)
     assert read_elf(library).executable_stack
     with pytest.raises(PackageError, match=r"no PT_GNU_STACK header.*noexecstack"):
@@ -110,7 +110,7 @@ def test_a_library_cut_anywhere_is_refused(library: Path) -> None:
 
 
 def test_damage_ends_in_an_error_or_in_nothing(library: Path) -> None:
-    """Never an exception of another type, never without end: 1,500 damaged copies, the headers and dynamic tables most of all."""
+    """1,500 damaged copies, mostly in headers and dynamic tables, raise no other type of exception and always terminate."""
     data, chance = library.read_bytes(), random.Random(27)
     for _ in range(1500):
         damaged = bytearray(data)
@@ -133,7 +133,7 @@ def test_the_host_reads_the_libstdcxx_that_torch_loaded() -> None:
 
 
 def test_lists_of_versions_have_an_end(tmp_path: Path) -> None:
-    """A hundred lists that share 60,000 items: 1 MB of file, 6 million steps for a reader that does not count."""
+    """A hundred lists share 60,000 items: a file of 1 MB, but 6 million steps for a reader that does not count."""
     items = b"".join(struct.pack("<IHHII", 0, 0, 0, 1, 16) for _ in range(59_999)) + struct.pack("<IHHII", 0, 0, 0, 1, 0)
     base = 64 + 2 * 56 + 5 * 16 + 16  # headers, the dynamic section, the strings
     lists = b"".join(struct.pack("<HHIII", 1, 0xFFFF, 0, 16 * (100 - i), 16) for i in range(100))

@@ -1,4 +1,4 @@
-"""Packages of every format version so far are read as they were meant; where native code cannot run here, it is refused by name."""
+"""Packages of every format version so far keep their meaning. Native code that cannot run here is refused by name."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_orders_are_read(path: Path) -> None:
 
 @pytest.mark.parametrize("path", ORDERS, ids=lambda p: p.name)
 def test_orders_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
-    """A gradient penalty beside eager, then the head alone."""
+    """Compare a gradient penalty with eager, then the head alone."""
     if not runs_here(path):
         return
     results = []
@@ -136,7 +136,7 @@ def test_orders_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
 
 
 def runs_here(path: Path) -> bool:
-    """Whether torch is what ``path`` was built for; if not, that it is refused by name."""
+    """Return whether ``path`` was built for this torch. If not, check that it is refused by name."""
     built = open_package(path).manifest.torch.split(".")[:2]
     if built == torch.__version__.split(".")[:2]:
         return True
@@ -220,7 +220,7 @@ def test_a_pair_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
 
 @pytest.mark.parametrize("path", STEPS, ids=lambda p: p.name)
 def test_a_step_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
-    """Beside eager: updates, gradients that wait, a skipped update, a learning rate that moves, and clipping that bites."""
+    """Compare with eager: updates, accumulation, a skipped update, a changing learning rate, and active clipping."""
     if not runs_here(path):
         return
     step, eager = load(path).step(), training()
@@ -286,7 +286,7 @@ def test_recorded_clippings_run_on_the_torch_that_they_were_built_for(path: Path
 
 @pytest.mark.parametrize("path", [*MODULES, *LAYERS], ids=lambda p: p.name)
 def test_modules_are_attached_on_the_torch_that_they_were_built_for(path: Path) -> None:
-    """Those of format 1.12 were recorded from a script, and say nothing of layers."""
+    """Packages of format 1.12 were recorded from a script and lack the layers."""
     (name,) = (n for n, e in open_package(path).manifest.entries.items() if e.kind == "module")
     if not runs_here(path):
         return

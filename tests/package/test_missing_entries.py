@@ -1,4 +1,4 @@
-"""Which entries a package has instead of the one that was asked for, and how to call them."""
+"""Errors for a missing entry list the entries that exist and how to call them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Faults around packages: native code, the machine it was built for, the file system, processes (docs/reliability.md, rows 21, 27, 28,
-30 to 33, 36, 37 and 48). What could take the process down runs in another, where a signal is a failure."""
+"""Faults around packages: native code, the machine it was built for, the file system, processes (docs/reliability.md, rows 21, 27, 28, 30 to 33, 36,
+37 and 48). Tests that could crash run in another process, and a signal fails them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 _GNU_STACK = 0x6474E551
 
-# Reads a package as a loader does, runs its code, and prints what comes out, or the error.
+# Reads a package as a loader does, runs its code, and prints the result or the error.
 RUN = """
 import sys, torch
 from aot_backward_runtime.package.archive import open_package
@@ -83,7 +83,7 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
 
 
 def test_row_21_native_code_of_a_damaged_package_is_refused_or_right(package: Path, tmp_path: Path, cache: Path) -> None:
-    """Bits flipped in the code, its headers, the weights and around them: no wrong number, no signal."""
+    """Flipped bits in the code, its headers, the weights and around them cause no wrong number and no signal."""
     code = (
         RUN
         + """
@@ -174,14 +174,14 @@ def _library_with(change: str) -> bytes:
     ],
 )
 def test_row_27_a_library_is_refused_by_its_headers(package: Path, change: str, message: str) -> None:
-    """With every digest right: so says who built the package."""
+    """All digests are right, as if the author had built it so."""
     put_together(package, {**taken_apart(package), LIBRARY: _library_with(change)})
     with pytest.raises(PackageError, match=f"corrupt package {package}: member {LIBRARY.removeprefix('package/')}:? .*{message}"):
         open_package(package).library(GRAPH)
 
 
 def test_row_27_a_library_that_the_linker_refuses_is_an_error_of_the_opener(package: Path) -> None:
-    """Its headers are in order, but a symbol is missing: no signal."""
+    """The headers are right but a symbol is missing. There is no signal."""
     data = _library_with("").replace(b"aoti_torch_empty_strided\0", b"aoti_torch_empty_strideX\0")
     assert data != _library_with("")
     put_together(package, {**taken_apart(package), LIBRARY: data})
@@ -214,7 +214,7 @@ def test_row_28_what_fits_passes(package: Path) -> None:
     manifest = open_package(package).manifest
     compatibility.check_target(manifest)
     compatibility.check_target(manifest, torch.device("cpu"))
-    compatibility.check_target(tiny_manifest(torch="1.0", libraries={}))  # no native code, nothing that could not run
+    compatibility.check_target(tiny_manifest(torch="1.0", libraries={}))  # without native code it can always run
     with pytest.raises(IncompatibleError, match="built for cpu, but cuda:1 was asked for"):
         compatibility.check_target(manifest, torch.device("cuda:1"))
 
@@ -234,7 +234,7 @@ def test_row_28_torch_pairs_that_were_tested(package: Path, monkeypatch: pytest.
         compatibility.check_target(tiny_manifest(torch="2.2.0"))
 
 
-# Writes a package in a forked child that kills itself right before, or after, its n-th call that touches the file system.
+# Writes a package in a forked child that kills itself right before or after its n-th call that touches the file system.
 KILL = """
 import os, signal, sys, torch
 from pathlib import Path
@@ -273,7 +273,7 @@ print(outcomes.count("old"), outcomes.count("new"), len(outcomes))
 
 
 def test_row_30_killed_at_every_step_of_an_export() -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # where a sync takes no time; there are several hundred
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # a sync costs no time there; there are several hundred
         done = python(KILL, Path(folder, "target.pt2"))
     assert done.returncode == 0, done.stderr
     old, new, together = map(int, done.stdout.split())
@@ -281,7 +281,7 @@ def test_row_30_killed_at_every_step_of_an_export() -> None:
 
 
 def test_row_31_disk_full(tmp_path: Path) -> None:
-    """A small file system, and then a limit on the size of files, which any user can set: at every size the old package stays."""
+    """A small file system, then a file size limit, which any user can set: the old package remains at every size."""
     with mounted(tmp_path / "small", "size=64k") as folder:
         target = folder / "target.pt2"
         target.write_bytes(b"old")
@@ -384,7 +384,7 @@ def test_row_31_the_chosen_cache_must_do(package: Path, cache: Path, monkeypatch
     with mounted(tmp_path / "mounted", "mode=700") as folder:
         library = open_package(package).library(GRAPH)
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        assert open_package(package).library(GRAPH) == library  # nothing to write: a read-only cache serves
+        assert open_package(package).library(GRAPH) == library  # nothing to write, so a read-only cache suffices
         put_together(package, {**taken_apart(package), METADATA: b"{}"})
         refused("Read-only file system")
 
@@ -395,7 +395,7 @@ def test_row_31_nobody_else_can_put_another_folder_in_the_caches_place(package: 
     link = tmp_path / "link"
     link.symlink_to(above / "between/cache")
     (above / "between/cache").mkdir(mode=0o700)
-    for chosen in (above / "between/cache", link):  # through a link, too
+    for chosen in (above / "between/cache", link):  # also through a link
         monkeypatch.setenv("AOT_BACKWARD_CACHE", str(chosen))
         for mode in (0o777, 0o757):
             above.chmod(mode)
@@ -413,12 +413,12 @@ def test_row_31_nobody_else_can_put_another_folder_in_the_caches_place(package: 
             with pytest.raises(CacheError, match=f"others can write to {above}, above it"):
                 open_package(package).library(GRAPH)
             os.chown(above, 0, 0)
-            open_package(package).library(GRAPH)  # the group that is root's alone
+            open_package(package).library(GRAPH)  # only root is in the group
             above.chmod(0o755)
 
 
 def test_too_many_open_files_are_no_fault_of_the_cache_folder(package: Path) -> None:
-    """With each number of descriptors left: the right numbers, or an error that names what is missing."""
+    """For each number of free descriptors, the result is right or the error names the cause."""
     code = (
         RUN
         + """
@@ -456,7 +456,7 @@ def test_row_31_without_a_usable_home_a_temporary_folder_serves(package: Path, t
     monkeypatch.setattr(cache_module, "_temporary", None)
     assert open_package(package).library(GRAPH).is_relative_to(home / ".cache/aot-backward/lib")
     assert stat.S_IMODE((home / ".cache/aot-backward").stat().st_mode) == 0o700
-    (home / ".cache/aot-backward").chmod(0o777)  # and so anybody could put code there
+    (home / ".cache/aot-backward").chmod(0o777)  # now anybody could put code there
     assert open_package(package).library(GRAPH).relative_to(temporary).parts[0].startswith("aot-backward-")
     monkeypatch.setattr(cache_module, "_temporary", None)
     with mounted(temporary, "noexec") as folder:
@@ -501,7 +501,7 @@ for _ in range(30): write_tiny(target, {name: torch.ones(1000)})
     writers = [subprocess.Popen([*command, *names], cwd=here) for names in ("ab", "ba")]
     seen = set()
     while any(w.poll() is None for w in writers):
-        archive = open_package(target)  # row 33: what it has opened stays whole while it is replaced
+        archive = open_package(target)  # row 33: an open archive stays whole while its file is replaced
         archive.verify_digests()
         (name,) = load_weights(archive).keys() - {"weight", "bias"}
         seen.add(name)
@@ -527,7 +527,7 @@ def test_a_package_written_over_in_place_is_refused(package: Path) -> None:
 
 
 def test_row_48_weights_that_were_read_stay_whatever_becomes_of_the_file(package: Path) -> None:
-    """Overwritten in place, cut to nothing: in another process, since a map of it would end that by a signal."""
+    """Overwrite or truncate the file in another process: a map of it would end the process with a signal."""
     code = (
         RUN
         + """
@@ -589,8 +589,8 @@ for change in (whole, whole[:5000], b""):
 
 
 def test_row_48_a_loaded_package_goes_on_where_its_file_is_overwritten_in_place(tmp_path: Path) -> None:
-    """By ``cp``, cut short, emptied: one that was called before, and one that is called for the first time. In another process, since a map of the
-    file would end this one by a signal."""
+    """The file is overwritten with ``cp``, truncated and emptied, for a package that was called before and for one that was not. This runs in another
+    process, since a map of the file would end it with a signal."""
     path = shutil.copy(exports.module("mlp", dynamic=False), tmp_path / "model.pt2")
     done = python(IN_PLACE, path, exports.module("mlp", dynamic=True))
     assert done.returncode == 0, done.stderr
@@ -708,6 +708,6 @@ def test_row_37_a_thousand_loads_and_drops(package: Path, cache: Path) -> None:
 
 
 def test_signals_in_subprocesses_are_failures() -> None:
-    """The test of the tests above that run code elsewhere."""
+    """Check the helper that the tests above use to run code elsewhere."""
     with pytest.raises(AssertionError, match=f"died of signal {int(signal.SIGSEGV)}"):
         python("import ctypes; ctypes.string_at(8)")

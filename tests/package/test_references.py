@@ -1,4 +1,4 @@
-"""A manifest whose references lead nowhere, or that was changed after it was written, is refused by name, in Python and in C.
+"""Python and C refuse by name a manifest with dangling references, or one that was changed after it was written.
 
 The packages are golden ones of formats without the manifest's SHA-256, which need no compiler, so that each edit reaches the check behind it."""
 
@@ -141,7 +141,7 @@ def test_c_refuses_each_of_them(tmp_path: Path) -> None:
 
 
 def test_the_manifest_is_compared_with_its_digest(tmp_path: Path) -> None:
-    """Also if the CRC of the archive was computed anew."""
+    """A new CRC in the archive does not help."""
     path = tmp_path / "x.pt2"
     write_tiny(path, format_version=FORMAT_VERSION)
     members = taken_apart(path)
@@ -160,7 +160,7 @@ def test_the_manifest_is_compared_with_its_digest(tmp_path: Path) -> None:
         write_raw(path, [Raw(name, content) for name, content in members.items()] + [Raw(MANIFEST, changed)])
         with pytest.raises(PackageError, match=reason):
             open_package(path)
-        if "unknown" not in reason:  # C reads a part of the schema only
+        if "unknown" not in reason:  # C reads only a part of the schema
             with pytest.raises(c_library.Failed, match="SHA-256"), c_library.opened(path):
                 pass
 
@@ -196,7 +196,7 @@ def _odd(manifest: Any) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """The command line in this process: status, standard output and error."""
+    """Run the command line in this process. Return status, standard output and standard error."""
     with pytest.raises(SystemExit) as ended:
         main(list(map(str, arguments)))
     said = capsys.readouterr()
@@ -216,7 +216,7 @@ def test_control_characters_of_a_package_are_shown_escaped(tmp_path: Path, capsy
         ("verify", path),
     ):
         status, out, err = run(capsys, *arguments)
-        assert status == int(arguments == ("verify", path)), err  # which misses the example of the entry that is called otherwise
+        assert status == int(arguments == ("verify", path)), err  # verify fails: the renamed entry has no example
         assert (out + err).replace("\n", "").isprintable(), arguments
     assert SHOWN in run(capsys, "inspect", path)[1]
     assert json.loads(run(capsys, "inspect", path, "--json")[1])["producer"] == ODD

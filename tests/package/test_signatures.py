@@ -1,5 +1,4 @@
-"""Signatures (docs/reliability.md, row 39): what a policy asks for is had, or the package is refused before anything in it is used; and what is
-used is what was signed."""
+"""Signatures (docs/reliability.md, row 39). A package that does not meet the policy is refused before any use, and only the signed bytes are used."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ from aot_backward_runtime.package.signature_policy import admission
 from ..commands.test_cli import called, fails
 from ..support.packages import LIBRARY, MANIFEST, WEIGHTS, python, taken_apart, tiny_weights, write_tiny
 
-WEIGHT = "layer.weight"  # mapped where it lies; a smaller one, which begins at an odd place, is a copy anyway
+WEIGHT = "layer.weight"  # mapped in place; a smaller one at an unaligned offset would be copied
 
 
 def write_key(path: Path, key: Any, password: bytes | None = None) -> Path:
-    """``path`` and, beside it, its public half as ``NAME.pub``."""
+    """Write ``path``, and its public half as ``NAME.pub`` in the same folder."""
     encryption = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
     path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption))
     public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
@@ -50,7 +49,7 @@ def write_key(path: Path, key: Any, password: bytes | None = None) -> Path:
 
 @pytest.fixture(scope="session")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of keys: ``own`` and ``other`` are good ones."""
+    """Return a folder of keys. ``own`` and ``other`` are valid."""
     folder = tmp_path_factory.mktemp("keys")
     for name in ("own", "other"):
         write_key(folder / f"{name}.pem", ec.generate_private_key(ec.SECP256R1()))
@@ -80,7 +79,7 @@ def tiny_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def tiny(tiny_bytes: bytes, keys: Path, tmp_path: Path) -> Path:
-    """A small package without entries, signed by ``own``."""
+    """Return a small package without entries, signed by ``own``."""
     path = tmp_path / "tiny.pt2"
     path.write_bytes(tiny_bytes)
     ab.sign(path, key=keys / "own.pem")
@@ -89,7 +88,7 @@ def tiny(tiny_bytes: bytes, keys: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def twins(package: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
-    """Two packages with the same members in the same places: of the second, the weight is 9, and every digest is right."""
+    """Return two packages with the same members in the same places. The second has the weight 9 and correct digests."""
     good, members = package.read_bytes(), taken_apart(package)
     weight = load(members[WEIGHTS])[WEIGHT]
     nines = torch.full_like(weight, 9.0)
@@ -117,7 +116,7 @@ def digest(data: bytes) -> str:
 
 
 def outcome(loaded: aot_backward_runtime.Package) -> float:
-    """What native code makes of the weight: 9 saturates tanh."""
+    """Return the result of native code for the weight: 9 saturates tanh."""
     with torch.no_grad():
         return float(loaded.module("net")({"x": torch.ones(2, 4), "weight": torch.ones(2, 1)})["out"][0, 0])
 
@@ -140,7 +139,7 @@ def test_a_signed_package_is_loaded_and_right(package: Path, keys: Path, own: Pa
         assert outcome(ab.load(path, key=own, **options)) == outcome(load_package(package))  # type: ignore[arg-type]
     model = load_package(path, key=str(own)).module("net")
     with torch.no_grad():
-        model.layer.weight.fill_(9.0)  # a copy: the file stays
+        model.layer.weight.fill_(9.0)  # a copy: the file does not change
     assert load_package(path, key=own).module("net").layer.weight.max() < 9
 
 
@@ -231,7 +230,7 @@ def test_a_file_that_is_no_signature(content: bytes, words: str, tiny: Path, own
 
 
 def test_what_lies_in_the_place_of_a_signature(tiny: Path, own: Path) -> None:
-    """None of these counts as no signature."""
+    """Each of these is an error, not a missing signature."""
     place = tiny.with_name("tiny.pt2.sig")
     place.unlink()
     place.mkdir()
@@ -263,7 +262,7 @@ def test_bits_flipped_in_the_signature(tiny: Path, own: Path) -> None:
         except SignatureError as error:
             assert str(tiny) in str(error)
         else:
-            kept += 1  # bits of base64's last letter that mean nothing, and of names that nobody reads
+            kept += 1  # unused bits of base64's last letter, and of names that are not read
     assert kept < 10
 
 
@@ -272,7 +271,7 @@ def test_a_signature_by_another_key(tiny: Path, keys: Path, own: Path) -> None:
     refused(tiny, keys / "other.pub", "is by another key", *found, signature="if-present")
     ab.sign(tiny, key=keys / "other.pem")
     refused(tiny, own, "is by another key")
-    # one that claims to be by the key that is asked for
+    # a forged one that claims to be by the requested key
     forged = bundle(tiny, lambda b: b["verificationMaterial"]["publicKey"].update(hint=found[0]))
     tiny.with_name("tiny.pt2.sig").write_bytes(forged)
     refused(tiny, own, "is bad")
@@ -288,7 +287,7 @@ def test_the_signature_of_another_file(tiny: Path, keys: Path, own: Path, tmp_pa
 
 
 def test_one_bit_changed_after_signing_and_signed_again(tiny: Path, keys: Path, own: Path) -> None:
-    """Wherever it is: it is the signature that is named, whatever else the bit has broken."""
+    """The error always names the signature, whatever else the bit broke."""
     good, chance = tiny.read_bytes(), random.Random(1)
     members = [good.index(taken_apart(tiny)[m][:64]) for m in (LIBRARY, WEIGHTS, MANIFEST)]
     for at in [0, len(good) - 1, *members, *(chance.randrange(len(good)) for _ in range(40))]:
@@ -305,7 +304,7 @@ def test_one_bit_changed_after_signing_and_signed_again(tiny: Path, keys: Path, 
     load_package(tiny, key=own)
 
 
-# Loads a package, then prints the folders that were opened for native code, how many maps of memory were made, and the error.
+# Loads a package, then prints the folders opened for native code, the number of memory maps, and the error.
 _WATCHED = """
 import os, sys
 import aot_backward_runtime, torch
@@ -332,7 +331,7 @@ def test_weights_and_native_code_are_read_after_the_signature(package: Path, key
     done = python(_WATCHED, path, keys / "other.pub", AOT_BACKWARD_CACHE=cache)
     assert done.stdout == "[] SignatureError\n", done.stderr
     assert not Path(cache).exists()
-    done = python(_WATCHED, path, own, AOT_BACKWARD_CACHE=cache)  # and here it is seen when they are
+    done = python(_WATCHED, path, own, AOT_BACKWARD_CACHE=cache)  # the hook sees them here
     assert done.stdout == "['mmap.__new__', 'open'] NoneType\n", done.stderr
 
 
@@ -349,7 +348,7 @@ def test_a_package_and_its_signature_move_together(tiny: Path, own: Path, tmp_pa
 
 
 def test_links(tiny: Path, keys: Path, own: Path, tmp_path: Path) -> None:
-    """The signature beside the link counts; where there is none, the one beside what it leads to."""
+    """The signature in the link's folder counts. If there is none, the one in the target's folder counts."""
     folder = tmp_path / "links"
     folder.mkdir()
     link = folder / "current.pt2"
@@ -414,7 +413,7 @@ def test_a_policy_that_says_nothing_or_too_much(tiny: Path, own: Path) -> None:
 
 
 def test_a_key_through_a_pipe(tiny: Path, own: Path) -> None:
-    """As ``--key <(…)`` of a shell gives it."""
+    """The shell passes such a path for ``--key <(…)``."""
     ours, theirs = os.pipe()
     os.write(theirs, own.read_bytes())
     os.close(theirs)
@@ -444,7 +443,7 @@ for call in (lambda: aot_backward_runtime.load(sys.argv[1], key=sys.argv[2] + ".
 
 
 def test_only_who_asks_for_signatures_imports_the_library(tiny: Path, own: Path) -> None:
-    """test_thin.py has the same of a whole forward and backward."""
+    """test_thin.py checks the same for a whole forward and backward."""
     code = """
 import sys, aot_backward, aot_backward_runtime
 libraries = {"model_signing", "sigstore", "cryptography", "OpenSSL"}
@@ -480,7 +479,7 @@ def test_what_was_signed_is_loaded_whatever_the_path_leads_to(twins: tuple[bytes
 def test_what_was_signed_is_loaded_whatever_is_written_over_it(
     twins: tuple[bytes, bytes], keys: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By somebody who may write to the file, at each moment of a load."""
+    """Somebody with write access overwrites the file at each moment of a load."""
     path = tmp_path / "small.pt2"
     path.write_bytes(twins[0])
     ab.sign(path, key=keys / "own.pem")
@@ -488,17 +487,17 @@ def test_what_was_signed_is_loaded_whatever_is_written_over_it(
     assert admit is not None
 
     def overwriting(data: bytes) -> None:
-        with path.open("r+b") as file:  # the same file, unlike write_bytes it is not emptied first
+        with path.open("r+b") as file:  # the same file; unlike write_bytes it is not emptied first
             file.write(data)
 
     def then_bad(admitted: Path, digest: str) -> None:
         admit(admitted, digest)
         overwriting(twins[1])
 
-    with pytest.raises(PackageError, match="SHA-256 is"):  # the weights of the one do not fit the manifest of the other
+    with pytest.raises(PackageError, match="SHA-256 is"):  # the new weights do not fit the old manifest
         load_weights(open_package(path, admit=then_bad))
     overwriting(twins[0])
-    with monkeypatch.context() as patched:  # also where large weights were found good before
+    with monkeypatch.context() as patched:  # also if large weights passed a check before
         patched.setattr("aot_backward_runtime.native.weights.HASHED_ALWAYS", 0)
         patched.setattr("aot_backward_runtime.native.weights.remembered", lambda *_: True)
         with pytest.raises(PackageError, match="SHA-256 is"):
@@ -509,7 +508,7 @@ def test_what_was_signed_is_loaded_whatever_is_written_over_it(
     overwriting(twins[1])
     assert torch.equal(weights[WEIGHT], before)  # they are in memory
 
-    # its manifest is read from the one, and the good one is there before all is hashed
+    # the manifest is read from the bad file, and the good file is restored before all is hashed
     turned = []
 
     def turning(fd: int, offset: int, size: int, name: Path) -> bytes:
@@ -575,7 +574,7 @@ def test_signers_and_readers_at_once(tiny: Path, keys: Path, own: Path) -> None:
 
 
 def test_the_library_s_own_signatures(tiny: Path, keys: Path, own: Path, tmp_path: Path) -> None:
-    """Ours are checked by it, and its own of a package are taken; not those of something else, or with another hash."""
+    """The library accepts our signatures, and we accept its signatures of a package. We refuse those of other things or with another hash."""
     place = tiny.with_name("tiny.pt2.sig")
     verifying.Config().use_elliptic_key_verifier(public_key=own).verify(tiny, place)
     signer = signing.Config().use_elliptic_key_signer(private_key=keys / "own.pem")
@@ -719,7 +718,7 @@ def test_replay_takes_a_policy(tiny: Path, keys: Path) -> None:
             door(tiny, signature="if-present", key=keys / "own.pub")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns of forks among threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns about forks of threaded processes
 def test_a_forked_child_has_its_own_weights(tiny: Path, own: Path) -> None:
     weights = load_weights(open_package(tiny, admit=admission(None, own)))
     child = os.fork()

@@ -1,4 +1,4 @@
-"""The file that training is saved to: what comes back is what was saved, whoever is killed while saving; and damage never comes back."""
+"""The file of a saved training state. It returns what was saved, even if a writer is killed, and damage is always noticed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def temporaries(folder: Path) -> list[str]:
     return [p.name for p in folder.iterdir() if p.name.endswith(".tmp")]
 
 
-# Before the code of another process, which needs the runtime and nothing else of this project.
+# Starts the code of another process, which needs only the runtime.
 ALONE = """
 import os, sys
 import torch
@@ -103,7 +103,7 @@ def test_what_was_read_is_memory_of_its_own(tmp_path: Path) -> None:
     for tensor in loaded.values():
         tensor.zero_()
     assert path.read_bytes() == before
-    path.write_bytes(b"")  # in place: what is mapped from it would be gone
+    path.write_bytes(b"")  # truncate in place: mapped data would be lost
     assert all(not tensor.any() for tensor in loaded.values())
 
 
@@ -181,7 +181,7 @@ def test_no_part_of_a_file_passes_for_it(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    """Names, shapes, what is said about the tensors and the digest itself included."""
+    """This includes names, shapes, the metadata and the digest itself."""
     path = tmp_path / "state"
     write_state(path, small(), ABOUT)
     data = bytearray(path.read_bytes())
@@ -206,7 +206,7 @@ def test_flipped_bits_in_a_large_file(tmp_path: Path) -> None:
 
 
 def forged(metadata: Any, *, tensors: dict[str, Any] | None = None, data: bytes = b"", sign: bool = True) -> bytes:
-    """A file whose digest is right."""
+    """Return a file with a correct digest."""
     header = {"__metadata__": metadata, **(tensors or {})}
     text = json.dumps(header).encode()
     whole = struct.pack("<Q", len(text)) + text + data
@@ -254,7 +254,7 @@ def test_what_a_file_may_not_say(tmp_path: Path, data: bytes, message: str) -> N
 
 
 def test_what_forged_signs_is_read(tmp_path: Path) -> None:
-    """So the test above is about what each of its files says."""
+    """So the files of the test above fail by their contents."""
     (tmp_path / "state").write_bytes(forged({**SOUND, "complex128": '["x"]', "about": '{"a": NaN}'}, tensors=F64, data=struct.pack("<2d", 1, 2)))
     tensors, about = read_state(tmp_path / "state")
     assert tensors["x"].tolist() == [1 + 2j] and about["a"] != about["a"]
@@ -281,7 +281,7 @@ for line in sys.stdin:
 
 
 def kill_while_saving(path: Path, times: int, spoil: str = "") -> int:
-    """How often there was something left behind. AssertionError or StateError where the file was not whole after a kill."""
+    """Return how often a kill left a file behind. Raise AssertionError or StateError if the file was not whole after a kill."""
     chance, left, seen = random.Random(1), 0, set()
     process = alone(spoil + SAVE, path)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -307,7 +307,7 @@ def kill_while_saving(path: Path, times: int, spoil: str = "") -> int:
 
 def test_killed_fifty_times_while_saving(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    assert kill_while_saving(path, 50) >= 10  # that many at least were in the middle of it
+    assert kill_while_saving(path, 50) >= 10  # at least this many were killed during a write
     write_state(path, {}, {})
     assert list(tmp_path.iterdir()) == [path]
 
@@ -355,7 +355,7 @@ def test_a_living_writers_file_stays(tmp_path: Path) -> None:
         file.touch()
     with atomic_file.replacing(path) as file:
         file.write(b"first")
-        assert not chosen.exists()  # nobody holds it
+        assert not chosen.exists()  # no process holds it
         (held,) = {*temporaries(tmp_path)} - {o.name for o in others}
         write_state(path, {}, {})
         assert (tmp_path / held).exists()
@@ -366,7 +366,7 @@ def test_a_living_writers_file_stays(tmp_path: Path) -> None:
 
 
 def test_a_temporary_file_may_go_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another writer, which sees it at just that moment."""
+    """Another writer removes it at exactly that moment."""
     taken, lock = [], fcntl.flock
 
     def late(fd: int, how: int) -> None:
@@ -453,7 +453,7 @@ def test_paths_that_cannot_be_saved_to_or_read(tmp_path: Path) -> None:
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "latest").symlink_to("runs/1")
-    for _ in range(2):  # to nothing yet, then to a file
+    for _ in range(2):  # first the target is missing, then it is a file
         write_state(tmp_path / "latest", small(), ABOUT)
         assert (tmp_path / "latest").is_symlink() and read_state(tmp_path / "runs/1")[1] == read_state(tmp_path / "latest")[1] == ABOUT
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["1", "latest", "runs"]

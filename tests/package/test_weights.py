@@ -1,4 +1,4 @@
-"""The tensors of a package: what comes back is what was stored, nothing is copied, and damage is named (docs/reliability.md, row 29)."""
+"""The tensors of a package: they return as stored, without a copy, and damage is named (docs/reliability.md, row 29)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def store(path: Path, weights: dict[str, torch.Tensor], examples: dict[str, torc
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the bit, NaN included, with dtype, shape and strides."""
+    """Compare bits, NaN included, dtype, shape and strides."""
     if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
         return False
     return a[None].contiguous().view(torch.uint8).equal(b[None].contiguous().view(torch.uint8))
@@ -135,7 +135,7 @@ def test_training_in_place_stays_in_memory(tmp_path: Path) -> None:
     before, first, second = path.read_bytes(), load_weights(open_package(path), mapped=True), load_weights(open_package(path), mapped=True)
     for tensor in first.values():
         tensor.mul_(7)
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * 4  # its own storage, so that torch.save writes no neighbours
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * 4  # separate storage, so that torch.save writes no neighbours
     parameter = torch.nn.Parameter(first["w"])
     parameter.sum().backward()
     torch.optim.SGD([parameter], lr=1).step()
@@ -144,7 +144,7 @@ def test_training_in_place_stays_in_memory(tmp_path: Path) -> None:
 
 
 def own_memory() -> int:
-    """Bytes of this process that no file backs."""
+    """Return the bytes of this process that no file backs."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
@@ -160,7 +160,7 @@ def test_a_map_copies_nothing_and_everything_is_aligned(tmp_path: Path) -> None:
     assert own_memory() - before < 8 << 20  # of 128 MiB
     for tensor in loaded.values():
         tensor.add_(1)
-    assert own_memory() - before > 128 << 20  # so the measure can tell
+    assert own_memory() - before > 128 << 20  # the measure is sensitive
     assert all(t.data_ptr() % 64 == 0 for t in loaded.values() if t.numel())
     mapped = [m.path for m in process.memory_maps(grouped=False)]
     assert str(tmp_path / "x.pt2") in mapped
@@ -265,7 +265,7 @@ def test_large_weights_are_hashed_once_per_file(tmp_path: Path, cache: Path, mon
     assert load() == load() == 2  # so new a file could be written again within the same tick of its time stamp
     monkeypatch.setattr("time.time_ns", lambda real=time.time_ns: real() + 10_000_000_000)
     assert (load(), load()) == (2, 0)
-    with path.open("r+b") as file:  # in place, its size and the time of its last write as before
+    with path.open("r+b") as file:  # in place, with the same size and modification time
         status = path.stat()
         file.seek(path.read_bytes().index(struct.pack("<4f", 1, 1, 1, 1)))
         file.write(b"\1")
@@ -282,7 +282,7 @@ def test_large_weights_are_hashed_once_per_file(tmp_path: Path, cache: Path, mon
 
 
 def test_the_manifest_is_part_of_what_is_remembered(tmp_path: Path) -> None:
-    """Otherwise a record for one content would vouch for another under the same inode, size and times."""
+    """Otherwise a record for one content would vouch for another with the same inode, size and times."""
     path = store(tmp_path / "x.pt2", {"w": torch.ones(3)})
     archive = open_package(path)
     assert archive.manifest_digest == hashlib.sha256(taken_apart(path)[MANIFEST]).hexdigest()

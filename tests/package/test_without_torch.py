@@ -1,4 +1,4 @@
-"""Reading and checking a package needs no torch: in a Python where importing it raises, golden packages are opened and checked."""
+"""Reading and checking a package needs no torch: golden packages are opened and checked in a Python in which importing it raises."""
 
 from __future__ import annotations
 

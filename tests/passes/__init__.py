@@ -1,1 +1,1 @@
-"""Recorded backward passes and scripts, beside eager."""
+"""Recorded backward passes and scripts, compared with eager."""

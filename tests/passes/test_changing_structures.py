@@ -1,4 +1,4 @@
-"""Scripts whose backward passes keep having another structure: what a pass keeps is bounded, and what was bound goes on being served."""
+"""Scripts whose backward passes keep changing structure: memory is bounded, and bound structures are still served."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Gradients = list[Tensor | None]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OBJECTS = 2000 if torch_api.at_least("2.13") else 30_000
-"""So many more may there be after 1,300 passes, of which 17 are traced. Before torch 2.13 its compiled autograd never frees what traced nodes got."""
+"""The objects that 1,300 passes, 17 of them traced, may add. Before torch 2.13 compiled autograd never frees the inputs of traced nodes."""
 
 
 class Scheduled:
-    """The net of :func:`mlp`, clamped at a limit; the limit is part of the node's key, so each is a structure of its own."""
+    """The net of :func:`mlp`, clamped at a limit. The limit is part of the node's key, so each limit is a separate structure."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ class Scheduled:
 
 @pytest.fixture(scope="session")
 def package() -> Path:
-    """:class:`Scheduled` without a limit. Do not write to it."""
+    """Return a package of :class:`Scheduled` without a limit. Do not write to it."""
     return recorded_mlp()
 
 
@@ -57,7 +57,7 @@ def limits() -> Iterator[float]:
 
 
 def memory() -> int:
-    """Bytes of this process that are resident."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -98,7 +98,7 @@ def test_what_is_bound_goes_on_being_served(package: Path, every: int) -> None:
             else:
                 program(next(changing))
     known = len(range(0, passes, every))
-    assert replaying.report.hits + replaying.report.bindings - 8 >= known - 5 * (passes // 1024)  # each time that the cache was emptied, a few
+    assert replaying.report.hits + replaying.report.bindings - 8 >= known - 5 * (passes // 1024)  # a few are lost each time the cache is emptied
 
 
 def test_a_structure_of_the_package_that_comes_late_is_found(package: Path) -> None:
@@ -124,7 +124,7 @@ def test_strict_goes_on_refusing(package: Path) -> None:
 
 
 def orders(session: Any) -> Iterator[None]:
-    """Hooks of branches that the forward takes in ever other orders: the engine's cache does not see them, the tape does."""
+    """Register hooks on branches in changing orders. The engine's cache does not see the order, the tape does."""
     leaves = [torch.ones(2, requires_grad=True) for _ in range(5)]
     for step in range(150):
         torch.manual_seed(step)
@@ -148,7 +148,7 @@ class Times(torch.autograd.Function):
 
 
 def numbers(session: Any) -> Iterator[None]:
-    """A custom function's number, and a constant of another node, that both change."""
+    """Change a custom function's number and a constant of another node."""
     leaf = torch.ones(2, requires_grad=True)
     for step in range(150):
         leaf.grad = None
@@ -158,7 +158,7 @@ def numbers(session: Any) -> Iterator[None]:
 
 
 def lengths(session: Any) -> Iterator[None]:
-    """Episodes of varying length."""
+    """Run episodes of varying length."""
     cell = nn.Linear(2, 2)
     for step in range(40):
         h = torch.ones(1, 2)

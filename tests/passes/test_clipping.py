@@ -1,4 +1,5 @@
-"""``clip_grad_norm_`` and ``clip_grad_value_`` of an unmodified script, recorded and replayed: eager's gradients and norm, and what goes to eager."""
+"""``clip_grad_norm_`` and ``clip_grad_value_`` of an unmodified script, recorded and replayed: results equal eager's, and unsupported calls run in
+eager."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ CLIPS: dict[str, Clip] = {
 
 
 def parameters(step: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
-    """With gradients, but for one without."""
+    """Return parameters with gradients and one without."""
     generator = torch.Generator().manual_seed(step)
     made = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
     for p in made:

@@ -1,4 +1,4 @@
-"""Backward passes with sparse tensors, lengths, positions and subclasses in them: served from a package, or refused by name while recording."""
+"""Backward passes with sparse tensors, lengths, positions and subclasses: replayed from a package, or refused by name while recording."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):
-    """Much of what a pass can hold besides dense tensors of fixed places, each by a method that takes a number of rows or a position."""
+    """Things that a pass can hold besides dense tensors at fixed positions. Each method takes a number of rows or a position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
         return self.first(self.words(numbers)).square().sum() + self.bag(numbers, torch.tensor([0, 2])).square().sum()
 
     def packed(self, n: int) -> Tensor:
-        """Lengths are values of a tensor, and the number of them is part of a node: a structure for each."""
+        """Lengths are values of a tensor. Their number is part of a node, so each number is a separate structure."""
         padded = self.first(torch.linspace(-1, 1, 48).reshape(3, 4, 4))
         packed = nn.utils.rnn.pack_padded_sequence(padded, [4, 2, 1] if n % 2 else [4, 4, 2], batch_first=True)
         out, _ = nn.utils.rnn.pad_packed_sequence(self.cell(packed)[0], batch_first=True)
@@ -46,7 +46,7 @@ class Net(nn.Module):
         return torch._grouped_mm(rows, self.experts, offs=torch.tensor([16, 32], dtype=torch.int32)).float().square().sum()
 
     def ring(self, i: int) -> Tensor:
-        """A buffer written at a position that moves."""
+        """Write a buffer at a changing position."""
         buffer = torch.zeros(16, 3)
         buffer[i : i + 2] = self.first(torch.ones(2, 4))
         buffer[i] = buffer[i + 1] * 2
@@ -80,7 +80,7 @@ def same(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> 
             )
 
 
-SERVED = {  # what is recorded, what is replayed, structures
+SERVED = {  # recorded, replayed, number of structures
     "sparse_gradients": ((5, 7, 9), (4, 8), 1),
     "packed": ((1, 1), (1,), 1),
     "grouped": ((1, 1), (1, 1), 1),
@@ -90,8 +90,8 @@ SERVED = {  # what is recorded, what is replayed, structures
 
 
 if not torch_api.at_least("2.13"):
-    del SERVED["grouped"]  # a header of torch 2.11 and 2.12 does not declare the product of groups
-    del SERVED["ring"]  # refused: the compiled pass is not what was recorded
+    del SERVED["grouped"]  # a header of torch 2.11 and 2.12 does not declare the grouped product
+    del SERVED["ring"]  # refused: the compiled pass differs from the recorded one
 
 
 def test_served(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_served(tmp_path: Path) -> None:
                 step(n)
     assert not recording.skipped and len(recording.tapes) == sum(count for *_, count in SERVED.values())
     structures = ab.load(path).manifest.entries["backward"].structures
-    assert [len(s.variants) for s in structures] == [1] * len(recording.tapes)  # a position of 0 or 1 is like any other
+    assert [len(s.variants) for s in structures] == [1] * len(recording.tapes)  # positions 0 and 1 are not special
     for name, (_, later, _) in SERVED.items():
         eager, replayed = stepping(name), stepping(name)
         with ab.replay(path, strict=True) as replaying:
@@ -113,7 +113,7 @@ def test_served(tmp_path: Path) -> None:
 
 
 class Marked(Tensor):
-    """A subclass that means nothing."""
+    """A subclass without behaviour."""
 
 
 def by_subclass(n: int) -> Tensor:

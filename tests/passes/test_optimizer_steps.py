@@ -1,4 +1,4 @@
-"""Steps of an unmodified script's optimizers, recorded and replayed: what eager makes of parameters and state, and what goes to eager."""
+"""Optimizer steps of an unmodified script, recorded and replayed: parameters and state equal eager's, and unsupported steps run in eager."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SLOW: dict[str, Make] = {
     "Adamax": lambda p: torch.optim.Adamax(p),
     "ASGD": lambda p: torch.optim.ASGD(p, t0=3.0),
 }
-ALWAYS_COMPILED = {"SGD", "Adagrad"}  # the others make their state in the first step
+ALWAYS_COMPILED = {"SGD", "Adagrad"}  # the others create their state in the first step
 
 
 def net() -> nn.Sequential:
@@ -61,7 +61,7 @@ def give_gradients(module: nn.Module, step: int) -> None:
 
 
 def trained(make: Make, steps: int, each: Callable[[int, torch.optim.Optimizer], object] = lambda step, optimizer: None) -> Any:
-    """Parameters and the optimizer after ``steps``; ``each`` is called before every step."""
+    """Return the parameters and the optimizer after ``steps``; ``each`` is called before every step."""
     module = net()
     optimizer = make(module.parameters())
     for step in range(steps):
@@ -72,7 +72,7 @@ def trained(make: Make, steps: int, each: Callable[[int, torch.optim.Optimizer],
 
 
 def same(ours: Any, eager: Any) -> None:
-    """Parameters and all of the state."""
+    """Compare parameters and the whole state."""
     for a, e in zip(ours[0], eager[0], strict=True):
         torch.testing.assert_close(a, e, rtol=2e-5, atol=1e-6)
     a_state, e_state = ours[1].state_dict(), eager[1].state_dict()
@@ -88,7 +88,7 @@ def recorded(kinds: dict[str, Make], path: Path) -> None:
 
 
 def package() -> Path:
-    """Do not write to it."""
+    """Return the recorded package. Do not write to it."""
     return shared("optimizer-steps", lambda path: recorded(KINDS, path))
 
 
@@ -111,7 +111,7 @@ def test_ten_steps_of_the_others(tmp_path: Path) -> None:
 
 
 def test_a_parameter_with_gaps_in_memory(tmp_path: Path) -> None:
-    """A part of the columns of a wider tensor, as ``torch.linalg.lstsq`` gives some; what lies between its rows stays."""
+    """The parameter is some columns of a wider tensor, as ``torch.linalg.lstsq`` returns. The memory between its rows does not change."""
 
     def trained() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ def test_numbers_are_those_of_the_moment() -> None:
     def schedule(step: int, optimizer: torch.optim.Optimizer) -> None:
         (group,) = optimizer.param_groups
         group["lr"], group["betas"] = 0.1 / (step + 1), (0.8 + step / 100, 0.99)
-        group["initial_lr"] = 0.5  # as schedulers add
+        group["initial_lr"] = 0.5  # schedulers add this
 
     with ab.replay(package()) as replaying:
         ours = trained(KINDS["AdamW"], 8, schedule)
@@ -240,7 +240,7 @@ def halved(step: int, optimizer: torch.optim.Optimizer) -> None:
 
 
 def exchanged(step: int, optimizer: torch.optim.Optimizer) -> None:
-    """The same tensors in the same order, each under the other's key."""
+    """Exchange two tensors between their keys, in the same order."""
     if step == 4:
         p = optimizer.param_groups[0]["params"][1]
         own = optimizer.state[p]
@@ -364,7 +364,7 @@ optimizer.step()
 
 
 def test_zero_grad() -> None:
-    """As eager's, where gradients become zeros too."""
+    """The result equals eager's, also if gradients become zeros."""
     results = []
     for context in (lambda: ab.replay(package()), contextlib.nullcontext):
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -403,7 +403,7 @@ def test_a_class_of_ones_own_runs_in_eager(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_without_replay_and_with_it() -> None:
-    """Also through a checkpoint, and with moments that were given other memory."""
+    """This includes a checkpoint, and moments that move to other memory."""
     make = KINDS["AdamW"]
 
     def run(context: Callable[[], Any]) -> Any:
@@ -451,7 +451,7 @@ def test_gradients_scaled_by_a_grad_scaler() -> None:
     with ab.replay(package()) as replaying:
         ours = run()
     same(ours, run())
-    assert replaying.report.steps == 4  # one made the state, one was skipped
+    assert replaying.report.steps == 4  # one created the state, one was skipped
 
 
 def test_two_optimizers_of_one_kind_and_parameters_that_share_memory() -> None:
@@ -473,7 +473,7 @@ def test_two_optimizers_of_one_kind_and_parameters_that_share_memory() -> None:
     def overlapping() -> Any:
         module = net()
         flat = torch.randn(8 * 4 + 8 + 2 * 8 - 4, generator=torch.Generator().manual_seed(5))
-        for p, start in zip(module.parameters(), (0, 28, 36), strict=True):  # the bias begins within the weight
+        for p, start in zip(module.parameters(), (0, 28, 36), strict=True):  # the bias begins inside the weight
             p.data = flat[start : start + p.numel()].view(p.shape)
         optimizer = KINDS["SGD"](module.parameters())
         for step in range(4):
@@ -538,7 +538,7 @@ def test_a_wrong_step_is_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_classes_have_their_own_step_afterwards() -> None:
     for kind in interception.SERVED:
-        kind([nn.Parameter(torch.ones(2, 2))])  # the first of a class has PyTorch put hooks around the class's step
+        kind([nn.Parameter(torch.ones(2, 2))])  # the first instance of a class makes PyTorch put hooks around the class's step
     before = {kind: vars(kind).get("step") for kind in interception.SERVED}
     with pytest.raises(KeyError), ab.replay(package()):
         assert vars(torch.optim.SGD)["step"] is not before[torch.optim.SGD]
@@ -596,7 +596,7 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_kinds_of_steps_that_take_turns_are_all_compiled(tmp_path: Path) -> None:
-    """A layer that every second step leaves out."""
+    """Every second step omits a layer."""
 
     def steps(count: int) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -614,4 +614,4 @@ def test_kinds_of_steps_that_take_turns_are_all_compiled(tmp_path: Path) -> None
     with ab.replay(tmp_path / "turns.pt2") as session:
         ours = steps(20)
     torch.testing.assert_close(ours, steps(20), rtol=1e-5, atol=1e-6)
-    assert session.report.steps >= 16, str(session.report)  # the first of each kind makes its state
+    assert session.report.steps >= 16, str(session.report)  # the first of each kind creates its state

@@ -1,4 +1,4 @@
-"""A replay runs compiled code only where it was the fastest way when it was recorded: what is timed, what goes to eager, and what is said."""
+"""A replay runs compiled code only if it was the fastest choice when recorded: timing, passes in eager, and the report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small(width: int = 8) -> nn.Sequential:
 
 
 def passes(net: nn.Module, batches: Sequence[int]) -> Grads:
-    """All of them called from one line."""
+    """Return the gradients of each pass; one line calls all passes."""
     out = []
     for i, n in enumerate(batches):
         x = torch.randn(n, 4, generator=torch.Generator().manual_seed(i))
@@ -57,14 +57,14 @@ def the_pass(path: Path) -> PassSpec:
 
 
 def said(chosen: str, *sizes: str) -> Callable[..., Speed]:
-    """In the place of what measures a compiled pass: one that says that ``chosen`` was ten times as fast, at each of ``sizes``."""
+    """Replace the measurement: return that ``chosen`` was ten times as fast at each of ``sizes``."""
     labels = sizes or ("s0=3",)
     timings = tuple(Timing(name, tuple(10.0 if name == chosen else 100.0 for _ in labels)) for name in ("eager", "compiled"))
     return lambda *_: Speed(chosen, timings, labels, 1, "a processor", "quick", "cpu", torch.__version__, 0)
 
 
 def recorded() -> Path:
-    """:func:`passes` of :func:`small`, of which compiled code is said to be faster. Do not write to it."""
+    """Return a package of :func:`passes` of :func:`small` that says compiled code is faster. Do not write to it."""
 
     def make(path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -77,13 +77,13 @@ def recorded() -> Path:
 
 
 def unserved() -> nn.Sequential:
-    """A network whose passes :func:`recorded` has nothing for."""
+    """Return a network whose passes :func:`recorded` does not contain."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
 
 
 def test_what_a_pass_takes_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every gradient is eager's meanwhile, whichever way a pass runs, and each hook is called once."""
+    """While recording, every gradient equals eager's however a pass runs, and each hook is called once."""
     path, batches, net, called = tmp_path / "bw.pt2", (3, 5, *[6] * 40), small(), []
     expected = passes(net, batches)
     net[2].weight.register_hook(lambda g: called.append(tuple(g.shape)))
@@ -114,7 +114,7 @@ def test_nothing_is_timed_where_it_is_not_asked_for(tmp_path: Path) -> None:
 
 
 def test_passes_that_look_alike_and_are_not_are_all_recorded(tmp_path: Path) -> None:
-    """The limit of a clamp is in no shape and no name: each of these is a structure of its own, and none is timed under another's name."""
+    """A clamp's limit is in no shape and no name. Each limit is a separate structure, and none is timed as another."""
     weight = torch.ones(3, requires_grad=True)
     with ab.record(tmp_path / "bw.pt2", tune="quick") as recording:
         for i in range(12):
@@ -154,7 +154,7 @@ def test_what_is_fastest_compiled_is_a_hit_each_time() -> None:
 
 
 def test_where_structures_take_turns_each_is_looked_at() -> None:
-    """Three of four passes that one line calls are not served; the fourth is, nearly each time."""
+    """Three of four passes from one line are not served. The fourth nearly always is."""
     path, net, other = recorded(), small(), unserved()
 
     def run() -> Grads:
@@ -167,7 +167,7 @@ def test_where_structures_take_turns_each_is_looked_at() -> None:
 
 
 def test_functions_of_one_file_are_places_of_their_own() -> None:
-    """Also where they call backward at the same instruction."""
+    """This holds even if they call backward at the same instruction."""
     path, net, other = recorded(), small(), unserved()
 
     def one(loss: torch.Tensor) -> None:
@@ -193,7 +193,7 @@ def test_a_replay_whose_passes_nothing_serves_leaves_the_engine() -> None:
         assert report.passes == count == sum(report.misses.values()) + sum(report.eager.values())
         assert report.eager[f"after {UNSERVED} in a row that nothing served"] == count - UNSERVED
         same(expected, passes(net, [3] * count))
-    with ab.replay(recorded(), strict=True) as replaying:  # the engine's setting is as it was
+    with ab.replay(recorded(), strict=True) as replaying:  # the engine's setting is restored
         passes(small(), [3] * 20)
     assert replaying.report.hits == 19
 
@@ -210,7 +210,7 @@ def test_a_pass_that_is_served_begins_the_count_anew() -> None:
         assert inner.engine.has_left and inner.report.compiled == 0
         same(passes(net, [3]), passes(net, [3]))
     assert not outer.engine.has_left and outer.report.compiled == 4
-    assert sum(outer.report.misses.values()) < 50  # the others went to eager from where they were called, without a look
+    assert sum(outer.report.misses.values()) < 50  # the others ran in eager from their place of call, without a lookup
 
 
 def passes_at_another_place(net: nn.Module, batches: Sequence[int]) -> None:
@@ -219,7 +219,7 @@ def passes_at_another_place(net: nn.Module, batches: Sequence[int]) -> None:
 
 
 def test_a_package_without_faster_passes_does_not_ask_the_engine(tmp_path: Path) -> None:
-    """As format 1.9 has them, with the code that was slower than eager."""
+    """The package of format 1.9 has code that was slower than eager."""
     with ab.replay(Path(__file__).parents[1] / "golden" / "1.9-passes.pt2") as replaying:
         assert replaying.engine.has_left
         same(passes(small(), [3] * 3), passes(small(), [3] * 3))
@@ -227,7 +227,7 @@ def test_a_package_without_faster_passes_does_not_ask_the_engine(tmp_path: Path)
 
 
 def test_a_place_that_goes_on_to_another_structure_is_noticed() -> None:
-    """While passes from there go to eager, one in some 64 is looked at."""
+    """While a place's passes run in eager, about one in 64 is looked up."""
     path, net, other = recorded(), small(), unserved()
     with ab.replay(path) as replaying:
         passes(other, [3] * 8)
@@ -240,7 +240,7 @@ def test_a_place_that_goes_on_to_another_structure_is_noticed() -> None:
 
 
 def test_another_place_is_judged_by_itself() -> None:
-    """Where a line calls backward on several structures of which one is served, the engine goes on being asked."""
+    """If a line calls backward on several structures and one of them is served, the engine is still used."""
     path, net, other = recorded(), small(), unserved()
     with ab.replay(path) as replaying:
         for _ in range(10):
@@ -250,7 +250,7 @@ def test_another_place_is_judged_by_itself() -> None:
 
 
 def test_eager_is_preferred_in_threads_too() -> None:
-    """A hook of a pass that went to eager waits for another thread's pass."""
+    """A hook of a pass in eager waits for another thread's pass."""
     path, nets = recorded(), [unserved(), unserved()]
     expected = passes(unserved(), [3] * 10)
     got: list[Grads] = []
@@ -299,11 +299,11 @@ def test_the_command_line_says_it(chosen: str, tmp_path: Path, monkeypatch: pyte
     (variant,) = described["entries"]["backward"]["structures"][0]["variants"]
     assert variant["speed"]["chosen"] == "compiled" and variant["speed"]["tune"] == "quick"
     replayed = called("replay", "--json", path, "--", script)
-    assert replayed.exit_code == 0 and json.loads(replayed.stderr)["hits"] == 38, replayed.stderr  # the first gradients are not added to others
+    assert replayed.exit_code == 0 and json.loads(replayed.stderr)["hits"] == 38, replayed.stderr  # the first gradients are not accumulated
 
 
 def test_sizes_in_any_order_are_timed_each_by_itself(tmp_path: Path) -> None:
-    """What comes between two passes of one size does not keep them in eager for ever."""
+    """Passes between two of one size do not keep that size in eager forever."""
     batches = [3, 5, 6, 6, 3, 5, 5, 3, 6] * 16
     with ab.record(tmp_path / "bw.pt2", tune="quick") as recording:
         passes(small(), batches)
@@ -313,7 +313,7 @@ def test_sizes_in_any_order_are_timed_each_by_itself(tmp_path: Path) -> None:
 
 
 def test_what_begins_alike_and_is_another_structure_is_recorded_too() -> None:
-    """A row of passes that are timed ends at the first that differs, however far from its beginning."""
+    """A timed row of passes ends at the first one that differs, however late the difference comes."""
 
     def net(last: type[nn.Module]) -> nn.Sequential:
         torch.manual_seed(0)
@@ -352,7 +352,7 @@ def test_what_differs_each_time_is_not_kept_for_ever() -> None:
 class NamedContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.name = "scale"  # what the node's own name was
+        ctx.name = "scale"  # the node's own name was in this attribute
         return x * 2
 
     @staticmethod
@@ -383,7 +383,7 @@ def test_a_pass_within_a_hook_is_timed_with_the_pass_that_it_is_in(tmp_path: Pat
 
 
 def test_new_structures_in_one_thread_beside_passes_in_eager_in_another() -> None:
-    """The engine's compiler is not taken away while another thread's pass is about to call it: that was a crash."""
+    """The engine's compiler stays in place while another thread's pass is about to call it. Removing it caused a crash."""
     path, known, done = recorded(), unserved(), threading.Event()
 
     def eager() -> None:

@@ -1,4 +1,4 @@
-"""Recorded and replayed: what a package of backward passes does for an unmodified program, through the public door."""
+"""Record and replay unmodified programs through the public API."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Run = Callable[[Sequence[int]], list[list[Tensor | None]]]
 
 
 def mlp(batches: Sequence[int], *, width: int = 16, activation: type[nn.Module] = nn.Tanh) -> list[list[Tensor | None]]:
-    """Gradients of a small net, one list for each batch; its hidden layers are as wide as one of the batches."""
+    """Return the gradients of a small net, one list for each batch. Its hidden layers are as wide as one of the batches."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, width), activation(), nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 3))
     out = []
@@ -44,7 +44,7 @@ def mlp(batches: Sequence[int], *, width: int = 16, activation: type[nn.Module] 
 
 
 def attention(batches: Sequence[tuple[int, int]]) -> list[list[Tensor | None]]:
-    """Batch and length vary by themselves; the width is among both."""
+    """Vary batch and length independently. Some of both equal the width."""
     torch.manual_seed(0)
     net = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     out = []
@@ -68,7 +68,7 @@ def same(expected: Sequence[Sequence[Tensor | None]], actual: Sequence[Sequence[
 
 
 def recorded_mlp() -> Path:
-    """:func:`mlp` over several batches. Do not write to it."""
+    """Return a package of :func:`mlp` over several batches. Do not write to it."""
 
     def make(path: Path) -> None:
         with ab.record(path) as recording:
@@ -94,7 +94,7 @@ def test_recording_gives_eagers_bits(tmp_path: Path) -> None:
 
 def test_every_batch_is_one_variant(package: Path) -> None:
     (structure,) = ab.load(package).manifest.entries["backward"].structures
-    (variant,) = structure.variants  # a batch of 16 is told from the layers of 16 by the batches of other sizes
+    (variant,) = structure.variants  # other batch sizes distinguish a batch of 16 from the layers of width 16
     assert len(variant.symbols) == 1 and variant.verdict.status == "verified" and len(variant.verdict.sizes) == 2
     batches = (2, 2, 5, 7, 9, 64, 16, 33, 8, 3)
     expected = mlp(batches)
@@ -132,7 +132,7 @@ def test_static_first_then_dynamic(tmp_path: Path) -> None:
     ]
     with ab.record(path) as recording:
         mlp((4, 6))
-    assert recording.recorded == 1  # the batch of 4 is served by what is there
+    assert recording.recorded == 1  # the existing variant serves the batch of 4
     after = ab.load(path).manifest.entries["backward"].structures
     assert [len(s.variants) for s in after] == [2] and after[0].variants[0].symbols
     expected = mlp((4, 6, 11))
@@ -183,7 +183,7 @@ def test_a_miss_is_interpreted_counted_and_logged_once(package: Path, monkeypatc
 def test_strict_makes_a_miss_an_error_before_anything_ran(package: Path) -> None:
     leaf = torch.randn(3, requires_grad=True)
     with ab.replay(package, strict=True):
-        for _ in range(2):  # a binding pass, then one that the engine's cache knows
+        for _ in range(2):  # a binding pass, then one in the engine's cache
             with pytest.raises(ab.MissError, match="was not recorded"):
                 leaf.sin().sum().backward()
     assert leaf.grad is None
@@ -255,7 +255,7 @@ def test_a_tensor_of_lower_rank_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_what_a_hook_returns_is_looked_at(tmp_path: Path) -> None:
-    """A gradient of other strides is copied; an undefined one sends that piece to the interpreter."""
+    """A gradient with other strides is copied. An undefined one sends that part of the pass to the interpreter."""
     returned: list[Callable[[Tensor], Tensor | None]] = [lambda g: g * 2]
 
     class Maybe(torch.autograd.Function):
@@ -288,7 +288,7 @@ def test_what_a_hook_returns_is_looked_at(tmp_path: Path) -> None:
 
 
 class Scaled(torch.autograd.Function):
-    """Its backward reads a number that the forward kept."""
+    """Its backward reads a number that the forward stored."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -303,7 +303,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Counted(torch.autograd.Function):
-    """Its backward does something beside computing."""
+    """Its backward has a side effect."""
 
     calls: ClassVar[list[int]] = []
 
@@ -337,7 +337,7 @@ def test_a_plain_custom_backward_becomes_part_of_the_graph(tmp_path: Path) -> No
         actual = [scaled_step(f) for f in (3.0, 2.0, 2.0, 4.0, 3.0)]
     torch.testing.assert_close(actual, expected)
     report = replaying.report
-    assert (report.bindings, report.hits, sum(report.misses.values())) == (1, 3, 1)  # the engine's cache does not see the number; we do
+    assert (report.bindings, report.hits, sum(report.misses.values())) == (1, 3, 1)  # the engine's cache does not see the number; our guard does
 
 
 def test_a_custom_backward_that_does_more_is_called(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_numbers_that_keep_changing_end_in_one_structure(tmp_path: Path) -> None
 
 
 def test_gradients_that_were_absent_and_come(tmp_path: Path, package: Path) -> None:
-    """A custom function that gave None while recording."""
+    """The custom function returned None while recording."""
     given: list[float | None] = [None]
 
     class Sometimes(torch.autograd.Function):
@@ -447,7 +447,7 @@ def test_gradients_that_were_absent_and_come(tmp_path: Path, package: Path) -> N
 
 
 def test_a_variant_for_each_precision(tmp_path: Path) -> None:
-    """Ambient state is a guard of its own: what was accepted before must not stand in the way of another variant."""
+    """Ambient state has a separate guard. A match for one variant must not block another."""
     precision = torch.get_float32_matmul_precision()
     try:
         with ab.record(tmp_path / "bw.pt2") as recording:
@@ -491,7 +491,7 @@ def test_memory_that_changes_under_a_pass(tmp_path: Path) -> None:
 
     def hook(parameter: Tensor) -> None:
         if relay[0]:
-            w1.data = w1.data.t().contiguous().t()  # the same numbers, laid out otherwise
+            w1.data = w1.data.t().contiguous().t()  # the same numbers in another layout
 
     w2.register_post_accumulate_grad_hook(hook)
 
@@ -554,7 +554,7 @@ def test_contexts_nest_and_put_back_what_was_there(package: Path, tmp_path: Path
     assert inner.recorded == 1 and not (tmp_path / "never.pt2").exists()
     assert outer.report.bindings == 3 and outer.report.hits == 1 and not outer.report.misses
     mlp((4,))
-    assert outer.report.bindings + outer.report.hits == 4  # nothing is seen once the context is left
+    assert outer.report.bindings + outer.report.hits == 4  # passes after the context are not seen
 
 
 def test_threads_one_at_a_time_good_and_bad(package: Path) -> None:
@@ -564,7 +564,7 @@ def test_threads_one_at_a_time_good_and_bad(package: Path) -> None:
     def good() -> None:
         try:
             for _ in range(5):
-                x = torch.linspace(0, 1, 3, requires_grad=True)  # not the random numbers that mlp draws
+                x = torch.linspace(0, 1, 3, requires_grad=True)  # avoids the random numbers that mlp draws
                 x.sin().sum().backward()
                 assert torch.equal(x.grad, x.cos())
         except BaseException as error:
@@ -576,7 +576,7 @@ def test_threads_one_at_a_time_good_and_bad(package: Path) -> None:
 
         try:
             for _ in range(5):
-                x = torch.linspace(0, 1, 3, requires_grad=True)  # not the random numbers that mlp draws
+                x = torch.linspace(0, 1, 3, requires_grad=True)  # avoids the random numbers that mlp draws
                 x.register_hook(fails)
                 with pytest.raises(KeyError, match="own"):
                     x.exp().sum().backward()
@@ -593,7 +593,7 @@ def test_threads_one_at_a_time_good_and_bad(package: Path) -> None:
             assert not t.is_alive()
     assert not errors
     same(expected, actual)
-    assert replaying.report.passes == 24  # mlp's run beside eager's where threads of which nothing is served went there
+    assert replaying.report.passes == 24  # all are counted; mlp's were replayed while the threads' unserved passes ran in eager
 
 
 def test_a_thousand_hits_leave_nothing(package: Path) -> None:
@@ -603,7 +603,7 @@ def test_a_thousand_hits_leave_nothing(package: Path) -> None:
         before = len(gc.get_objects())
         mlp((4,) * 1000)
         gc.collect()
-        assert len(gc.get_objects()) - before < 2000  # the gradients that mlp returned, and nothing for each pass
+        assert len(gc.get_objects()) - before < 2000  # the gradients that mlp returned, and nothing per pass
 
 
 @pytest.fixture
@@ -686,7 +686,7 @@ def test_a_package_of_modules_gets_a_replay_entry(tmp_path: Path) -> None:
 
 
 def test_the_functions_of_a_loaded_module_keep_their_names() -> None:
-    """By which a pass that was recorded through one is found again, whatever version recorded it."""
+    """Packages of any version find recorded passes by these names."""
     recorded = {"aot_backward_runtime.module._Native", "aot_backward_runtime.module._Refusing"}
     functions = {f for f in vars(autograd_function).values() if isinstance(f, type) and issubclass(f, torch.autograd.Function)}
     assert {f"{f.__module__}.{f.__qualname__}" for f in functions} == recorded

@@ -1,4 +1,4 @@
-"""What of a recording is compiled: what came often enough, the most expensive first, until the time is over or somebody interrupts it."""
+"""A recording compiles the structures that came often enough, most expensive first, until a time limit or an interrupt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Passes = Callable[[], None]
 
 
 def expensive() -> None:
-    """A thousand times what the others take."""
+    """Run a pass that takes a thousand times as long as the others."""
     square = torch.full((400, 400), 1e-3, requires_grad=True)
     (square @ square).square().sum().backward()
 
@@ -47,7 +47,7 @@ OPERATION = {"MmBackward0": "expensive", "SinBackward0": "sine", "CosBackward0":
 
 
 def held(path: Path) -> set[str]:
-    """Which of these structures the package has."""
+    """Return which of these structures the package has."""
     structures = ab.load(path).manifest.entries["backward"].structures
     return {OPERATION[name] for s in structures for node in s.nodes if (name := node.rpartition("::")[2]) in OPERATION}
 
@@ -93,7 +93,7 @@ def test_passes_that_were_timed_in_eager_are_counted(tmp_path: Path, monkeypatch
 
 
 def record_three(path: Path, progress: Callable[[str, int, int], None] = silent, time_limit: float | None = 600) -> ab.recording.record.Recording:
-    """Of three structures; within a limit the first is a batch of its own. The most expensive comes last."""
+    """Record three structures, the most expensive last. With a time limit the first batch has one structure."""
     recording = ab.record(path, progress=progress, time_limit=time_limit)
     with recording:
         for call in (SINE, SINE, COSINE, COSINE, COSINE, *[expensive] * 20):
@@ -119,14 +119,14 @@ def test_the_most_expensive_first_and_none_after_the_time_limit(tmp_path: Path) 
 
 @pytest.fixture
 def _interruptible() -> Iterator[None]:
-    """Tests that run in the background ignore the signal."""
+    """Restore SIGINT: tests that run in the background ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupting(*when: tuple[str, int, int]) -> Callable[[str, int, int], None]:
-    """A progress that interrupts the process at these calls of it, one after the other; the stages by how they begin."""
+    """Return a progress callback that interrupts the process at these calls, one after another. Stages match by prefix."""
     left = list(when)
 
     def say(stage: str, done: int, total: int) -> None:
@@ -142,7 +142,7 @@ def interrupting(*when: tuple[str, int, int]) -> Callable[[str, int, int], None]
     ("when", "finished"),
     [
         ([("compile 3 of 3", 0, 2)], 1),
-        ([("check", 1, 1)], 1),  # before it is written
+        ([("check", 1, 1)], 1),  # before the package is written
         ([("check", 1, 2)], 2),
         ([("check", 1, 2), ("write", 0, 1)], 1),
     ],
@@ -307,7 +307,7 @@ def test_nothing_written_is_said_and_a_failure(name: str, tmp_path: Path) -> Non
 def test_a_terminal_is_told_what_is_compiled(script: Path) -> None:
     status, shown = on_terminal("stderr", "-m", "aot_backward.cli", "record", "-o", "bw.pt2", "--", script, columns=160)
     assert status == 0 and b"compile 2 of 2 structures (called at " in shown and b" % of the backward time" in shown
-    assert b"done" not in shown.replace(b"\r", b"").split(b"\n")[0]  # which the script printed on its standard output
+    assert b"done" not in shown.replace(b"\r", b"").split(b"\n")[0]  # the script printed that on its standard output
 
 
 def test_what_is_left_to_eager_is_not_covered(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Clients that know nothing of this project: recorded by one process, replayed by another where there is no compiler, compared with eager."""
+"""Clients that do not import this project: one process records, another replays without a compiler, and the results are compared with eager."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 CLIENTS = Path(__file__).with_name("clients")
-NEW_SIZES = {"trainer_bert", "loop_sequences"}  # clients whose replay meets sizes that were never recorded
+NEW_SIZES = {"trainer_bert", "loop_sequences"}  # their replay meets sizes that were never recorded
 PLAIN = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -47,7 +47,7 @@ def test_a_client_trains_as_in_eager(client: str, tmp_path: Path) -> None:
     if client in NEW_SIZES:
         seen = {tuple(s) for s in recorded["shapes"]}
         assert any(tuple(s) not in seen for s in replayed["shapes"])
-    # Nothing was compiled: no process was started, no module of a compiler imported that the client does not import itself.
+    # Nothing was compiled: no process was started, and no compiler module imported beyond the client's own imports.
     assert list(inductor.iterdir()) == []
     assert set(replayed["children"]) <= set(eager["children"])
     assert set(replayed["compilers"]) <= set(eager["compilers"])

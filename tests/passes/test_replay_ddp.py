@@ -1,4 +1,4 @@
-"""``record`` and ``replay`` of scripts in several processes: the first records, and passes of ``DistributedDataParallel`` are eager's."""
+"""``record`` and ``replay`` of scripts in several processes: only the first records, and ``DistributedDataParallel`` passes run in eager."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ dist.destroy_process_group()
 
 
 def torchrun(folder: Path, out: str, *command: object) -> list[dict[str, object]]:
-    """Runs ``command`` in two processes: the reports that they print as JSON."""
+    """Run ``command`` in two processes and return the reports that they print as JSON."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python", *command]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "AOT_BACKWARD_TUNE": "none", "OUT": out}
     done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, cwd=folder, env=env)
@@ -73,7 +73,7 @@ def test_passes_of_ddp_are_eagers_and_the_first_process_records_the_others(tmp_p
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A process group of one."""
+    """Open a process group of one process."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -98,7 +98,7 @@ def test_a_pass_of_ddp_is_left_to_eager_by_name(made: str) -> None:
 
 
 def test_a_pass_whose_hooks_call_a_reducer_is_an_error() -> None:
-    """As ``DistributedDataParallel(…, mixed_precision=…)`` calls it, which needs a GPU's events; the engine does not refuse such a pass."""
+    """``DistributedDataParallel(…, mixed_precision=…)`` calls it like this, but needs a GPU's events. The engine does not refuse such a pass."""
     ddp = SimpleNamespace(reducer=SimpleNamespace(_autograd_hook=lambda number: None))
     net = nn.Linear(4, 2)
     accumulator = net.weight.expand_as(net.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ def test_what_a_communication_hook_raises_comes_out_of_backward() -> None:
     def fail(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         raise ZeroDivisionError("in the hook")
 
-    fail.__annotations__.clear()  # DDP compares them with classes
+    fail.__annotations__.clear()  # DDP compares the annotations with classes
     with ab.record(None) as recording:
         net = DDP(nn.Linear(4, 2))
         net.register_comm_hook(None, fail)

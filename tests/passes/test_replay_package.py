@@ -1,5 +1,4 @@
-"""Packages of recorded passes: what the command line says of them, and what is refused of a manifest that was tampered with, before native
-code runs."""
+"""Packages of recorded passes: the command line's description, and tampered manifests that are refused before native code runs."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 class Halve(torch.autograd.Function):
-    """Its backward leaves a trace in Python, so no graph may hold it."""
+    """Its backward has a side effect in Python, so no graph may contain it."""
 
     calls = 0
 
@@ -39,7 +38,7 @@ class Halve(torch.autograd.Function):
 
 
 class Plain:
-    """A net, and its backward without and with Python code in it."""
+    """A net, and its backward with and without Python code."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -60,7 +59,7 @@ class Plain:
 
 @pytest.fixture(scope="session")
 def recorded() -> Path:
-    """Structure 0 is :meth:`Plain.plain`, structure 1 :meth:`Plain.hooked`. Do not write to it."""
+    """Return a package: structure 0 is :meth:`Plain.plain`, structure 1 :meth:`Plain.hooked`. Do not write to it."""
 
     def make(path: Path) -> None:
         program = Plain()
@@ -74,7 +73,7 @@ def recorded() -> Path:
 
 
 def edited(package: Path, path: Path, change: Change) -> Path:
-    """A copy with another manifest."""
+    """Write a copy with a changed manifest."""
     members = taken_apart(package)
     manifest = json.loads(members[MANIFEST])
     change(manifest)
@@ -95,7 +94,7 @@ def segments(manifest: dict[str, Any], structure: int = 0) -> list[dict[str, Any
 
 
 def graph(manifest: dict[str, Any], structure: int = 0) -> dict[str, Any]:
-    """The structure's last compiled graph."""
+    """Return the structure's last compiled graph."""
     return [s for s in segments(manifest, structure) if s.get("library")][-1]
 
 

@@ -1,4 +1,4 @@
-"""The text of a report: three lines where nothing was missed, against what time was saved, and a few reasons where something was."""
+"""The text of a report: three lines without misses, the baseline of the saved time, and a few reasons for misses."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ UNKNOWN = "whether this was faster than eager is not known"
 
 
 def timed(eager: float, *sizes: int) -> Path:
-    """:func:`passes` of :func:`small`, of which eager is said to have taken so many microseconds, at these sizes; compiled code is said to be faster.
-    Do not write to it."""
+    """Return a package of :func:`passes` of :func:`small` that says eager took so many microseconds at these sizes and compiled code was faster. Do
+    not write to it."""
 
     def make(path: Path) -> None:
         speed = said("compiled", *(f"s0={size}" for size in sizes))()
@@ -53,7 +53,7 @@ def miss(times: int) -> None:
 
 
 def grad_at_a_new_place(loss: torch.Tensor, x: torch.Tensor) -> None:
-    """Of passes that are called from one place, which is two frames, the first are interpreted, and the others left to eager."""
+    """Call from a new place, which is two frames. The first passes from a place are interpreted, and the later ones run in eager."""
     inner = compile("torch.autograd.grad(loss, x)", "<place>", "eval")
     names = {"torch": torch, "loss": loss, "x": x, "inner": inner}
     eval(compile("eval(inner)", f"<caller {next(PLACES)}>", "eval"), names)
@@ -101,7 +101,7 @@ def test_misses_count_against_what_was_saved(eager: float, words: str) -> None:
 
 
 def test_misses_may_leave_it_open() -> None:
-    """What was saved is less than the misses took, of which eager's part is not known; or what was lost, than passes that were not timed."""
+    """The saved time is less than the misses took, and eager's time for these is unknown. Or the loss is less than the untimed passes took."""
     report = Report(compiled=1, saved_against_eager=1.0, interpreted=2.0)
     assert str(report).endswith(f"ran compiled\n{UNKNOWN}") and report.to_json()["seconds_saved"] is None
     assert Report(compiled=1, saved_against_eager=-1.0, untimed_seconds=2.0, untimed=Reasons(x=1)).saved is None
@@ -118,7 +118,7 @@ def test_a_pass_that_record_refuses_is_not_advised_to_be_recorded() -> None:
 
 
 def test_large_structures_reach_the_limit_sooner() -> None:
-    """One of 32 nodes counts as one, since recording a pass costs by its nodes; a recording itself counts structures."""
+    """A structure of 32 nodes counts as one, since recording costs time per node. A recording counts structures."""
     x = torch.ones(3, requires_grad=True)
 
     def run() -> None:

@@ -1,6 +1,7 @@
-"""The scenarios of ``tests/support/backward_passes/`` from compiled code: recorded once, all into one package, then replayed and compared with eager.
+"""The scenarios of ``tests/support/backward_passes/`` as compiled code: recorded once into one package, replayed and compared with eager.
 
-``test_tape.py`` holds all of them to eager's bits, interpreted; here are those that compilation could spoil, to the tolerance of their dtype.
+``test_tape.py`` compares the bits of all scenarios, interpreted. This file compares the scenarios that compilation could break, within their dtype's
+tolerance.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ NAMES = (
 INTERPRETED = {
     "custom_that_raises": "expected 5",  # a pass that raises is not recorded
     "hook_that_raises": "was not recorded",
-    "node_hooks": "expected 2",  # unbind: as many gradients as rows, which a graph has in a fixed number
+    "node_hooks": "expected 2",  # unbind has as many gradients as rows, but a graph has a fixed number
 }
-"""Scenarios of which a part is not in the package: what the miss says."""
+"""Scenarios with a part outside the package, and the text of the miss."""
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
 
 
@@ -66,7 +67,7 @@ def test_compiled_as_eager(name: str, package: Path) -> None:
 
 
 def close(expected: object, actual: object, reduced_precision: bool = False) -> bool:
-    """``reduced_precision``: something was computed in bfloat16."""
+    """Compare values. ``reduced_precision``: something was computed in bfloat16."""
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
         if (expected.shape, expected.dtype, expected.layout) != (actual.shape, actual.dtype, actual.layout):
             return False
@@ -77,6 +78,6 @@ def close(expected: object, actual: object, reduced_precision: bool = False) -> 
         return len(expected) == len(actual) and all(close(e, a, reduced_precision) for e, a in zip(expected, actual, strict=True))
     if isinstance(expected, float) and isinstance(actual, float):
         return abs(expected - actual) <= 1e-4 * (1 + abs(expected))
-    e_text, a_text = str(expected), str(actual)  # logs: the same words, and numbers that are close
+    e_text, a_text = str(expected), str(actual)  # logs: equal words and close numbers
     numbers = zip(_NUMBER.findall(e_text), _NUMBER.findall(a_text), strict=False)
     return _NUMBER.sub("#", e_text) == _NUMBER.sub("#", a_text) and all(abs(float(e) - float(a)) <= 1e-4 * (1 + abs(float(e))) for e, a in numbers)

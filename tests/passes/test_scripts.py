@@ -1,4 +1,4 @@
-"""What ``record`` and ``replay`` make of a script that fails, ends itself, is a module, or is not there: what ``python`` makes of it."""
+"""``record`` and ``replay`` treat a script that fails, exits, is a module or is missing as ``python`` does."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ TROUBLE = {
 
 @pytest.fixture(autouse=True)
 def _excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sys, "excepthook", sys.__excepthook__
-    )  # torch.distributed puts ranks before each line, once it was initialised in this process
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # once initialised in this process, torch.distributed prefixes each line with ranks
 
 
 @pytest.mark.parametrize("name", TROUBLE)

@@ -1,4 +1,4 @@
-"""Loops that differentiate gradients: the pass with ``create_graph=True`` runs in eager, the one that differentiates it again is replayed."""
+"""Loops that differentiate gradients: the pass with ``create_graph=True`` runs in eager, and the pass that differentiates it again is replayed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Losses = Iterator[torch.Tensor]
 
 
 def gradient_penalty(net: nn.Module, step: int) -> Losses:
-    """A critic of WGAN-GP."""
+    """Yield the loss of a WGAN-GP critic."""
     rows = 6 + step % 2
     real, fake = torch.randn(rows, 4), torch.randn(rows, 4)
     mixed = (torch.rand(rows, 1) * (real - fake) + fake).requires_grad_()
@@ -29,7 +29,7 @@ def gradient_penalty(net: nn.Module, step: int) -> Losses:
 
 
 def differential_equation(net: nn.Module, step: int) -> Losses:
-    """The residual of an equation with a second derivative."""
+    """Yield the residual of an equation with a second derivative."""
     x = torch.rand(8 + step % 2, 4, requires_grad=True)
     u = net(x)
     (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
@@ -38,7 +38,7 @@ def differential_equation(net: nn.Module, step: int) -> Losses:
 
 
 def meta_learning(net: nn.Module, step: int) -> Losses:
-    """MAML: two inner steps of descent, through which the outer loss is differentiated."""
+    """Run MAML: differentiate the outer loss through two inner steps of descent."""
     x = torch.randn(5 + step % 2, 4)
     wanted = torch.sin(x.sum(1, keepdim=True) + step)
     parameters = dict(net.named_parameters())
@@ -50,7 +50,7 @@ def meta_learning(net: nn.Module, step: int) -> Losses:
 
 
 LOOPS: dict[str, tuple[Callable[[nn.Module, int], Losses], int]] = {
-    # the loop, and how many passes of a step have create_graph=True
+    # the loop, and the number of its passes per step with create_graph=True
     "gradient_penalty": (gradient_penalty, 1),
     "differential_equation": (differential_equation, 2),
     "meta_learning": (meta_learning, 2),

@@ -1,4 +1,4 @@
-"""Recorded backward passes against eager, bit for bit; the fingerprint; and what a session leaves behind in the process."""
+"""Recorded backward passes compared bit for bit with eager, the fingerprint, and the state that a session leaves in the process."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ LEFT_TO_EAGER = {
     "nothing_in_reach": {"the order in which eager runs the nodes cannot be told from the roots of this pass": 2, _AGAIN: 4},
     "jagged_tensors": {"NestedTensor support not implemented.": 3},
 }
-"""Scenario -> how many of its passes eager runs, and why. Every other pass is recorded."""
-_OF_PYTORCHS_OWN = "ignore:The .grad attribute of a Tensor"  # Dynamo and its compiled autograd look at the .grad of tensors that are no leaves
+"""Scenario -> the number of its passes that run in eager, and the reason. All other passes are recorded."""
+_OF_PYTORCHS_OWN = "ignore:The .grad attribute of a Tensor"  # Dynamo's compiled autograd reads .grad of tensors that are not leaves
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Every interpreted pass is logged."""
+    """Disable the log line of each interpreted pass."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
 def bits(value: object) -> object:
-    """What must agree: the bytes of a tensor, with its dtype and shape (NaN is equal to itself, -0.0 is not 0.0)."""
+    """Return the bytes of a tensor with its dtype and shape. Compared as bytes, NaN equals itself and -0.0 differs from 0.0."""
     if not isinstance(value, Tensor):
         return value
     if value.layout == torch.sparse_coo:
@@ -78,7 +78,7 @@ def test_as_eager(name: str) -> None:
 
 
 def test_hits_of_the_engines_cache() -> None:
-    """A structure met again is not recorded again, whatever the batch size."""
+    """A known structure is not recorded again, for any batch size."""
     step = SCENARIOS["mlp"]()
     with Replaying(None) as session:
         for i in range(5):
@@ -87,7 +87,7 @@ def test_hits_of_the_engines_cache() -> None:
 
 
 def random_pass(seed: int, step: int, leaves: list[Tensor]) -> list[object]:
-    """A random graph with hooks, some of it reached: what order eager runs things in shows in sums and in the log."""
+    """Run a random graph with hooks, partly reachable. Sums and the log show eager's order of execution."""
     choose = random.Random(seed)
     torch.manual_seed(seed * 10 + step)
     x, log = torch.randn(4), list[object]()
@@ -259,7 +259,7 @@ def test_thin() -> None:
 
 
 def current() -> Any:
-    """The compiler that the engine has."""
+    """Return the engine's current compiler."""
     prior = torch._C._dynamo.compiled_autograd.set_autograd_compiler(None, False)
     torch._C._dynamo.compiled_autograd.set_autograd_compiler(*prior)
     return prior
@@ -309,7 +309,7 @@ def test_another_thread_may_not_enter() -> None:
 
 @pytest.mark.filterwarnings(_OF_PYTORCHS_OWN)
 def test_under_pytorchs_own() -> None:
-    """PyTorch's compiled autograd, active outside or later, goes on working, with functional backwards that were handed to us."""
+    """PyTorch's compiled autograd, active outside or later, still works with functional backwards that we received."""
     from torch._dynamo import compiled_autograd as theirs
 
     net = nn.Sequential(nn.Linear(4, 8), nn.ELU(), nn.Linear(8, 3))
@@ -339,7 +339,7 @@ def test_under_pytorchs_own() -> None:
 
 
 def test_pytorchs_own_comes_later_or_first() -> None:
-    """In a fresh process, where one of the two binds every node type first."""
+    """A fresh process is needed: one of the two binds every node type first."""
     script = """
 import sys, torch, logging
 logging.disable(logging.CRITICAL)

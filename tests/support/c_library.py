@@ -1,5 +1,5 @@
-"""The C library of runtime/native, built by gcc once in a test run, and called from Python by ctypes: with the libtorch that this process has loaded,
-so that its results are the Python runtime's to the bit."""
+"""The C library of runtime/native, built by gcc once in a test run and called by ctypes. It uses the libtorch of this process, so its results equal
+the Python runtime's bit for bit."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Options(ctypes.Structure):
 
 
 class Failed(Exception):
-    """An ``aotb_status`` other than AOTB_OK, with the words of ``aotb_error``."""
+    """An ``aotb_status`` other than AOTB_OK, with the text of ``aotb_error``."""
 
     def __init__(self, status: int, words: str):
         super().__init__(words)
@@ -79,7 +79,7 @@ class Failed(Exception):
 
 
 def build(name: str = "native", *flags: str) -> Path:
-    """The folder of the library, compiled with ``flags`` in the folder that this test run shares."""
+    """Return the library's folder, compiled with ``flags`` in the folder that this test run shares."""
     folder = Path(os.environ["AOT_BACKWARD_TEST_FOLDER"]) / name
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -104,7 +104,7 @@ def check(status: int) -> None:
 
 
 def dl_tensor(tensor: torch.Tensor | None) -> DLTensor:
-    """``tensor`` as C has it, which keeps its memory."""
+    """Return ``tensor`` as a C struct that keeps the tensor's memory alive."""
     if tensor is None:
         return DLTensor()
     count = max(1, tensor.dim())
@@ -115,7 +115,7 @@ def dl_tensor(tensor: torch.Tensor | None) -> DLTensor:
 
 
 def tensor_of(given: DLTensor) -> torch.Tensor | None:
-    """A copy of what ``given`` points at, with its strides."""
+    """Return a copy of the tensor that ``given`` points to, with its strides."""
     if given.ndim < 0:
         return None
     shape, strides = given.shape[: given.ndim], given.strides[: given.ndim]
@@ -145,7 +145,7 @@ class Function:
         return library().aotb_count(self.handle, variant, part)
 
     def describe(self, part: int, variant: int = 0) -> list[tuple[str, tuple[str, ...]]]:
-        """Names and shapes."""
+        """Return names and shapes."""
         out, description = [], _Description()
         for number in range(self.count(part, variant)):
             check(library().aotb_describe(self.handle, variant, part, number, ctypes.byref(description)))
@@ -165,7 +165,7 @@ class Function:
         return [tensor_of(r) for r in results[:count]]
 
     def run(self, *inputs: torch.Tensor, variant: int = 0) -> list[torch.Tensor | None]:
-        """Outputs and, of a gradient function, gradients."""
+        """Return the outputs and, for a gradient function, the gradients."""
         return self._call("run", inputs, self.count(OUTPUTS, variant) + (self.count(GRADIENTS, variant) if self.kind == "grad" else 0))
 
     def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor | None]:

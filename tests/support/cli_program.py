@@ -1,4 +1,4 @@
-"""What ``aot-backward export cli_program.py:NAME`` is tested with: one function per kind of answer."""
+"""Functions for tests of ``aot-backward export cli_program.py:NAME``: one per kind of answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import aot_backward as ab
 
 
 class Net(nn.Module):
-    """Takes a dict and returns a dict; two outputs, of which one needs no gradient."""
+    """Takes a dict and returns a dict. One of its two outputs does not require grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ CONSTANT = 3
 
 
 def training() -> dict[str, ab.Step | ab.Grad]:
-    """A step with what training can have: dropout and BatchNorm, momentum, clipping, gradients that wait; and something beside it."""
+    """Return a step with dropout, BatchNorm, momentum, clipping and gradient accumulation, and another entry."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)]
     module = nn.Sequential(*layers)
@@ -71,7 +71,7 @@ def training() -> dict[str, ab.Step | ab.Grad]:
 
 
 def static() -> ab.Step:
-    """Batches of 8 alone, the smallest step that there is."""
+    """Return the smallest step, for batches of 8 only."""
     torch.manual_seed(0)
     module = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Packages that tests share: each is exported once in a test run, whichever process asks first."""
+"""Packages that tests share. The first process that asks exports each once in a test run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import zoo
 
 
 def shared(name: str, make: Callable[[Path], object]) -> Path:
-    """``NAME.pt2`` in the folder that this test run shares (tests/conftest.py), made by ``make(path)`` if it is not there."""
+    """Return ``NAME.pt2`` in the folder that this test run shares (tests/conftest.py). If it does not exist, ``make(path)`` makes it."""
     path = Path(os.environ["AOT_BACKWARD_TEST_FOLDER"]) / f"{name}.pt2"
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -23,7 +23,7 @@ def shared(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def module(name: str, *, dynamic: bool) -> Path:
-    """The zoo's module of that name."""
+    """Return a package of the zoo's module of that name."""
 
     def make(path: Path) -> None:
         case = zoo.make(name)

@@ -1,4 +1,4 @@
-"""The golden packages as files (tests/golden), whose native code runs on the torch that it was built for."""
+"""The files of the golden packages (tests/golden). Their native code runs on the torch that it was built for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the golden packages of the present format version; see golden/README.md."""
+"""Write the golden packages of the current format version; see golden/README.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..golden_operators import cube
 
 
 class Pair(nn.Module):
-    """A module that uses what the format can say: a tie, a buffer that moves, a frozen parameter, nested arguments and results, a symbol."""
+    """A module that exercises the format: tied weights, a mutated buffer, a frozen parameter, nested arguments and results, a symbol."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def arguments() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def backward_passes(batches: Sequence[int]) -> list[list[torch.Tensor]]:
-    """A script's passes: the gradients of a small net's parameters, a list for each batch."""
+    """Run a script's passes and return the gradients of a small net's parameters, a list for each batch."""
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     out = []
@@ -52,7 +52,7 @@ def backward_passes(batches: Sequence[int]) -> list[list[torch.Tensor]]:
 
 
 def write_passes(path: Path) -> None:
-    """Passes that were timed at two sizes."""
+    """Write passes that were timed at two sizes."""
     with ab.record(path, tune="quick") as recording:
         backward_passes([6, 9] * 45)
     assert not recording.skipped
@@ -75,7 +75,7 @@ def write_pair(path: Path) -> None:
 
 
 def training() -> ab.Step:
-    """A step that uses what the format can say of one: groups, gradients that wait, clipping, skipping, a symbol, weights that are not stored."""
+    """Return a step that exercises the format: groups, accumulation, clipping, skipping, a symbol, weights that are not stored."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW([{"params": net[:2].parameters(), "lr": 1e-3}, {"params": net[3].parameters()}], lr=1e-2)
@@ -94,7 +94,7 @@ def write_step(path: Path) -> None:
 
 
 class Curved(nn.Module):
-    """Its gradients depend on everything, and its backward on activations that nobody else sees."""
+    """Its gradients depend on every input and parameter, and its backward on intermediate activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Curved(nn.Module):
 
 
 def write_orders(path: Path) -> None:
-    """A module differentiated twice, in a variant for everything and one for its head alone."""
+    """Write a twice differentiable module, with one variant for all gradients and one for its head only."""
     rows, x = {0: Dim("rows", min=2, max=64)}, torch.randn(4, 3)
     subsets = (("x", "parameters"), ("head",))
     variants = [ab.Variant((x,), dynamic_shapes=(rows,), requires_grad=names, mode="train") for names in subsets]
@@ -118,7 +118,7 @@ def bend(x: torch.Tensor) -> torch.Tensor:
 
 
 def write_targets(path: Path) -> None:
-    """One gradient for two levels of processors, with its portable graph."""
+    """Write one gradient for two levels of processors, with its portable graph."""
     rows = {0: Dim("rows", min=2, max=64)}
     ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])}, target="cpu:avx2,cpu:sse4")
 
@@ -128,7 +128,7 @@ def cubed(x: torch.Tensor) -> torch.Tensor:
 
 
 def write_operators(path: Path) -> None:
-    """A gradient through an operator that PyTorch does not have."""
+    """Write a gradient through an operator that PyTorch does not have."""
     ab.export(path, {"cubed": ab.Grad(cubed, [ab.Variant((torch.ones(4),))])})
 
 
@@ -137,18 +137,18 @@ def grid() -> torch.Tensor:
 
 
 def write_sketches(path: Path) -> None:
-    """A gradient that is too large to be stored whole."""
+    """Write a gradient that is too large to be stored whole."""
     ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((grid(),))])})
 
 
 def write_speed(path: Path) -> None:
-    """A gradient that was timed beside eager, at two sizes."""
+    """Write a gradient that was timed against eager, at two sizes."""
     rows = {0: Dim("rows", min=2, max=64)}
     ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])}, tune="quick")
 
 
 def write_standalone(path: Path) -> None:
-    """One entry that runs without PyTorch, and one that calls an operator which only PyTorch has."""
+    """Write one entry that runs without PyTorch, and one that calls an operator which only PyTorch has."""
 
     def swing(x: torch.Tensor) -> torch.Tensor:
         return torch.linalg.det(x).square()
@@ -159,7 +159,7 @@ def write_standalone(path: Path) -> None:
 
 
 def momentum(steps: int) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
-    """The parameters and the optimizer after some steps on made-up gradients: two groups, state, a parameter without a gradient."""
+    """Return the parameters and the optimizer after some steps on made-up gradients: two groups, state, a parameter without a gradient."""
     torch.manual_seed(6)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     groups = [{"params": net[0].parameters(), "weight_decay": 0.1}, {"params": net[2].parameters()}]
@@ -172,13 +172,13 @@ def momentum(steps: int) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
 
 
 def write_updates(path: Path) -> None:
-    """The steps of an optimizer, recorded."""
+    """Write recorded optimizer steps."""
     with ab.record(path, tune="quick"):
         momentum(4)
 
 
 def clipped(step: int) -> list[torch.Tensor]:
-    """Made-up gradients that were clipped, and their norm."""
+    """Return clipped made-up gradients and their norm."""
     made = [nn.Parameter(torch.zeros(shape)) for shape in ((8, 4), (8,), (2, 8))]
     for i, p in enumerate(made):
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
@@ -188,14 +188,14 @@ def clipped(step: int) -> list[torch.Tensor]:
 
 
 def write_clippings(path: Path) -> None:
-    """Clippings of gradients, by their norm and by value, recorded."""
+    """Write recorded clippings of gradients, by norm and by value."""
     with ab.record(path, tune="quick"):
         for step in range(3):
             clipped(step)
 
 
 class Gated(nn.Module):
-    """Attributes of its own, and a submodule in another mode."""
+    """A module with attributes and a submodule in another mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Gated(nn.Module):
 
 
 def gated_gradients(net: nn.Module, batches: Sequence[int] = (4, 4, 6, 6)) -> list[torch.Tensor]:
-    """The gradients that some calls of it add up to."""
+    """Return the gradients accumulated by some calls of the module."""
     for rows in batches:
         net(torch.linspace(-1, 1, 4 * rows).view(rows, 4)).square().sum().backward()
     return [p.grad for p in net.parameters()]
@@ -237,6 +237,6 @@ WRITERS = {
 }
 
 if __name__ == "__main__":
-    from tests.support.golden_packages import WRITERS  # classes are called after the module that they are in
+    from tests.support.golden_packages import WRITERS  # the import gives classes the name of their module
 
     WRITERS[Path(sys.argv[1]).stem.rpartition("-")[2]](Path(sys.argv[1]))

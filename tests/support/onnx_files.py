@@ -1,4 +1,4 @@
-"""ONNX files that tests share, and how somebody runs them who has onnxruntime and NumPy alone."""
+"""ONNX files that tests share, and a runner that needs only onnxruntime and NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Session:
-    """One ONNX file. ``inputs``: names of all, also of those that have a default."""
+    """One ONNX file. ``inputs`` names all inputs, also inputs with a default."""
 
     def __init__(self, path: Path):
         options = onnxruntime.SessionOptions()
@@ -23,11 +23,11 @@ class Session:
         self.outputs = {o.name: o for o in self.session.get_outputs()}
 
     def __call__(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Of ``feeds`` what it has inputs for."""
+        """Run the session with the entries of ``feeds`` that it has inputs for."""
         given = {n: _value(v) for n, v in feeds.items() if n in self.required or n in self.defaults}
         names = list(self.outputs)
         found = zip(names, self.session.run_with_ort_values(names, given), strict=True)
-        return {n: v if v.data_type() == "tensor(bfloat16)" else v.numpy() for n, v in found}  # NumPy has no such numbers: only to be handed on
+        return {n: v if v.data_type() == "tensor(bfloat16)" else v.numpy() for n, v in found}  # NumPy has no bfloat16: hand it on as it is
 
 
 def _value(value: Any) -> Any:
@@ -41,13 +41,13 @@ def array(value: Any) -> np.ndarray:
 
 
 def gradients(folder: Path, name: str, feeds: Mapping[str, Any], incoming: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """What ``NAME.forward.onnx`` and ``NAME.backward.onnx`` give together."""
+    """Return the results of ``NAME.forward.onnx`` and ``NAME.backward.onnx`` together."""
     results = Session(folder / f"{name}.forward.onnx")(feeds)
     return results | Session(folder / f"{name}.backward.onnx")({**feeds, **results, **incoming})
 
 
 def train(path: Path, steps: int, feeds: Mapping[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The losses of a few steps from the stored state, and the state after them."""
+    """Return the losses of a few steps from the stored state, and the state after them."""
     step, state, losses = Session(path), dict[str, np.ndarray](), []
     for _ in range(steps):
         results = step({**feeds, **state})

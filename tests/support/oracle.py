@@ -1,4 +1,4 @@
-"""Eager PyTorch in the same process, on the same inputs: the oracle of every numerical test."""
+"""Eager PyTorch in the same process, on the same inputs. Every numerical test compares with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RELATIVE = {torch.float32: 3e-5, torch.float64: 1e-11, torch.bfloat16: 2e-2, tor
 
 
 def clones(args: Any) -> Any:
-    """The same arguments as leaves of their own."""
+    """Return copies of the arguments as new leaves."""
     return pytree.tree_map(lambda v: v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v, args)
 
 
@@ -21,9 +21,9 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def run(module: torch.nn.Module, args: tuple[Any, ...], cotangents: Sequence[torch.Tensor | None] | int, kwargs: Any = None) -> dict[str, Any]:
-    """Forward and backward: outputs, every ``.grad`` and every buffer, by name.
+    """Run forward and backward. Return outputs, every ``.grad`` and every buffer, by name.
 
-    ``cotangents``: one per output that requires a gradient (None: that output gets none), or a seed to draw them with.
+    ``cotangents``: one incoming gradient per output that requires grad (None: that output gets none), or a seed to draw them with.
     """
     args = clones(args)
     for parameter in module.parameters():
@@ -47,7 +47,7 @@ def run(module: torch.nn.Module, args: tuple[Any, ...], cotangents: Sequence[tor
 
 
 def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], relative: float | None = None) -> None:
-    """Every tensor: None where the other is None, the same dtype, shape and strides, and values within the dtype's tolerance."""
+    """Check that each tensor is None in both or in neither, has the same dtype, shape and strides, and values within the dtype's tolerance."""
     assert actual.keys() == expected.keys()
     scale = max(
         (float(e.norm()) for n, e in expected.items() if e is not None and (e.is_floating_point() or e.is_complex()) and "grad" in n), default=0.0

@@ -1,5 +1,5 @@
-"""Small packages for tests: a sound one around one real compiled graph, its members taken apart and put together wrongly, and raw zip
-files in which any field can be set."""
+"""Small packages for tests: a sound one with one real compiled graph, tools that reassemble its members wrongly, and raw zip files with arbitrary
+fields."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ with torch.no_grad(), adjust_commands("x86-64-v3"):  # torch 2.11 has no cpp.mar
 
 @functools.cache
 def tiny_artifact() -> Artifact:
-    """``tanh(x @ weight.T + bias)``, compiled once per machine and torch (20 s), without line tables and symbols."""
+    """Compile ``tanh(x @ weight.T + bias)`` once per machine and torch (20 s), without line tables and symbols."""
     key = hashlib.sha256(f"{torch.__version__}{_COMPILE}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"aot-backward-tests-{os.getuid()}" / key
     if not folder.is_dir():
@@ -123,7 +123,7 @@ def tiny_manifest(**changes: Any) -> Manifest:
 
 
 def write_tiny(path: Path, weights: Mapping[str, torch.Tensor] | None = None, **changes: Any) -> Manifest:
-    """Writes the sound package; ``weights`` come on top of the graph's two."""
+    """Write the sound package. ``weights`` are added to the graph's two."""
     return write_package(path, tiny_manifest(**changes), {GRAPH: tiny_artifact()}, {**tiny_weights(), **(weights or {})}, {"x": tiny_input()})
 
 
@@ -133,8 +133,8 @@ def taken_apart(path: Path) -> dict[str, bytes]:
 
 
 def put_together(path: Path, members: Mapping[str, bytes], edit: dict[str, Any] | None = None, *, relist: bool = True) -> None:
-    """Writes ``members`` with the manifest changed: its ``members`` listed anew (``relist``), then fields replaced by
-    ``edit``. A manifest with its SHA-256 gets the new one."""
+    """Write ``members`` with a changed manifest: ``relist`` rebuilds its ``members``, then ``edit`` replaces fields. A manifest that has its SHA-256
+    gets a new one."""
     members = dict(members)
     manifest = json.loads(members.pop(MANIFEST))
     digest = manifest.pop("sha256", None)
@@ -151,7 +151,7 @@ def put_together(path: Path, members: Mapping[str, bytes], edit: dict[str, Any] 
 
 @dataclass
 class Raw:
-    """A member of a raw zip file. What is None is as it should be; ``central`` and ``local`` replace fields of the one header only."""
+    """A member of a raw zip file. None means the correct value. ``central`` and ``local`` replace fields of that header only."""
 
     name: str | bytes
     data: bytes
@@ -214,7 +214,7 @@ def write_raw(path: Path, members: list[Raw], *, before_directory: bytes = b"", 
 
 
 def python(code: str, *arguments: object, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in another process, with warnings as errors; a signal is a failure. A variable of None is unset."""
+    """Run ``code`` in another process, with warnings as errors; fail on a signal. None unsets a variable."""
     merged = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
     command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
     done = subprocess.run(command, env=merged, capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2])

@@ -1,7 +1,7 @@
-"""What stands for a GPU where there is none: it "captures" a call and "replays" it into the same memory, as a CUDA graph does, on the CPU.
+"""A substitute for a GPU: it "captures" a call and "replays" it into the same memory on the CPU, as a CUDA graph does.
 
-Real are the compiled code, the numbers, and everything in ``aot_backward_runtime.native.cuda_graphs``. On a GPU nothing runs during a
-capture; here it does, and what it wrote is put back.
+The compiled code, the numbers and everything in ``aot_backward_runtime.native.cuda_graphs`` are real. On a GPU nothing runs during a capture. Here
+the call runs, and its writes are undone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from aot_backward_runtime.native.cuda_graphs import Graphs
 
 class Simulated:
     """A :class:`~aot_backward_runtime.native.cuda_graphs.Recorder` on the CPU.
-    ``refuse``: so many captures fail, as those of code that waits for the GPU.
+    ``refuse``: the number of captures that fail, as captures of code that waits for the GPU do.
 
-    As PyTorch's allocator does: what a graph needs in between is free again once it is captured, and results of the next graph of its pool lie
-    there."""
+    It manages memory like PyTorch's allocator: a graph's scratch memory is free again after its capture, and results of the next graph in its pool
+    are placed there."""
 
     def __init__(self) -> None:
         self.refuse = 0
@@ -59,13 +59,13 @@ class Simulated:
 
 
 class Pool:
-    """Memory that graphs share: pieces that are free after a capture, though its replays write there."""
+    """Memory that graphs share: pieces are free after a capture, though the graph's replays write to them."""
 
     def __init__(self) -> None:
         self._free: list[torch.UntypedStorage] = []
 
     def place(self, results: list[torch.Tensor]) -> None:
-        """Gives results pieces of their size, where any are free."""
+        """Move results into free pieces of the same size."""
         moved: dict[int, torch.UntypedStorage] = {}
         for t in results:
             old = t.untyped_storage()
@@ -76,7 +76,7 @@ class Pool:
                 t.set_(new, t.storage_offset(), t.shape, t.stride())
 
     def scratch(self, sizes: set[int]) -> list[torch.UntypedStorage]:
-        """What a graph writes in between, as large as what goes in and comes out; free when it is captured."""
+        """Return scratch memory for a graph, as large as its inputs and outputs; it is free after the capture."""
         made = [torch.UntypedStorage(size) for size in sorted(sizes)]
         self._free += made
         return made
@@ -91,7 +91,7 @@ def _put_back(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 def graphed(path: Path) -> tuple[Package, Simulated]:
-    """The package, loaded as with ``cudagraphs=True``."""
+    """Return the package, loaded as with ``cudagraphs=True``, and the simulated GPU."""
     machine, package = Simulated(), load(path)
     package._graphs = Graphs(machine)
     return package, machine

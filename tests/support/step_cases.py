@@ -1,4 +1,4 @@
-"""Training steps that tests share: one small net under each family of optimizer, and the same training in eager, called as a loaded step is."""
+"""Training steps that tests share: one small net per family of optimizer, and the same training in eager with the interface of a loaded step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import aot_backward as ab
 from . import exports
 
 CLIP = 3.2
-"""Between the norms of the ten steps, so that some are clipped and some are not."""
+"""A clipping norm that some of the ten steps exceed and others do not."""
 WAITING = ("SGD", "Adam", "AdamW")
-"""The families whose gradients can be accumulated, for which three graphs are compiled, not one."""
+"""The families that accumulate gradients: export compiles three graphs for each instead of one."""
 
 
 class Net(nn.Module):
-    """BatchNorm and dropout. No gradient in it has the true value zero: the layer before BatchNorm has no bias."""
+    """A net with BatchNorm and dropout. The layer before BatchNorm has no bias, so no true gradient is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def net() -> Net:
 
 
 def _groups(own: Net, **second: Any) -> list[dict[str, Any]]:
-    """Two, in another order than the module's; weights decay, the others do not."""
+    """Return two groups, ordered differently from the module. Only the weights decay."""
     return [
         {"params": [own.last.weight, own.first.weight], "weight_decay": 0.1},
         {"params": [own.norm.bias, own.norm.weight, own.last.bias], "lr": 0.02, "weight_decay": 0.0, **second},
@@ -55,7 +55,7 @@ FAMILIES: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
     "Adagrad": lambda own: torch.optim.Adagrad(_groups(own, lr_decay=0.3), lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1),
     "RMSprop": lambda own: torch.optim.RMSprop(_groups(own, centered=True), lr=0.01, momentum=0.8),
 }
-_cycle = torch.optim.lr_scheduler.OneCycleLR  # moves momentum, or the first beta
+_cycle = torch.optim.lr_scheduler.OneCycleLR  # schedules momentum, or the first beta
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda o: _cycle(o, [0.1, 0.05], total_steps=12),
     "Adam": lambda o: _cycle(o, [0.02, 0.01], total_steps=12),
@@ -66,7 +66,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 def package(name: str) -> Path:
-    """Of :data:`FAMILIES`: clipped by norm, any number of rows."""
+    """Return a package of one of :data:`FAMILIES`, clipped by norm, for any number of rows."""
 
     def make(path: Path) -> None:
         own, rows = net(), {0: Dim("rows", min=2)}
@@ -146,7 +146,7 @@ def eager(name: str) -> Eager:
 
 
 def everything(training: Any) -> dict[str, torch.Tensor]:
-    """Copies of parameters, buffers and the optimizer's state, by name."""
+    """Return copies of parameters, buffers and the optimizer's state, by name."""
     names = {id(p): n for n, p in reversed(training.parameters.items())}
     out = {f"parameter {n}": p for n, p in training.parameters.items()} | {f"buffer {n}": b for n, b in training.buffers.items()}
     out |= {f"{key} of {names[id(p)]}": t for p, slots in training.state.items() for key, t in slots.items()}
@@ -154,10 +154,10 @@ def everything(training: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same_change(actual: Any, expected: Any, before: Mapping[str, torch.Tensor], relative: float = 1e-4) -> None:
-    """What training has changed since ``before``, of each tensor: ``‖Δa − Δe‖ ≤ relative·‖Δe‖ + 4·eps·‖e‖``.
+    """Compare each tensor's change since ``before``: ``‖Δa − Δe‖ ≤ relative·‖Δe‖ + 4·eps·‖e‖``.
 
-    A step's own rounding is about 1e-6 of its size; ten steps of a smooth net, and Adam's division by the root of small squares, let that grow
-    by some tens. The least of what a wrong formula changes here (a weight decay left out) is a hundred times as much as 1e-4."""
+    A step rounds by about 1e-6 of its size. Ten steps of a smooth net, and Adam's division by the root of small squares, multiply that by some tens.
+    The smallest change from a wrong formula (an omitted weight decay) is a hundred times 1e-4."""
     ours, theirs = everything(actual), everything(expected)
     assert ours.keys() == theirs.keys()
     for name, e in theirs.items():
@@ -173,15 +173,15 @@ def assert_same_change(actual: Any, expected: Any, before: Mapping[str, torch.Te
 
 
 def assert_equal(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Bit for bit."""
+    """Check that the tensors are equal bit for bit."""
     assert actual.keys() == expected.keys()
     for name, e in expected.items():
         assert torch.equal(actual[name], e), name
 
 
 class Odd(nn.Module):
-    """What a module may have besides layers: tied, frozen, unused and 0-d parameters, one that no group has, buffers that move, of which one is
-    not persistent; it takes keywords, and returns its loss and more."""
+    """A module with unusual parts: tied, frozen, unused and 0-d parameters, one outside all groups, and mutated buffers, one not persistent. It takes
+    keywords, and returns its loss and more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def words(rows: int, seed: int = 0) -> tuple[tuple[torch.Tensor], dict[str, Any]
 
 
 def odd_package() -> Path:
-    """Three variants: four rows, seven, and four in eval mode."""
+    """Return a package with three variants: four rows, seven, and four in eval mode."""
 
     def make(path: Path) -> None:
         own, optimizer = odd()
@@ -230,7 +230,7 @@ def odd_package() -> Path:
 
 
 class Weighted(nn.Module):
-    """A loss with buffers: weights of classes, and one that moves."""
+    """A loss with buffers: class weights and a mutated one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def labelled(i: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def weighted_package() -> Path:
-    """Clipped by value; gradients with Inf are left out."""
+    """Return a step that clips by value and skips gradients with Inf."""
 
     def make(path: Path) -> None:
         made = weighted()

@@ -1,4 +1,4 @@
-"""Real models of the families that people train, each small enough to compile in seconds. One line here is one more case everywhere."""
+"""Small real models of common families, each compiled in seconds. One line here adds one case everywhere."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.export import Dim
 
 @dataclass(frozen=True)
 class Case:
-    """A module, example arguments, and which dimensions may change; ``args(n)`` gives arguments of another size."""
+    """A module, its example arguments and its dynamic dimensions. ``args(n)`` returns arguments of another size."""
 
     module: nn.Module
     args: Callable[[int], tuple[Any, ...]]
     dynamic_shapes: Any
     sizes: tuple[int, ...] = (3, 5)
     mode: str = "train"
-    relative: float | None = None  # what another order of rounding may make of it, where that is more than usual
+    relative: float | None = None  # tolerance, if another order of rounding changes results by more than usual
 
 
 class ConvNet(nn.Module):
@@ -60,7 +60,7 @@ class Embedder(nn.Module):
 
 
 class Two(nn.Module):
-    """Two outputs in a dict, tied and unused and frozen parameters, dropout and BatchNorm."""
+    """Two outputs in a dict; tied, unused and frozen parameters; dropout and BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def _batch(name: str = "x") -> dict[str, Any]:
 
 
 def make(name: str) -> Case:
-    """The case of that name, from the same seed each time."""
+    """Return the case of that name, made from the same seed each time."""
     torch.manual_seed(7)
     return _CASES[name]()
 

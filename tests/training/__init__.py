@@ -1,1 +1,1 @@
-"""Loaded training steps, beside eager."""
+"""Loaded training steps, compared with eager."""

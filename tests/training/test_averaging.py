@@ -1,6 +1,6 @@
-"""Gradients averaged over processes: bit by bit what DistributedDataParallel leaves in ``.grad``, and errors on every rank.
+"""Gradients averaged over processes: equal bit for bit to DistributedDataParallel's ``.grad``, and errors on every rank.
 
-This file is also the program that torchrun starts: ``test_averaging.py SCENARIO FOLDER``; each rank leaves what it saw in FOLDER/RANK.json.
+This file is also the program that torchrun starts: ``test_averaging.py SCENARIO FOLDER``. Each rank writes what it saw to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def test_sums_are_those_of_ddp(processes: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(seen) == processes
     for one in seen:
-        assert one["buckets"] == 6  # of float32 a full one and what is left; one of each other dtype
+        assert one["buckets"] == 6  # float32: one full bucket and the rest; one bucket for each other dtype
         assert one["in order"] == [[]] * 20
         assert one["another order"] == [[]] * 5
         assert one["small buckets"] == [[]] * 3
-        if processes > 2:  # the comparison can tell: from three processes on the layout decides about the last bit
+        if processes > 2:  # the comparison is sensitive: from three processes on, the layout affects the last bit
             assert one["in order, never whole"][0] and not any(one["in order, never whole"][1:])
             assert not one["another order, not said"][0] and all(one["another order, not said"][1:])
         else:
@@ -186,11 +186,11 @@ def test_the_runtime_alone_does_not_load_this() -> None:
     assert done.stdout.split() == [f"aot_backward_runtime.training.{name}" for name in ("distributed", "gradient_buckets")], done.stdout + done.stderr
 
 
-# What the ranks do.
+# The ranks run the code below.
 
 
 class Given(torch.nn.Module):
-    """A module whose gradients are given: the loss is the sum of each parameter times its gradient, added up in ``order``."""
+    """A module with given gradients. The loss is the sum of each parameter times its gradient, added up in ``order``."""
 
     def __init__(self, order: Sequence[int]):
         super().__init__()
@@ -214,7 +214,8 @@ def gradients(iteration: int, rank: int) -> list[torch.Tensor]:
 def differing(
     order: Sequence[int], iterations: int, make: Callable[[list[Spec], list[str]], Collectives], *, whole_first: bool = True, **ddp: Any
 ) -> list[list[int]]:
-    """By iteration, the gradients in which what ``make`` averages and DDP differ. ``make`` gets specs, and names as they arrive in DDP."""
+    """Return, for each iteration, the gradients that differ between DDP and the averages of ``make``. ``make`` gets specs, and names in DDP's order
+    of arrival."""
     module = Given(order)
     arrived: list[str] = []
     for i, p in enumerate(module.p):
@@ -268,7 +269,7 @@ def sharing() -> dict[str, Any]:
         return next(f"rank {r}" for r in range(3) if all(map(torch.equal, tensors, buffers(r))))
 
     out["buffers"] = []
-    for limit in (distributed._BROADCAST, 64):  # in one piece, and in several
+    for limit in (distributed._BROADCAST, 64):  # one piece, then several
         distributed._BROADCAST = limit
         ours.share(mine := buffers(rank))
         out["buffers"].append(whose(mine))
@@ -323,8 +324,8 @@ def fail(error: Exception) -> None:
 
 
 def killed() -> dict[str, Any]:
-    """Rank 1 ends with no warning; rank 0 finds the connection gone."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others 0.1 s after the first, which might be before they can say anything
+    """Rank 1 dies without a warning; rank 0 loses the connection."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others 0.1 s after the first, possibly before they have reported
     rank = dist.get_rank()
     ours = Collectives(Buckets([("w", (600, 1000), (1000, 1), torch.float32, CPU), ("v", (5,), (1,), torch.float32, CPU)]))
     for averaged in range(10):
@@ -345,4 +346,4 @@ if __name__ == "__main__":
     seen = {"sums": sums, "sharing": sharing, "killed": killed}[sys.argv[1]]()
     (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
-    os._exit(0)  # two of sixty runs with DDP ended in "terminate called without an active exception" as Python shut down; none of 600 without
+    os._exit(0)  # two of sixty runs with DDP ended in "terminate called without an active exception" at Python's shutdown; none of 600 without

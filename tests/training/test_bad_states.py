@@ -1,4 +1,4 @@
-"""States that are loaded, and files that are resumed, with one bad item among good ones: a typed error, and everything is as it was."""
+"""Loaded states and resumed files that have one bad item among good ones raise a typed error and change nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from . import test_loss_scale
 
 
 class Mixed(nn.Module):
-    """The state of each dtype family; what comes last by name is float32, and what comes first."""
+    """The state of each dtype family. The first and the last by name are float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def _refused(call: Callable[[], Any], error: Any, message: str, look: Callable[[
 
 
 def _other(state: Mapping[str, torch.Tensor], **changes: Any) -> dict[str, Any]:
-    """Other good values, the bad one last."""
+    """Return other good values, with the bad one last."""
     return {**{n: t.clone() + 1 for n, t in state.items() if n not in changes}, **changes}
 
 
@@ -245,7 +245,7 @@ def test_a_bad_tensor_in_the_state_of_a_step(adam: Any) -> None:
 
 
 def _rewritten(source: Path, path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
-    """The training state of ``source`` with a change, and a digest that is right."""
+    """Write the training state of ``source`` with a change and a correct digest."""
     tensors, about = checkpoint.read_state(source)
     change(about, tensors)
     checkpoint.write_state(path, tensors, about)
@@ -294,7 +294,7 @@ def test_files_whose_numbers_are_absurd(adam: Any, tmp_path: Path) -> None:
     _rewritten(good, tmp_path / "bad", lambda a, _: a.update(accumulated=0))
     _unchanged(adam, lambda: adam.resume(tmp_path / "bad"), "gradient state: .*unexpected")
     _rewritten(good, tmp_path / "other", lambda _, t: t.update({"random/cpu": torch.zeros(7, dtype=torch.uint8)}))
-    adam.resume(tmp_path / "other", random=False)  # from another torch, say
+    adam.resume(tmp_path / "other", random=False)  # for example from another torch
     assert_equal(everything(adam), everything(other))
     assert adam.accumulated == 1 and adam.count == 0
     rms = load(package("RMSprop")).step()
@@ -323,7 +323,7 @@ def test_numbers_of_groups(adam: Any) -> None:
         torch.manual_seed(1)
         step(*batch(1))
     assert_equal(everything(adam), everything(twin))
-    first["lr"] = math.nan  # as eager: a number like others
+    first["lr"] = math.nan  # allowed, as in eager
     adam(*batch(1))
     assert adam.parameters["last.weight"].isnan().all()
 

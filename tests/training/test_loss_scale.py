@@ -1,4 +1,4 @@
-"""Training in float16 with a scaled loss, beside eager with ``torch.amp.GradScaler``."""
+"""Training in float16 with a scaled loss, compared with eager and ``torch.amp.GradScaler``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALE = 2.0**22
 
 
 class Half(nn.Module):
-    """Computes in float16 inside; its gradients overflow there at large scales."""
+    """Computes in float16 inside, so its gradients overflow at large scales."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Eager:
-    """The loop that the PyTorch tutorial on mixed precision gives, with clipping and accumulation."""
+    """The loop from PyTorch's tutorial on mixed precision, with clipping and accumulation."""
 
     def __init__(self) -> None:
         self.module = half()
@@ -108,7 +108,7 @@ def test_small_gradients_do_not_vanish(package: Path) -> None:
     x, _ = _batch(0)
     with torch.no_grad():
         target = module(x)
-    target = target + 1e-7  # the loss's gradients are below what float16 holds
+    target = target + 1e-7  # the loss's gradients underflow in float16
     start = {n: p.detach().clone() for n, p in step.parameters.items()}
     for _ in range(10):
         if (step(x, target), step.count)[1]:
@@ -116,7 +116,7 @@ def test_small_gradients_do_not_vanish(package: Path) -> None:
     moved = max(float((p.detach() - start[n]).abs().max()) for n, p in step.parameters.items())
     assert step.count == 1 and moved > 0
     (_loss(module(x), target)).backward()
-    assert all(p.grad is None or not p.grad.any() for p in module.first.parameters())  # unscaled they are gone
+    assert all(p.grad is None or not p.grad.any() for p in module.first.parameters())  # without a scale they vanish
 
 
 def test_the_scale_goes_into_the_state_and_back(package: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``export_step``: whole training steps in one native call, beside the same steps in eager."""
+"""``export_step``: whole training steps in one native call, compared with the same steps in eager."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..support.step_cases import (
 
 
 def _ten(training: Any, schedule: Any, waiting: bool) -> list[float]:
-    """Ten steps of changing sizes, the schedule moved after each. ``waiting``: the fourth is of four micro-batches, the eighth of two by
+    """Run ten steps of changing sizes, each followed by the schedule. With ``waiting``, the fourth has four micro-batches, and the eighth has two and
     ``step()``."""
     torch.manual_seed(5)
     losses = []
@@ -46,11 +46,11 @@ def _ten(training: Any, schedule: Any, waiting: bool) -> list[float]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ten_steps_as_in_eager(name: str) -> None:
-    """Two groups, momentum or betas and learning rate under a schedule, clipping, accumulation (of two), dropout, BatchNorm, changing sizes."""
+    """Two groups, momentum or betas and learning rate under a schedule, clipping, accumulation, dropout, BatchNorm, changing sizes."""
     step, other = load(package(name)).step(), eager(name)
     before = everything(other)
     assert_equal(everything(step), before)
-    assert step.state_dict()["optimizer"]["state"].keys() == other.optimizer.state_dict()["state"].keys()  # none, but for Adagrad
+    assert step.state_dict()["optimizer"]["state"].keys() == other.optimizer.state_dict()["state"].keys()  # empty, except for Adagrad
     waiting = name in WAITING
     ours, theirs = _ten(step, SCHEDULES[name](step), waiting), _ten(other, SCHEDULES[name](other.optimizer), waiting)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -64,7 +64,7 @@ def test_ten_steps_as_in_eager(name: str) -> None:
 
 
 def test_odd_modules_and_several_variants() -> None:
-    """Tied, frozen, unused, 0-d parameters, one outside the groups; keywords; more than a loss; two sizes and the eval mode on one state."""
+    """Tied, frozen, unused and 0-d parameters, one outside the groups; keywords; more than a loss; two sizes and eval mode with one state."""
     step = load(odd_package()).step()
     own, optimizer = odd()
     other = Eager(own, optimizer, None)
@@ -91,7 +91,7 @@ def test_odd_modules_and_several_variants() -> None:
         assert torch.equal(after[f"parameter {name}"], before[f"parameter {name}"])
     assert step.parameters["tied.weight"] is step.parameters["table.weight"] and int(step.buffers["seen"]) == 7
     with pytest.raises(InputError):
-        step(*words(7)[0], **words(7)[1])  # not in eval mode
+        step(*words(7)[0], **words(7)[1])  # this size has no eval mode
     assert_equal(everything(step), after)
 
 
@@ -104,7 +104,7 @@ def test_a_loss_with_buffers_clipping_by_value_and_dampening() -> None:
 
 
 def test_gradients_that_are_not_finite_are_left_out() -> None:
-    """The very first step, so that the second is the optimizer's first; one in between; and one that waits."""
+    """The first step is skipped, so that the second is the optimizer's first; then one in between, and one of accumulated gradients."""
     step, other = load(weighted_package()).step(), weighted()
     before = everything(other)
     for i in range(5):

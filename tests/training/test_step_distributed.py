@@ -1,7 +1,7 @@
-"""Compiled steps over several processes, beside DistributedDataParallel of the eager module with the eager optimizer; killed, restarted, resumed.
+"""Compiled steps over several processes, compared with DistributedDataParallel and the eager optimizer; killed, restarted, resumed.
 
-This file is also the program that torchrun starts: ``-m tests.training.test_step_distributed SCENARIO FOLDER``. Each rank checks what it sees
-itself, and leaves in FOLDER/RANK.json what must be the same on all.
+This file is also the program that torchrun starts: ``-m tests.training.test_step_distributed SCENARIO FOLDER``. Each rank checks its own results. It
+writes to FOLDER/RANK.json the results that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..support import exports
 from ..support.step_cases import SCHEDULES, Eager, assert_equal, assert_same_change, batch, eager, everything, package
 
 ROOT = Path(__file__).parents[2]
-SIZES = [(1000, 300), (7,), (1001,), (500, 1100), (3, 5)]  # two of more than 1 MB, so that DDP has several buckets
+SIZES = [(1000, 300), (7,), (1001,), (500, 1100), (3, 5)]  # two exceed 1 MB, so that DDP has several buckets
 
 
 class Products(nn.Module):
-    """Its gradients are its inputs, to the last bit in eager and in native code. They arrive in the opposite of ``order``."""
+    """A module whose gradients are its inputs, bit for bit in eager and in native code. They arrive in the reverse of ``order``."""
 
     def __init__(self, order: Sequence[int] = range(len(SIZES))) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class Products(nn.Module):
 
 
 def products(order: Sequence[int] = range(len(SIZES))) -> Eager:
-    """Multiplied by powers of two alone, so that it makes no difference whether products are rounded before they are added."""
+    """Multiply only by powers of two, so that products are exact before they are added."""
     module = Products(order)
-    groups = [{"params": [module.p[i] for i in group]} for group in ((3, 0), (4, 2, 1))]  # in another order than the module's, which counts
+    groups = [{"params": [module.p[i] for i in group]} for group in ((3, 0), (4, 2, 1))]  # the order differs from the module's, and matters
     return Eager(module, torch.optim.SGD(groups, lr=0.5, momentum=0.25), None)
 
 
@@ -73,14 +73,14 @@ def products_package() -> Path:
 def torchrun(scenario: str, processes: int, folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     own = [f"--nproc-per-node={processes}", "-m", "tests.training.test_step_distributed", scenario, str(folder)]
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, *own]
-    # By default torch 2.13 keeps one store for all restarts, in which restarted processes find the addresses of the dead ones.
+    # By default torch 2.13 keeps one store for all restarts. Restarted processes then find the addresses of the dead ones in it.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900, env=env)
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def check(scenario: str, processes: int, folder: Path, *options: str) -> dict[str, Any]:
-    """What every rank has left."""
+    """Return the results of all ranks, which must be equal."""
     done, seen = torchrun(scenario, processes, folder, *options)
     assert done.returncode == 0, done.stderr[-8000:]
     assert len(seen) == processes and all(one == seen[0] for one in seen)
@@ -89,7 +89,7 @@ def check(scenario: str, processes: int, folder: Path, *options: str) -> dict[st
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_as_ddp_in_eager(processes: int, tmp_path: Path) -> None:
-    """Ten steps with BatchNorm, dropout, two groups, clipping, schedules, accumulation; equal to the last bit where gradients are."""
+    """Ten steps with BatchNorm, dropout, two groups, clipping, schedules, accumulation. Equal gradients give equal bits."""
     products_package()
     package("AdamW")
     package("SGD")
@@ -98,7 +98,7 @@ def test_as_ddp_in_eager(processes: int, tmp_path: Path) -> None:
 
 
 def test_saved_and_resumed(tmp_path: Path) -> None:
-    """By as many processes to the same bits, dropout included; by fewer and by more."""
+    """The same number of processes resumes bit for bit, dropout included; fewer and more processes resume too."""
     package("AdamW")
     package("SGD")
     seen = check("saving", 4, tmp_path)
@@ -117,7 +117,7 @@ def test_refusals_and_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["between", "within"])
 def test_a_killed_rank_ends_the_training(when: str, tmp_path: Path) -> None:
-    """Between two steps, and within one: after its gradients, before they are averaged."""
+    """The rank is killed between two steps, or within one after its gradients and before the average."""
     package("AdamW")
     done, seen = torchrun(f"killed {when}", 2, tmp_path)
     assert done.returncode != 0 and "Signal 9 (SIGKILL)" in done.stderr
@@ -128,7 +128,7 @@ def test_a_killed_rank_ends_the_training(when: str, tmp_path: Path) -> None:
 
 
 def test_a_bad_argument_on_one_rank_ends_the_training(tmp_path: Path) -> None:
-    """As an exception in one rank's forward does under DDP: that process ends with it, and the connection tells the others."""
+    """The process ends, as with an exception in a forward under DDP, and the lost connection informs the others."""
     package("AdamW")
     done, seen = torchrun("bad-argument", 2, tmp_path)
     assert done.returncode != 0 and "InputError: x has dtype torch.float64" in done.stderr
@@ -137,7 +137,7 @@ def test_a_bad_argument_on_one_rank_ends_the_training(tmp_path: Path) -> None:
 
 
 def test_torchrun_restarts_from_the_saved_state(tmp_path: Path) -> None:
-    """Three processes, for whose sums the order matters: what is resumed must not sum again as a first step does."""
+    """With three processes the order of sums matters, so a resumed step must not sum in the order of a first step."""
     products_package()
     assert check("restarting", 3, tmp_path, "--max-restarts=1") == {"restarts": "1", "count": 9}
     assert (tmp_path / "killed once.state").read_bytes() == (tmp_path / "undisturbed.state").read_bytes()
@@ -145,7 +145,7 @@ def test_torchrun_restarts_from_the_saved_state(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized")
 def test_checkpoints_of_one_process(tmp_path: Path) -> None:
-    """What a first step leaves, and what is before it, go through torch.distributed.checkpoint; without a place for it nothing is lost silently."""
+    """torch.distributed.checkpoint saves and loads states before and after the first step. A missing place for the state raises an error."""
     import torch.distributed.checkpoint as dcp
 
     path = package("SGD")
@@ -173,7 +173,7 @@ def test_checkpoints_of_one_process(tmp_path: Path) -> None:
 
 
 def test_calls_in_two_parts_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that wait cost no look at every parameter with each call; parameters that were given other memory are seen."""
+    """Accumulating calls do not check every parameter each time, and parameters with new memory are noticed."""
     looks: list[bool] = []
     closely = LoadedStep._match_and_call
     monkeypatch.setattr(LoadedStep, "_match_and_call", lambda *args: looks.append(args[-1]) or closely(*args))
@@ -198,11 +198,11 @@ def test_calls_in_two_parts_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert_same_change(step, other, before)
 
 
-# What the ranks do.
+# The ranks run the code below.
 
 
 class Parallel(Eager):
-    """The training in eager under DistributedDataParallel."""
+    """Training in eager under DistributedDataParallel."""
 
     def __init__(self, own: Eager, **options: Any):
         super().__init__(own.module, own.optimizer, own.loss_fn, own.clip_norm)
@@ -223,7 +223,7 @@ def digest(training: Any, *, buffers: bool = True) -> str:
 
 
 def agreed(training: Any, group: Any = None) -> str:
-    """The digest of parameters and the optimizer's state, which must be the same on all ranks."""
+    """Return the digest of parameters and optimizer state, which must be equal on all ranks."""
     own = digest(training, buffers=False)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
@@ -232,7 +232,7 @@ def agreed(training: Any, group: Any = None) -> str:
 
 
 def ten(training: Any, schedule: Any) -> list[float]:
-    """Ten steps on this rank's own shard and seed, the fourth of three micro-batches, the last of two."""
+    """Run ten steps on this rank's shard and seed. The fourth has three micro-batches, the last has two."""
     rank = dist.get_rank()
     torch.manual_seed(50 + rank)
     losses = []
@@ -253,11 +253,11 @@ def training() -> dict[str, Any]:
         before = everything(other)
         ours, theirs = ten(step, SCHEDULES[name](step)), ten(other, SCHEDULES[name](other.optimizer))
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        assert_same_change(step, other, before)  # BatchNorm's statistics too: of this rank, on top of the first's
+        assert_same_change(step, other, before)  # this includes this rank's BatchNorm statistics, which start from the first rank's
         torch.testing.assert_close(step.grad_norm, other.grad_norm, rtol=1e-4, atol=0)
         seen[f"{name}: {step.count} steps"] = agreed(step)
 
-        alone = runtime.load(path).step()  # the comparison can tell whether gradients are averaged, and whether buffers are shared
+        alone = runtime.load(path).step()  # the comparison fails if gradients are not averaged, or buffers not shared
         ten(alone, SCHEDULES[name](alone))
         apart = runtime.load(path).step().distribute(broadcast_buffers=False)
         ten(apart, SCHEDULES[name](apart))
@@ -270,7 +270,7 @@ def training() -> dict[str, Any]:
 
 
 def exact() -> dict[str, Any]:
-    """Bit for bit, in each of DDP's layouts."""
+    """Compare bit for bit in each of DDP's layouts."""
     path, rank, seen = products_package(), dist.get_rank(), {}
     names = [f"p.{i}" for i in range(len(SIZES))]
     other_order = [2, 0, 4, 1, 3]
@@ -329,7 +329,7 @@ def saving() -> dict[str, Any]:
             step = runtime.load(path).step()
             if rank == 0:
                 step.param_groups[0]["lr"] = 0.5
-            step.resume(folder / f"{size}.state")  # before it is distributed; rank 1 must still have its own random state
+            step.resume(folder / f"{size}.state")  # before distribute(); rank 1 must keep its own random state
             if size > 1:
                 step.distribute(groups[size])
             assert (run(step, range(3, 6)), digest(step)) == expected[size]
@@ -350,7 +350,7 @@ def saving() -> dict[str, Any]:
         by_others.append(f"{before} by {now}")
         dist.barrier()
 
-    step = loaded(4, package("SGD"))  # gradients that wait, in one step of three micro-batches, before and after the first update
+    step = loaded(4, package("SGD"))  # accumulated gradients, in one step of three micro-batches, before and after the first update
     for done in (0, 2):
         torch.manual_seed(rank)
         run(step, range(done))
@@ -368,7 +368,7 @@ def saving() -> dict[str, Any]:
         assert ends[0] == ends[1]
 
     kept = everything(step)
-    with pytest.raises(runtime.StateError, match="No such file"):  # on all ranks, whoever has the file
+    with pytest.raises(runtime.StateError, match="No such file"):  # on all ranks, whichever has the file
         step.resume(folder / ("nothing" if rank == 0 else "1.state"))
     assert_equal(everything(step), kept)
     with pytest.raises(runtime.StateError, match="No such file"):
@@ -404,7 +404,7 @@ def refusals() -> dict[str, Any]:
     assert (step.count, step.param_groups[1]["lr"]) == (0, 0.25)
     refused(runtime.InputError, "distributed already", step.distribute)
 
-    # A rank that gets a bad argument has entered no collective: the others wait until it calls again, rightly.
+    # A rank that gets a bad argument enters no collective. The others wait until it calls again.
     run(step, range(2))
     x, y = batch(0)
     if rank:
@@ -417,7 +417,7 @@ def refusals() -> dict[str, Any]:
     # torch.distributed.checkpoint
     import torch.distributed.checkpoint as dcp
 
-    first_rank = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # else BatchNorm's statistics are of any rank
+    first_rank = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # otherwise BatchNorm's statistics come from any rank
     dcp.save(step.state_dict(), checkpoint_id=folder / "checkpoint", planner=first_rank)
     again = runtime.load(package("AdamW")).step().distribute()
     state = again.state_dict(whole=True)
@@ -432,7 +432,7 @@ def refusals() -> dict[str, Any]:
     assert digest(again) == digest(step) and again.count == 6
 
     other = eager("AdamW")
-    other(*batch(0))  # eager's optimizer makes its state in its first step
+    other(*batch(0))  # eager's optimizer creates its state in its first step
     state = other.state_dict()
     dcp.load(state, checkpoint_id=folder / "checkpoint")
     other.load_state_dict(state)
@@ -444,7 +444,7 @@ def refusals() -> dict[str, Any]:
 
 
 def left_behind(step: LoadedStep, error: runtime.AotBackwardError) -> None:
-    """What the one that is left can say."""
+    """Report what the surviving rank sees."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others 0.1 s after the first
     said = {"rank": dist.get_rank(), "count": step.count, "error": f"{type(error).__name__}: {error}"}
     for name, action in (("again", lambda: run(step, range(1))), ("saving", lambda: step.save(Path(sys.argv[2]) / "state"))):
@@ -491,7 +491,7 @@ def restarting() -> dict[str, Any]:
 
 
 def train(how: str) -> int:
-    """What a training script under ``torchrun --max-restarts`` looks like."""
+    """Train like a script under ``torchrun --max-restarts``."""
     file, rank, restarted = Path(sys.argv[2]) / f"{how}.state", dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
     step = runtime.load(products_package()).step().distribute()
     torch.manual_seed(rank)
@@ -522,4 +522,4 @@ if __name__ == "__main__":
     if said is not None:
         (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(said))
     dist.barrier()
-    os._exit(0)  # see test_averaging.py: DDP's threads may abort as Python shuts down
+    os._exit(0)  # see test_averaging.py: DDP's threads may abort at Python's shutdown

@@ -1,5 +1,5 @@
-"""The memory of a step's gradients. Where it runs out inside a kernel the error says so, nothing has been changed, and the next call is right
-(docs/reliability.md, row 38); else the process keeps it from call to call."""
+"""The memory of a step's gradients. If it runs out inside a kernel, the error says so, nothing changes, and the next call is right
+(docs/reliability.md, row 38). Otherwise the process keeps the memory from call to call."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _make(path: Path) -> None:
 
 def test_out_of_memory_changes_nothing_and_the_next_call_is_right() -> None:
     path = exports.shared("step-memory", _make)
-    asking_the_system = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what earlier calls left in the heap would do for the next
+    asking_the_system = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else the next call uses heap memory that earlier calls freed
     argv = [sys.executable, "-c", _STARVED, str(path)]
     done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **asking_the_system})
     assert done.returncode == 0, done.stderr[-3000:]
@@ -107,7 +107,7 @@ def test_out_of_memory_changes_nothing_and_the_next_call_is_right() -> None:
     for kind, words in {"whole": "nothing was changed", "halves": "the accumulated gradients are lost", "gradient": ""}.items():
         assert seen[kind], f"memory never ran out ({kind}): the test shows nothing"
         for message in seen[kind]:
-            # torch before 2.13 writes what an allocation failed of to stderr alone
+            # torch before 2.13 writes the cause of a failed allocation only to stderr
             assert "allocate memory" in (message if torch_api.at_least("2.13") else done.stderr) and words in message
 
 
@@ -130,7 +130,7 @@ print(statistics.median(after - before for before, after in zip(seen, seen[1:]))
 
 
 def _pages_faulted_in(path: Path, **settings: str) -> float:
-    """In a step; the median, since the heap may still grow once, by eight megabytes."""
+    """Return the median number in a step, since the heap may still grow once by eight megabytes."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | settings
     done = subprocess.run([sys.executable, "-c", _FAULTED, str(path)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

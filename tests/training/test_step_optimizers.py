@@ -1,4 +1,4 @@
-"""Every optimizer that torch has, and those that people write, as compiled steps beside eager; or refused by name."""
+"""Every torch optimizer and some custom ones, compiled in steps and compared with eager, or refused by name."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ OTHERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "ASGD": (torch.optim.ASGD, {"t0": 3, "weight_decay": 0.1}),
     "Muon": (torch.optim.Muon, {}),
     "NAdam": (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
-    "RAdam": (torch.optim.RAdam, {"betas": (0.8, 0.9)}),  # of its two formulas the second begins with the fifth step
+    "RAdam": (torch.optim.RAdam, {"betas": (0.8, 0.9)}),  # the second of its two formulas starts at the fifth step
     "Rprop": (torch.optim.Rprop, {}),
-    "SGD": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),  # its first step is without dampening
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),  # its first step has no dampening
     "fused": (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(0.02), "amsgrad": True}),
 }
 COARSE = {"Muon": 6e-2}
-"""It orthogonalizes in bfloat16, of which two ways of computing differ by that much."""
+"""It orthogonalizes in bfloat16: two ways to compute that differ by this much."""
 REFUSED = {"LBFGS": "evaluates the loss several times", "SparseAdam": "takes sparse gradients, which compiled code does not make"}
 
 
-FIXED = ("params", "ns_coefficients", "t0")  # Muon's, which shape its computation; ASGD's, an integer here
+FIXED = ("params", "ns_coefficients", "t0")  # Muon's options that shape its computation; ASGD's t0, an integer here
 
 
 def _smaller(value: Any) -> Any:
-    """An option with its numbers, if it has any, taken nine tenths of."""
+    """Return an option with its numbers multiplied by nine tenths."""
     if isinstance(value, tuple):
         return tuple(map(_smaller, value))
     return 0.9 * float(value) if isinstance(value, (float, torch.Tensor)) else value
@@ -49,7 +49,7 @@ def _small() -> nn.Module:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_optimizer(name: str, tmp_path: Path) -> None:
-    """Eight steps, and half-way each number of the groups that is not zero becomes another."""
+    """Run eight steps. After half of them, change each nonzero number of the groups."""
     kind, options = OTHERS[name]
     module = _small()
     path = ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=kind(module.parameters(), **options), path=tmp_path / "s.pt2")
@@ -64,7 +64,7 @@ def test_every_other_optimizer(name: str, tmp_path: Path) -> None:
 
 
 def test_there_is_no_third_kind(tmp_path: Path) -> None:
-    """Each optimizer that this torch has is compared with eager in this file, or refused by name."""
+    """This file compares every optimizer of this torch with eager or checks that it is refused by name."""
     kinds = {n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)}
     assert kinds.keys() - {"Optimizer"} == FAMILIES.keys() | {k.__name__ for k, _ in OTHERS.values()} | REFUSED.keys()
     module = _small()
@@ -75,7 +75,7 @@ def test_there_is_no_third_kind(tmp_path: Path) -> None:
 
 
 class Lion(torch.optim.Optimizer):
-    """As its authors wrote it, with a count that only shows."""
+    """Lion as its authors wrote it, with a count that is not used."""
 
     def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -99,7 +99,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Scaled(Lion):
-    """Keeps a number per parameter in a tensor, another for each, and a count in one that grows from within ``setdefault``."""
+    """Keeps a moving average of norms and a count for each parameter, both created by ``setdefault``."""
 
     def note(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
@@ -149,7 +149,7 @@ class Deciding(Lion):
 
 class ByDivision(Lion):
     def note(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        p.div_(1 + p.grad.norm() / p.grad.norm())  # zero by zero where gradients are zero
+        p.div_(1 + p.grad.norm() / p.grad.norm())  # 0 / 0 if the gradients are zero
 
 
 def _two() -> nn.Module:
@@ -194,8 +194,8 @@ def test_an_optimizer_that_keeps_its_numbers_elsewhere_is_refused(kind: type[Lio
 
 
 def test_unequal_counts_state_that_lingers_and_other_numbers(tmp_path: Path) -> None:
-    """Exported in the middle: one layer has made fewer steps, another is frozen by now and its state stays behind; ``lr`` is numpy's, groups
-    are named."""
+    """The export starts mid-training: one layer made fewer steps, another is frozen and its state remains. ``lr`` is a NumPy number; groups are
+    named."""
     module = _two()
     optimizer = torch.optim.Adam([{"params": module[0].named_parameters(), "lr": np.float64(0.02)}, {"params": module[2].named_parameters()}])
     module[2].weight.requires_grad_(False)
@@ -219,7 +219,7 @@ def test_unequal_counts_state_that_lingers_and_other_numbers(tmp_path: Path) -> 
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    """Parameters and state of 16 bits: each stored value may be rounded the other way, which is half of their last place."""
+    """With 16-bit parameters and state, each stored value may round the other way: half a unit in the last place."""
     module = _two().bfloat16()
     args = tuple(t.bfloat16() for t in batch(0))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
@@ -234,7 +234,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def test_numbers_become_conditions(tmp_path: Path) -> None:
-    """Where the optimizer decides by a number, both its ways are told apart: what was exported without momentum has no place for it."""
+    """If the optimizer branches on a number, each branch is a condition. A step exported without momentum has no slot for it."""
     module = _small()
     optimizer = torch.optim.SGD(module.parameters(), lr=0)
     path = ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=optimizer, clip_norm=1e30, path=tmp_path / "s.pt2")
@@ -247,7 +247,7 @@ def test_numbers_become_conditions(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=rf"param_groups\[0\]\['{key}'\] = 0.1: SGD computes otherwise then; compiled for 0 alone"):
             step.param_groups[0][key] = 0.1
     with pytest.raises(InputError, match=r"param_groups\[0\]\['dampening'\] is fixed in the compiled step at 0, got 0.3"):
-        step.param_groups[0]["dampening"] = 0.3  # it makes the first step another one
+        step.param_groups[0]["dampening"] = 0.3  # it would change the first step
     step.param_groups[0].update(lr=0.1, momentum=0)
     step(*batch(0))
     assert not torch.equal(step.parameters["weight"], before["parameter weight"])

@@ -1,4 +1,4 @@
-"""What could go wrong without a word in a training step, found by attacking it; each is a test because it once did."""
+"""Silent errors in a training step, found by attacks; each happened once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _eager_steps(net: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any
 
 @pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.ASGD])
 def test_a_schedule_that_warms_up_moves_the_first_state(kind: Any, tmp_path: Path) -> None:
-    """Rprop's step sizes and ASGD's eta are the learning rate of the first step, not that of the export."""
+    """Rprop's step sizes and ASGD's eta start from the learning rate of the first step, not of the export."""
     net = _net()
     path = ab.export_step(net, (X, Y), loss_fn=nn.MSELoss(), optimizer=kind(net.parameters(), lr=0.05), path=tmp_path / "s.pt2")
     step, eager = load(path).step(), copy.deepcopy(net)
@@ -90,7 +90,7 @@ def test_a_dict_whose_first_result_is_not_called_loss_is_refused(tmp_path: Path)
 
 
 class Scaled(nn.Module):
-    """A temperature of no dimensions, and BatchNorm."""
+    """A 0-d temperature parameter and BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()

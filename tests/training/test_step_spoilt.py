@@ -1,4 +1,4 @@
-"""The self-check of a training step finds a gradient or an update that is off by a thousandth, and no package is written."""
+"""The self-check of a training step finds a gradient or an update that is off by a thousandth, and writes no package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is spoilt here is the graph: no kernel of eager's helps, and the search for one takes a compilation."""
+    """Skip the repair: these tests corrupt the graph, which eager kernels cannot fix, and the search for one costs a compilation."""
 
     def refuse(self: Build, error: WrongResult) -> None:
         raise error
@@ -53,7 +53,7 @@ def _scaled_update(graph: torch.fx.Graph, parameters: int) -> None:
 
 
 class Diverging(nn.Module):
-    """One element of a large parameter becomes NaN in the first step, and no other."""
+    """Only one element of a large parameter becomes NaN in the first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ class Diverging(nn.Module):
 
 
 def _net(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
-    """A module, its arguments and its loss."""
+    """Return a module, its arguments and its loss."""
     torch.manual_seed(0)
     if kind == "diverging":
         return Diverging(), (torch.rand(3) + 1,), None
-    width = 8 if kind == "small" else 160  # the latter's weights are compared by sketches
+    width = 8 if kind == "small" else 160  # the larger weights are compared by sketches
     net = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
     return net, (torch.randn(12, width), torch.randint(0, 4, (12,))), nn.CrossEntropyLoss()
 
@@ -123,8 +123,8 @@ def test_what_is_off_by_a_thousandth_fails_the_export(
 
 
 class PerGroup(nn.Module):
-    """The mean over groups of a sum divided by the number of its rows, which is 0 for a group without rows. ``beside`` is apart from that; with
-    ``mixed`` it becomes NaN, too."""
+    """The mean over groups of a sum divided by its number of rows, which is 0 for an empty group. ``beside`` is independent of that; with ``mixed``
+    it becomes NaN, too."""
 
     def __init__(self, mixed: bool) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class PerGroup(nn.Module):
 
 
 def test_infinities_at_a_size_that_the_export_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is Inf there in eager, too. What is finite is compared; a size where a result is NaN throughout is not called verified."""
+    """Eager's loss is Inf there, too. Finite values are compared. A size whose results include an all-NaN tensor is not called verified."""
     example = torch.tensor([0.5, -1.0, 2.0, 1.0, 0.3, -0.7]), torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0.3, -0.4])
     rows, groups = {0: Dim("rows", min=1, max=99)}, {0: Dim("groups", min=1, max=9)}
     original = step_check.steps_of_entry

@@ -1,4 +1,4 @@
-"""The state of a loaded training step: to and from eager, over processes, and after every kind of misuse."""
+"""The state of a loaded training step: exchanged with eager, kept over processes, and intact after every kind of misuse."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..support.step_cases import (
 
 
 class _as_it_was:
-    """Nothing of a module, an optimizer and the random state is other afterwards: values, objects, modes, gradients, attributes."""
+    """Check that a module, an optimizer and the random state are unchanged: values, objects, modes, gradients, attributes."""
 
     def __init__(self, module: nn.Module, optimizer: Any, *more: nn.Module):
         self.modules, self.optimizer = (module, *more), optimizer
@@ -83,19 +83,19 @@ def test_the_state_goes_both_ways_in_the_middle_of_a_training(name: str) -> None
     torch.testing.assert_close(_train(step, 3, 4, 5), _train(first, 3, 4, 5), rtol=1e-4, atol=1e-5)
     assert_same_change(step, first, before)
     state = step.state_dict()
-    second.load_state_dict(copy.deepcopy(state))  # eager takes the tensors themselves
+    second.load_state_dict(copy.deepcopy(state))  # eager keeps the given tensors
     assert_equal(everything(second), everything(step))
     before = everything(second)
     torch.testing.assert_close(_train(second, 6, 7), _train(step, 6, 7), rtol=1e-4, atol=1e-5)
     assert_same_change(step, second, before)
-    step.load_state_dict(state)  # a copy, which neither training has changed
+    step.load_state_dict(state)  # a copy that neither training has changed
     assert_equal(everything(step), before)
     tensors = [t for s in state["optimizer"]["state"].values() for t in s.values()]
-    assert len({t.data_ptr() for t in tensors}) == len(tensors)  # eager counts up in place
+    assert len({t.data_ptr() for t in tensors}) == len(tensors)  # eager increments them in place
 
 
 def test_states_as_older_versions_of_torch_wrote_them() -> None:
-    """``step`` as a Python number; groups as lists; a step that starts over."""
+    """``step`` is a Python number, groups are lists, and a step starts over."""
     step, other = load(package("Adam")).step(), eager("Adam")
     fresh = copy.deepcopy(other.state_dict())
     _train(other, 0, 1)
@@ -138,8 +138,8 @@ print("thin")
 
 
 def test_stopped_and_resumed_in_a_new_process_bit_for_bit(tmp_path: Path) -> None:
-    """Losses, parameters, buffers, state, dropout masks, the schedule; gradients of two calls wait while it is stopped. The new process has no
-    compiler and imports nothing that traces."""
+    """Losses, parameters, buffers, state, dropout masks and the schedule continue, with gradients of two calls accumulated. The new process has no
+    compiler and imports no tracer."""
     step = load(package("Adam")).step()
     schedule = SCHEDULES["Adam"](step)
     torch.manual_seed(10)
@@ -181,7 +181,7 @@ def adam() -> Any:
 
 
 def _untouched(step: Any, misuse: Callable[[], Any], error: Any, message: str, next_call: Callable[[], Any] | None = None) -> None:
-    """``misuse`` raises, changes nothing, and the next call is what it would have been."""
+    """Check that ``misuse`` raises and changes nothing, and that the next call is unaffected."""
     twin = copy.deepcopy(step)
     kept, options = everything(step), [{k: v for k, v in g.items() if k != "params"} for g in step.param_groups]
     counts = (step.count, step.skipped, step.accumulated)
@@ -262,7 +262,7 @@ def test_gradients_that_cannot_wait() -> None:
 
 
 def _changed(*path: Any, to: Any = ...) -> Callable[[Any], None]:
-    """What deletes the item at ``path`` of a state, or sets it to ``to``, or to ``to`` of it."""
+    """Return a function that deletes the item at ``path`` of a state, sets it to ``to``, or applies ``to`` to it."""
 
     def change(state: Any) -> None:
         for key in path[:-1]:
@@ -315,7 +315,7 @@ def test_a_state_that_does_not_fit_changes_nothing(name: str, adam: Any) -> None
 
 
 def test_a_momentum_that_is_none() -> None:
-    """As eager has it before the first step of a momentum: that step is without dampening."""
+    """Eager has it before the first step of a momentum: that step has no dampening."""
     step = load(weighted_package()).step()
     first = [float(step(*labelled(i))) for i in range(3)]
     other = load(weighted_package()).step()
@@ -351,7 +351,7 @@ def test_files_that_do_not_fit(adam: Any, tmp_path: Path) -> None:
 
 
 def test_all_buffers_and_the_loss_are_saved(tmp_path: Path) -> None:
-    """A buffer that is not persistent, and one of the loss function, which the forward changes."""
+    """The forward changes a buffer that is not persistent and one of the loss function."""
     for path, call in ((odd_package(), lambda s, i: s(*words(4, i)[0], **words(4, i)[1])[0]), (weighted_package(), lambda s, i: s(*labelled(i)))):
         step, again = load(path).step(), load(path).step()
         torch.manual_seed(11)
@@ -412,7 +412,7 @@ def test_parameters_are_written_in_place_or_bound_anew(adam: Any) -> None:
 
 
 def test_threads_take_turns() -> None:
-    """One call after the other, whichever thread is first: the same batch each time gives the same training."""
+    """Calls run one after another, in any order of threads. Equal batches give equal training."""
     step, alone = load(package("AdamW")).step().train(), load(package("AdamW")).step()
     for mine in (step, alone):
         torch.manual_seed(12)
@@ -504,7 +504,7 @@ def test_hooks_of_all_optimizers_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_export_in_the_middle_of_a_training_starts_there_and_leaves_it(tmp_path: Path) -> None:
-    """Gradients that are there stay; a submodule in eval, and a loss with buffers, too. The graph is that of the shared package."""
+    """Export keeps existing gradients, a submodule in eval mode, and a loss with buffers. The graph is that of the shared package."""
     other = eager("AdamW")
     _train(other, 0, 1, 2)
     schedule = SCHEDULES["AdamW"](other.optimizer)

@@ -1,1 +1,1 @@
-"""Sizes: which are dynamic, in which range, and how a result's memory follows from them."""
+"""Sizes: dynamic dimensions, their ranges, and the memory layout of results."""

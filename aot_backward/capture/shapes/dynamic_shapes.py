@@ -1,7 +1,7 @@
-"""``dynamic_shapes`` as callers write it, put into the one form that ``torch.export`` takes for every signature: by argument name.
+"""Convert ``dynamic_shapes`` as callers write it to the one form that ``torch.export`` takes for every signature: by argument name.
 
-Further forms that are taken: ``torch.export.ShapesCollection`` and ``AdditionalInputs``; for ``forward(self, *args)`` a tuple that follows the
-arguments; for ``**kwargs`` the keywords' own names; dimensions counted from the last (-1).
+Other accepted forms: ``torch.export.ShapesCollection`` and ``AdditionalInputs``; for ``forward(self, *args)`` a tuple that follows the arguments;
+for ``**kwargs`` the keywords' own names; dimensions counted from the last (-1).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ _Hint = type(Dim.AUTO)
 
 
 def normalized(shapes: Any, signature: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``shapes`` by argument name; None where all sizes are fixed. ``args``, ``kwargs``: the caller's own, which a ShapesCollection
-    knows by identity.
-    :class:`ExportError` says what does not fit them."""
+    """Return ``shapes`` by argument name, or None if all sizes are fixed; raise :class:`ExportError` if they do not fit. ``args``, ``kwargs``: the
+    caller's own objects, which a ShapesCollection finds by identity."""
     parameters = inspect.signature(signature)
     bound = parameters.bind(*args, **(kwargs or {})).arguments
     try:
@@ -70,14 +69,14 @@ def _by_name(shapes: Any, signature: inspect.Signature, bound: Mapping[str, Any]
 
 
 def _is_group(shape: Any, count: int) -> bool:
-    """Whether ``shape`` stands for ``count`` arguments, and is not the sizes of one tensor."""
+    """Return whether ``shape`` stands for ``count`` arguments and not for the sizes of one tensor."""
     return isinstance(shape, tuple | list) and len(shape) == count and all(s is None or isinstance(s, dict | tuple | list) for s in shape)
 
 
 def _one(path: Any, value: Any, shape: Any) -> Any:
-    """Of one tensor: dimensions by number from the first; None for what stays as it is."""
+    """Return the sizes of one tensor by dimension, counted from the first. Return other shapes unchanged."""
     if not isinstance(value, torch.Tensor) or not isinstance(shape, dict | tuple | list) or (type(shape) is not dict and len(shape) != value.dim()):
-        return shape  # None, or for torch.export to refuse
+        return shape  # None, or invalid: torch.export refuses it
     out = {}
     for dim, size in shape.items() if isinstance(shape, dict) else enumerate(shape):
         if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
@@ -95,7 +94,7 @@ def _written(path: Any) -> str:
 
 
 def declared(shapes: Mapping[str, Any] | None, signature: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[int, int, Any]]:
-    """(which of the flat tensors, dimension, what was declared of it). ``shapes``: as :func:`normalized` gives them."""
+    """Return (index of the flat tensor, dimension, declared size). ``shapes``: from :func:`normalized`."""
     number = {id(v): i for i, v in enumerate(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))}
     out: list[tuple[int, int, Any]] = []
 
@@ -109,12 +108,12 @@ def declared(shapes: Mapping[str, Any] | None, signature: Callable[..., Any], ar
 
 
 def is_hint(size: Any) -> bool:
-    """Whether it is ``Dim.AUTO`` or ``Dim.DYNAMIC``, maybe with bounds."""
+    """Return whether it is ``Dim.AUTO`` or ``Dim.DYNAMIC``, with or without bounds."""
     return isinstance(size, _Hint) and size.type != Dim.STATIC.type
 
 
 def with_minimum(shapes: Mapping[str, Any], least: Mapping[str, int]) -> dict[str, Any]:
-    """``shapes`` with each ``Dim`` that ``least`` names from that size on."""
+    """Return ``shapes``, in which each ``Dim`` that ``least`` names gets that minimum."""
 
     def one(size: Any) -> Any:
         if type(size) is Dim and size.__name__ in least:
@@ -125,6 +124,6 @@ def with_minimum(shapes: Mapping[str, Any], least: Mapping[str, int]) -> dict[st
 
 
 def left_fixed(declared_sizes: Sequence[tuple[int, int, Any]], names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
-    """Of each size that was left to the trace (``Dim.AUTO``) and came out fixed, where it is and what it is. ``inputs``: the trace's."""
+    """Return dimension and value of each size that was left to the trace (``Dim.AUTO``) and came out fixed. ``inputs``: the trace's."""
     fixed = [(i, d) for i, d, size in declared_sizes if is_hint(size) and expression_of(inputs[i].shape[d]).is_Integer]
     return [f"{names[i]}.shape[{d}] = {inputs[i].shape[d]}" for i, d in fixed]

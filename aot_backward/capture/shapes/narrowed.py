@@ -1,4 +1,4 @@
-"""Sizes that were declared dynamic and that the program narrows: which, where, and what the user can do."""
+"""Explain which dynamic sizes the program narrows, at which line, and how the user can change that."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .symbolic_shapes import expression_of, write
 
 
 class Narrowed(Exception):
-    """The program does not allow what was declared. ``minimum``: if nothing but the sizes 0 and 1 are in the way, by the name of each ``Dim`` the
-    size from which on the program holds."""
+    """Raised if the program does not allow the declared sizes. ``minimum``: if only the sizes 0 and 1 are refused, the smallest supported size by
+    name of the ``Dim``."""
 
     def __init__(self, message: str, minimum: Mapping[str, int]):
         super().__init__(message)
@@ -27,7 +27,7 @@ class Narrowed(Exception):
 
 @dataclass
 class Declared:
-    """One size: a ``Dim`` or a hint. ``place``: where it is first. ``symbols``: those that stood for it when the trace began."""
+    """One declared size: a ``Dim`` or a hint. ``place``: the first dimension with it. ``symbols``: its symbols when the trace began."""
 
     size: Any
     place: str
@@ -49,13 +49,13 @@ class Declared:
 
 
 def bounds(size: Any) -> tuple[int, int | None]:
-    """The smallest and the largest size that a ``Dim`` or a hint allows; None for any."""
+    """Return the smallest and the largest size that a ``Dim`` or a hint allows; None means no limit."""
     low, high = size.min, size.max
     return (0 if low is None else int(low)), (None if high is None or not sympy.sympify(high).is_Integer else int(high))
 
 
 def declared_sizes(stated: Sequence[tuple[int, int, Any]], inputs: Sequence[torch.Tensor], names: Sequence[str]) -> list[Declared]:
-    """``stated``: as ``dynamic_shapes.declared`` gives it. To be called before the trace puts one symbol for another."""
+    """Collect the declared sizes. Call this before the trace replaces symbols. ``stated``: the result of ``dynamic_shapes.declared``."""
     found: dict[Any, Declared] = {}
     for i, d, size in stated:
         value = inputs[i].shape[d]
@@ -67,9 +67,9 @@ def declared_sizes(stated: Sequence[tuple[int, int, Any]], inputs: Sequence[torc
 
 
 def refused(env: Any, declared: Sequence[Declared], places: Places, error: Exception) -> Narrowed | None:
-    """What ``error``, a ``ConstraintViolationError`` of torch's, says of each size, once; None if the guards do not show it."""
+    """Explain ``error``, a ``ConstraintViolationError`` of torch, once per size; return None if the guards do not show the cause."""
     reasons, minimum, whole = list[str](), dict[str, int](), True
-    derived = any(one.named and type(one.size) is not Dim for one in declared)  # 2 * Dim("half"), whose range follows from another's
+    derived = any(one.named and type(one.size) is not Dim for one in declared)  # such as 2 * Dim("half"): its range follows from another one
     for n, one in enumerate(declared):
         found = _narrowing(env, one, declared[n:])
         if found is None:
@@ -100,7 +100,7 @@ def _range(one: Declared) -> str:
 
 
 def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any, str, str, int | None] | None:
-    """The guard, what it says, what to do, and the minimum that would satisfy it if that is all."""
+    """Return the guard, its text, a remedy, and the minimum that satisfies the guard if a minimum is enough."""
     value = expression_of(one.value)
     if value.is_Integer:
         guard = next((g.expr for g in env.guards if type(g.expr).__name__ == "Equality" and not one.symbols.isdisjoint(g.expr.free_symbols)), None)
@@ -112,7 +112,7 @@ def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any,
             guards = [g.expr for g in env.guards if one.symbols & g.expr.free_symbols and other.symbols & g.expr.free_symbols]
             way = f"give both the same Dim, or export a variant with Dim.AUTO for sizes that differ from {other.size.__name__}"
             return (guards or [None])[0], f"only where it is equal to {other.label}", way, None
-    if type(one.size) is not Dim:  # a hint may be narrowed; what 2 * Dim("half") is compared with, torch knows alone
+    if type(one.size) is not Dim:  # a hint may be narrowed; only torch knows the bounds of 2 * Dim("half")
         return None
     unmet = [g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= one.symbols and not _holds(g.expr, one.range)]
     if not unmet:

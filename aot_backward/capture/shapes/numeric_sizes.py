@@ -1,7 +1,7 @@
-"""Operators whose C++ reads sizes as numbers, which fixes a dynamic size, written again so that they carry it.
+"""Replacements for operators with C++ code that reads sizes as numbers, which fixes a dynamic size; these keep it symbolic.
 
-The second derivative of ``sgn`` (so of ``abs``) asks for the sizes of its zeros. Forward mode makes tensors that stand for zeros, without memory,
-and the sum or product of one with another tensor asks for the sizes of both.
+The second derivative of ``sgn`` (and so of ``abs``) asks for the sizes of its zeros. Forward mode makes tensors that stand for zeros, without
+memory; the sum or product of one with another tensor asks for the sizes of both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def carried() -> Iterator[None]:
-    """A context in which a trace runs the forms below. Outside of a trace the Python dispatcher is off, and they are not called."""
+    """Run the replacements below in a trace. Outside a trace the Python dispatcher is off, and they are not called."""
     zero, autograd = torch_api.DispatchKey.ZeroTensor, torch_api.DispatchKey.Autograd
     kernels: dict[tuple[Any, Any], Callable[..., Any]] = {
         (aten.add.Tensor, zero): _sum,
@@ -56,7 +56,7 @@ def _difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:
 
 
 def _sign(x: Any) -> Any:
-    """Of real numbers ``sgn`` is ``sign``, whose derivative carries sizes. That of complex numbers carries them itself."""
+    """Use ``sign`` for real numbers: its derivative keeps sizes symbolic. The derivative of ``sgn`` for complex numbers does so itself."""
     if not x.is_complex():
         return aten.sign(x)
     operator, key = aten.sgn.default, torch_api.DispatchKey.Autograd

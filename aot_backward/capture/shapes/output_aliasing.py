@@ -1,8 +1,8 @@
 """Outputs that share memory: a tensor and views of it, or one tensor twice.
 
-Native code returns each in memory of its own, since autograd must tell their incoming gradients apart; what lies where in eager is noted while the
-program is traced, and the runtime makes the one a view of the other again. Copies stay: views of inputs, parameters and buffers, views of another
-dtype, conjugates, and views apart from each other, as chunks are.
+Native code returns each in its own memory, because autograd must tell their incoming gradients apart. The trace notes their memory layout in eager,
+and the runtime makes one a view of the other again. These stay copies: views of inputs, parameters and buffers, views of another dtype, conjugates,
+and disjoint views, such as chunks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from aot_backward_runtime.format.manifest import Shared
 
 from .symbolic_shapes import Sizes, expression_of, write
 
-_MAX_ELEMENTS = 1 << 24  # elements of a memory of which every one is looked at
+_MAX_ELEMENTS = 1 << 24  # the largest memory that is checked element by element
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a traced tensor lies. ``memory``: which storage, read as what."""
+    """The memory layout of a traced tensor. ``memory``: its storage, and the dtype that it is read as."""
 
     memory: tuple[int, torch.dtype]
     shape: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Place:
 
 
 def places(values: Sequence[Any], outside: Iterable[torch.Tensor]) -> dict[int, Place]:
-    """Of the tensors among ``values``, by number, without those that lie where one of ``outside`` does."""
+    """Return the place of each tensor among ``values``, by index, except those that share a storage with one of ``outside``."""
     given = {torch_api.storage_key(t) for t in outside if t.layout is torch.strided}
     found = {}
     for i, value in enumerate(values):
@@ -46,7 +46,7 @@ def places(values: Sequence[Any], outside: Iterable[torch.Tensor]) -> dict[int, 
 
 
 def shared(found: Mapping[int, Place], outputs: Sequence[Any], requires_grad: Sequence[bool], sizes: Sizes) -> tuple[Shared, ...]:
-    """Which outputs are to be made views of which; :class:`ExportError` where two share a part of their memory, and neither holds the other."""
+    """Return which outputs become views of which; raise :class:`ExportError` if two overlap and neither contains the other."""
     number = {leaf: n for n, leaf in enumerate(i for i, o in enumerate(outputs) if o is not None)}
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, place in found.items():
@@ -54,7 +54,7 @@ def shared(found: Mapping[int, Place], outputs: Sequence[Any], requires_grad: Se
             groups.setdefault(place.memory, []).append(i)
     out = []
     for group in groups.values():
-        left = sorted(group, key=lambda i: (not requires_grad[i], i))  # what is differentiated cannot be a view of what is not
+        left = sorted(group, key=lambda i: (not requires_grad[i], i))  # a differentiated output cannot be a view of one that is not
         while len(left) > 1:
             base = next((i for i in left if _dense(found[i]) and any(_covers(found[i], found[j]) for j in left if j != i)), None)
             if base is None:
@@ -89,7 +89,7 @@ def _span(place: Place) -> tuple[int, int]:
 
 
 def _dense(place: Place) -> bool:
-    """Whether it fills its span, each place once."""
+    """Return whether it fills its span without gaps or overlaps."""
     expected = 1
     for n, s in sorted(((_hint(n), _hint(s)) for n, s in zip(place.shape, place.stride, strict=True) if _hint(n) != 1), key=lambda pair: pair[1]):
         if s != expected:

@@ -1,4 +1,4 @@
-"""The way back from what a package states: symbols, guards and tensor specs as a shape environment and fake tensors of it."""
+"""Rebuild a shape environment and fake tensors from a package's symbols, guards and tensor specs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
 
 @dataclass(frozen=True)
 class RestoredShapes:
-    """``carried``: each symbol of the package as a size of ``mode``'s shape environment; ``names``: the environment's symbols -> the package's."""
+    """Rebuilt sizes. ``carried``: each symbol of the package as a size of ``mode``'s shape environment; ``names``: the environment's symbols -> the
+    package's."""
 
     mode: Any
     carried: dict[str, Any]
     names: dict[sympy.Symbol, str]
 
     def fake(self, spec: TensorSpec) -> torch.Tensor:
-        """A fake tensor that looks as ``spec`` says."""
+        """Return a fake tensor that matches ``spec``."""
         shape, stride = ([evaluate(s, self.carried) for s in sizes] for sizes in (spec.shape, spec.stride))
         with self.mode:
             return torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype), device=spec.device)
 
 
 def restored_shapes(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints: Mapping[str, int]) -> RestoredShapes:
-    """``hints``: the value of each symbol at the example. :class:`PackageError` where they break the guards."""
+    """Rebuild the sizes. ``hints``: the value of each symbol at the example. Raise :class:`PackageError` if they break the guards."""
     env = torch_api.ShapeEnv()
     mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     carried: dict[str, Any] = {}
@@ -46,7 +47,7 @@ def restored_shapes(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints:
         names[made] = symbol.name
         env.constrain_symbol_range(made, compiler_min=symbol.minimum, compiler_max=_most(symbol))
     for guard in guards:
-        if not evaluate(guard, carried):  # asking is what adds it
+        if not evaluate(guard, carried):  # evaluating it adds it
             raise PackageError(f"the guard {guard} does not hold at the example's own sizes")
     return RestoredShapes(mode, carried, names)
 

@@ -1,7 +1,7 @@
-"""Symbolic sizes of a capture, written as the package states them: symbols, ranges, guards, and tensor specs in terms of them.
+"""Symbolic sizes of a capture, in the form that the package states: symbols, ranges, guards, and tensor specs.
 
-The shape environment of the capture (``torch.fx.experimental.symbolic_shapes.ShapeEnv``) is the source of truth: whatever the trace, the
-partitioner or the compiler assumed about a size stands there as a replacement, a range or a guard. Nothing of it may be lost.
+The shape environment of the capture (``torch.fx.experimental.symbolic_shapes.ShapeEnv``) is the source of truth: it holds every assumption of the
+trace, the partitioner or the compiler about a size, as a replacement, a range or a guard. None of them may be lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BINARY = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}
 
 
 def write(expression: Any, names: Mapping[sympy.Symbol, str]) -> str:
-    """``expression`` in the package's language (``expressions.py``); :class:`ExportError` where that cannot state it."""
+    """Return ``expression`` in the package's language (``expressions.py``); raise :class:`ExportError` if that cannot state it."""
     kind = type(expression).__name__
     arguments = expression.args
 
@@ -64,7 +64,7 @@ def write(expression: Any, names: Mapping[sympy.Symbol, str]) -> str:
 
 
 def expression_of(size: int | torch.SymInt) -> Any:
-    """The sympy expression of a size, with what the shape environment has learnt put in."""
+    """Return the sympy expression of a size, simplified by the shape environment."""
     if isinstance(size, int):
         return sympy.Integer(size)
     node = size.node
@@ -73,8 +73,8 @@ def expression_of(size: int | torch.SymInt) -> Any:
 
 @dataclass
 class Sizes:
-    """The symbols of one capture, named ``s0``, ``s1``, … in the order in which the inputs show them. ``declared``: the range of each that a
-    ``Dim`` was given for, by name; ``places``: where guards come from."""
+    """The symbols of one capture, named ``s0``, ``s1``, … in the order in which the inputs show them. ``declared``: the range of each symbol with a
+    ``Dim``, by name; ``places``: the origin of each guard."""
 
     shape_env: Any
     names: dict[sympy.Symbol, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Sizes:
 
     @classmethod
     def of_inputs(cls, shape_env: Any, inputs: Sequence[torch.Tensor], labels: Mapping[tuple[int, int], str]) -> Sizes:
-        """``inputs``: the flat fake inputs; ``labels``: (input, dimension) -> what the author called it."""
+        """Collect the symbols of ``inputs``, the flat fake inputs. ``labels``: (input, dimension) -> the author's name for it."""
         sizes = cls(shape_env)
         where: dict[sympy.Symbol, tuple[int, int, int, int]] = {}
         seen: list[sympy.Symbol] = []
@@ -115,7 +115,7 @@ class Sizes:
         return sizes
 
     def narrowed(self) -> Iterator[SymbolSpec]:
-        """Those of the symbols whose range is less than what was declared of them."""
+        """Yield the symbols with a smaller range than declared."""
         for symbol in self.symbols:
             low, high = self.declared.get(symbol.name, (symbol.minimum, symbol.maximum))
             if symbol.minimum > low or (symbol.maximum is not None and (high is None or symbol.maximum < high)):
@@ -126,18 +126,18 @@ class Sizes:
         return int(expression) if expression.is_Integer else write(expression, self.names)
 
     def worded(self, size: int | torch.SymInt) -> Size:
-        """:meth:`size` for people: what the package's language cannot state, or comes from data, in the environment's own words."""
+        """Return :meth:`size` for people: sizes that the package's language cannot state, or that come from data, in the environment's words."""
         try:
             return self.size(size)
         except ExportError:
             return str(expression_of(size))
 
     def hints(self) -> dict[str, int]:
-        """The symbols' values at the example."""
+        """Return the symbols' values at the example."""
         return {name: int(self.shape_env.replace(symbol).xreplace(self.shape_env.backed_var_to_val)) for symbol, name in self.names.items()}
 
     def spec(self, name: str, tensor: torch.Tensor, requires_grad: bool | None = None) -> TensorSpec:
-        """What ``tensor`` (fake, maybe symbolic) must look like."""
+        """Return the metadata that ``tensor`` (fake, maybe symbolic) must have."""
         return TensorSpec(
             name=name,
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -148,14 +148,14 @@ class Sizes:
         )
 
     def guards(self, about: Set[sympy.Symbol] | None = None) -> tuple[str, ...]:
-        """Everything assumed about the sizes beyond the symbols' ranges, in words of the package. ``about``: of one program's symbols alone,
-        where several share the shape environment."""
+        """Return every assumption about the sizes beyond the symbols' ranges, in the package's language. ``about``: only those with one program's
+        symbols, if several programs share the shape environment."""
         out: list[str] = []
         for guard in self.shape_env.guards:
             if about is not None and guard.expr.free_symbols.isdisjoint(about):
                 continue
             expression = self.shape_env.simplify(guard.expr)
-            if expression is sympy.true or expression == True or self._in_range(expression, guard.expr in self.places):  # noqa: E712 (a sympy relation, not a bool)
+            if expression is sympy.true or expression == True or self._in_range(expression, guard.expr in self.places):  # noqa: E712 (sympy relation)
                 continue
             if expression is sympy.false:
                 raise ExportError(f"the guard {guard.expr} contradicts the declared sizes")
@@ -165,7 +165,7 @@ class Sizes:
         return tuple(out)
 
     def origin(self, text: str) -> Asked | None:
-        """Where the guard comes from that says ``text``, else the first about the symbol of that name; None if it is the compiler's."""
+        """Return the origin of the guard ``text``, else of the first guard on the symbol of that name; None if the compiler added it."""
         for expression, asked in self.places.items():
             if all(symbol in self.names for symbol in expression.free_symbols):
                 names = {self.names[symbol] for symbol in expression.free_symbols}
@@ -174,10 +174,10 @@ class Sizes:
         return None
 
     def _in_range(self, expression: Any, traced: bool) -> bool:
-        """Whether the ranges that are stated make a guard true: a comparison of one symbol with a number. Those of the shape environment would
-        not do: a guard that came later has narrowed them, and would make itself true. That a size is not 1 (or 0) the compiler asks to know that
-        nothing is broadcast, and its code holds without: such a size is judged by the self-check, which runs the smallest. ``traced``: the program
-        asks, and its answer counts."""
+        """Return whether the stated ranges make a guard true that compares one symbol with a number. The ranges of the shape environment would be
+        wrong: a later guard has narrowed them, and would make itself true. The compiler asks whether a size is not 1 (or 0) to know that nothing is
+        broadcast, but its code holds without that: the self-check runs the smallest size to test this. ``traced``: the program asks, and its answer
+        counts."""
         if type(expression).__name__ not in _COMPARISONS or len(expression.free_symbols) != 1:
             return False
         (symbol,) = expression.free_symbols

@@ -1,4 +1,4 @@
-"""The numbers of an optimizer in its graph: read from a vector when the graph runs, computed with before the loops over parameters."""
+"""Hyperparameters in an optimizer's graph: read from a vector when the graph runs, and combined before the loops over parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..fx_graph import call
 from ..trace_environment import decompositions
 
 FIRST_NUMBER = 2
-"""The vector begins with two flags: whether gradients are added to what has been accumulated, or replace it; and whether the optimizer has no
-state yet."""
+"""The vector begins with two flags: whether gradients are added to the accumulated ones or replace them, and whether the optimizer has no state
+yet."""
 LOW = (torch.bfloat16, torch.float16)
 
 
 def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, slots: Any, vector: torch.Tensor) -> torch.fx.GraphModule:
-    """The graph again, with the numbers as elements of ``vector``: Python's arithmetic on symbols becomes arithmetic on float64 tensors."""
+    """Return the graph with the numbers as elements of ``vector``: Python arithmetic on symbols becomes arithmetic on float64 tensors."""
     for node in reversed(list(traced.graph.nodes)):  # users come first
         if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
             node.replace_all_uses_with(node.args[1])
@@ -38,7 +38,7 @@ def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, 
             given = [a for a in args if isinstance(a, torch.Tensor)]
             low = any(a.dtype in LOW for a in given)
             if low and any(a.dtype is torch.float64 and a.dim() == 0 for a in given):
-                # eager's kernels hold a Python number in float32 beside elements of 16 bits, a tensor of one element they would round to those
+                # with 16-bit elements, eager's kernels keep a Python number in float32, but would round a one-element tensor to 16 bits
                 wide = [a.float() if isinstance(a, torch.Tensor) and a.dim() > 0 else a for a in args]
                 narrow = next(a.dtype for a in given if a.dtype in LOW)
                 return super().call_function(target, tuple(wide), kwargs).to(narrow)
@@ -56,11 +56,12 @@ def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, 
 
 
 def _numbers_first(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
-    """The graph with what is computed from numbers alone (bias corrections) done first, and read from memory by the loops over parameters.
+    """Return the graph with scalars that depend only on numbers (bias corrections) computed first. Loops over parameters read them from memory.
 
-    Else the compiler writes the computation into each loop: two ``pow`` for every eight elements. These scalars also wait for every gradient,
-    the first ``gradients`` placeholders: so nothing is changed before everything has been allocated, and where memory runs out the state is
-    still whole."""
+    Otherwise the compiler writes the computation into each loop: two ``pow`` for every eight elements. These scalars also wait for every gradient
+    (the first ``gradients`` placeholders), so nothing is changed before everything has been allocated: if memory runs out, the state is still
+    intact.
+    """
     pure: set[torch.fx.Node] = set()
     given = set(list(graph.find_nodes(op="placeholder"))[:gradients])
     for node in (n for n in graph.nodes if n not in given):
@@ -109,7 +110,7 @@ def _numbers_first(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
 
 
 def false_after(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
-    """A 0-d False that can be computed only once all ``tensors`` have been."""
+    """Return a 0-d False that can be computed only after all ``tensors``."""
     aten = torch.ops.aten
     out: torch.fx.Node | None = None
     for tensor in tensors:
@@ -123,7 +124,7 @@ def false_after(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torc
 
 
 def _after(graph: torch.fx.Graph, never: torch.fx.Node | None, scalar: torch.fx.Node) -> torch.fx.Node:
-    """``scalar``, computed once ``never`` (of :func:`false_after`) has been."""
+    """Return ``scalar``, computed after ``never`` (from :func:`false_after`)."""
     if never is None:
         return scalar
     return call(graph, torch.ops.aten.where.self, never, call(graph, torch.ops.aten.neg.default, scalar), scalar)

@@ -1,10 +1,10 @@
-"""A ``torch.optim`` optimizer, as one graph: from parameters, gradients and state to what ``optimizer.step()`` would make of them.
+"""Trace a ``torch.optim`` optimizer to one graph: from parameters, gradients and state to the results of ``optimizer.step()``.
 
-The user's own object is traced, the single-tensor form of its ``step``, on fake tensors. Two things are other than in eager:
+The single-tensor form of the user's own optimizer is traced on fake tensors. Two things differ from eager:
 
-- The numbers of its parameter groups (learning rate, weight decay, betas, …) are symbols while it is traced, so that what it computes from
-  them in Python stands in the graph, in float64, and what it decides by them becomes a condition on the number (``weight_decay != 0``).
-- State of one element per parameter (``step``) is read as float64, which is what eager's ``.item()`` makes of it.
+- The numbers of its parameter groups (learning rate, weight decay, betas, …) are symbols while it is traced. Python arithmetic on them becomes
+  float64 operations in the graph, and a decision by them becomes a condition on the number (``weight_decay != 0``).
+- State of one element per parameter (``step``) is read as float64, as by eager's ``.item()``.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
 from .optimizer_spec import OptimizerSpec, Settings, duplicate, single_tensor_form
 
 _CAPTURABLE = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
-"""Their other form decides by the value of a tensor which formula holds."""
+"""Optimizers that are traced as ``capturable``: their other form chooses a formula by the value of a tensor."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``OptimizerSpec.trained``; the slots; the vector of numbers.
-    It returns new parameters, new slots, and, where they were asked for, the gradients' norm and whether all of them were finite."""
+    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``OptimizerSpec.trained``; the slots; the vector of numbers. It
+    returns new parameters, new slots and, if requested, the gradients' norm and whether all of them were finite."""
 
     graph: torch.fx.GraphModule
     allowed: tuple[NumberSpec, ...]
     norm: bool
     finite: bool
-    reduced_precision: bool  # whether it computes in 16 bits what has more (Muon)
-    in_place: bool  # whether it works element by element, and so allocates nothing once it has begun to change the state
+    reduced_precision: bool  # whether it computes in 16 bits for wider parameters (Muon)
+    in_place: bool  # whether it is element-wise, and so allocates nothing after its first write to the state
 
 
 def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], fake_mode: Any, settings: Settings) -> Update:
-    """Traces ``about.optimizer``'s step on fake ``gradients`` and ``parameters``. :class:`ExportError` where it does what a graph cannot."""
+    """Trace the step of ``about.optimizer`` on fake ``gradients`` and ``parameters``. Raise :class:`ExportError` if a graph cannot express it."""
     for name, gradient in zip(about.trained, gradients, strict=True):
         if gradient.layout != torch.strided:
             raise ExportError(
@@ -74,7 +74,7 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
             traced = make_fx(torch.func.functionalize(update, remove="mutations"))(list(gradients), list(parameters), slots, vector[1], symbols)
     except ExportError:
         raise
-    except Exception as error:  # the optimizer's own code ran in there, and may raise anything
+    except Exception as error:  # the optimizer's own code may raise anything
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ExportError(f"{kind}.step could not be traced: {type(error).__name__}: {first}") from error
     with fake_mode, torch.no_grad():
@@ -96,7 +96,7 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
 
 
 def _in_place(graph: torch.fx.GraphModule, gradients: int) -> bool:
-    """Whether nothing but element-wise operators is applied to what depends on parameters and state."""
+    """Return whether only element-wise operators use values that depend on parameters and state."""
     dependent = set(list(graph.graph.find_nodes(op="placeholder"))[gradients:])
     for node in graph.graph.nodes:
         if node.op != "call_function" or dependent.isdisjoint(node.all_input_nodes):
@@ -112,7 +112,7 @@ def _in_place(graph: torch.fx.GraphModule, gradients: int) -> bool:
 _ALLOCATE_NOTHING = {
     "copy", "clone", "select", "unsqueeze", "cat", "convert_element_type", "view_as_real", "view_as_complex", "full", "zeros_like", "full_like",
 }  # fmt: skip
-"""What is not called element-wise, and allocates nothing either where the compiler fuses it."""
+"""Operators without the pointwise tag that also allocate nothing if the compiler fuses them."""
 
 
 def _symbol(env: Any, name: str, value: float) -> Any:
@@ -122,7 +122,7 @@ def _symbol(env: Any, name: str, value: float) -> Any:
 
 
 def _update(about: OptimizerSpec, settings: Settings, grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
-    """One step as a function of tensors. ``first``: 1 where the optimizer has no state yet."""
+    """Make one step as a function of tensors. ``first``: 1 if the optimizer has no state yet."""
     own, clips = list(numbers[: len(about.numbers)]), list(numbers[len(about.numbers) :])
     norm = finite = None
     if settings.clip_norm is not None:
@@ -147,12 +147,12 @@ def _update(about: OptimizerSpec, settings: Settings, grads: Any, params: Any, s
 
 
 def _first_step_differs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether no state stands for "none yet": SGD's first momentum is the gradient itself, whatever the dampening."""
+    """Return whether no state stands for "none yet": SGD's first momentum is the gradient itself, whatever the dampening."""
     return isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] and g["dampening"] for g in optimizer.param_groups)
 
 
 def _stepped(about: OptimizerSpec, numbers: Sequence[Any], grads: Any, params: Any, states: Any) -> tuple[list[Any], list[Any]]:
-    """The user's optimizer on ``params``, which it changes: they and its state afterwards. ``states`` None: it has none yet."""
+    """Run the user's optimizer on ``params``, in place; return them and its new state. ``states``: None if it has none yet."""
     optimizer = about.optimizer
     by_name = dict(zip(about.trained, params, strict=True))
     other = duplicate(optimizer)
@@ -173,7 +173,7 @@ def _stepped(about: OptimizerSpec, numbers: Sequence[Any], grads: Any, params: A
     if states is not None:
         for slot, state in zip(about.slots, states, strict=True):
             count = state.dim() == 0 and state.dtype is torch.float32 and (slot.key == "step" or by_name[slot.parameters[0]].dim() > 0)
-            for name in slot.parameters:  # each gets one of its own, which it may count up in place
+            for name in slot.parameters:  # each gets its own tensor, which it may increment in place
                 other.state[by_name[name]][slot.key] = state.double() if count else state.clone()
         _copy_constant_state(about, by_name, other.state)
     step_of(optimizer)(other)
@@ -182,7 +182,7 @@ def _stepped(about: OptimizerSpec, numbers: Sequence[Any], grads: Any, params: A
 
 
 def _copy_constant_state(about: OptimizerSpec, by_name: Mapping[str, Any], state: Any) -> None:
-    """What of the state is no tensor: None, or a number that never changes."""
+    """Copy state that is not a tensor: None, or a number that never changes."""
     for p, slots in about.optimizer.state.items():
         name = about.names.get(id(p), "")
         if name in by_name:
@@ -202,8 +202,8 @@ def _tensor_of(value: Any) -> Any:
 
 
 class _Scalars(TorchFunctionMode):
-    """Numbers that are known only when the step runs, where an operator wants a Python number: written out with tensors, as the CPU kernels
-    compute (``self + (value * a) / b``)."""
+    """Replaces operators that take a Python number by tensor operations if the number is known only when the step runs, with the formulas of the CPU
+    kernels (``self + (value * a) / b``)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -215,10 +215,10 @@ class _Scalars(TorchFunctionMode):
             return args[0].double()
         number = kwargs.get("alpha", kwargs.get("value", kwargs.get("weight", args[2] if base == "lerp" and len(args) > 2 else None)))
         if base in ("add", "sub", "addcdiv", "addcmul", "lerp") and isinstance(number, (torch.SymFloat, torch.Tensor)):
-            wide = [a.float() if a.dtype in LOW else a for a in args[: 3 if base.startswith("addc") else 2]]  # as kernels compute 16 bits
+            wide = [a.float() if a.dtype in LOW else a for a in args[: 3 if base.startswith("addc") else 2]]  # as kernels compute 16-bit tensors
             out = _written_out(base, wide, number).to(args[0].dtype)
             return args[0].copy_(out) if name.endswith("_") else out
-        if name == "square_":  # the only one of them that functionalization does not know
+        if name == "square_":  # the only in-place operator here that functionalization lacks
             return args[0].copy_(args[0] * args[0])
         if base in ("clamp", "clip") and any(isinstance(v, (torch.SymFloat, torch.Tensor)) for v in (*args[1:], *kwargs.values())):
             limits = dict(zip(("min", "max"), args[1:], strict=False)) | kwargs
@@ -253,7 +253,7 @@ def _written_out(base: str, args: Any, number: Any) -> Any:
 
 @contextlib.contextmanager
 def _min_and_max_of_tensors(kind: Any) -> Iterator[None]:
-    """``min`` and ``max`` of the optimizer's own module take tensors too: Adafactor and ASGD ask them for the smaller of two numbers."""
+    """Let ``min`` and ``max`` of the optimizer's own module take tensors: Adafactor and ASGD call them on two numbers."""
 
     def chosen(builtin: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:
         def choose(*values: Any, **kwargs: Any) -> Any:
@@ -270,7 +270,7 @@ def _min_and_max_of_tensors(kind: Any) -> Iterator[None]:
 
 
 def _allowed(env: Any, symbol: Any, value: float) -> tuple[Interval, ...]:
-    """Where the conditions under which the optimizer was traced hold: intervals of the number. One point where it is fixed; none: anywhere."""
+    """Return the intervals of the number in which the traced conditions hold: one point if it is fixed, no interval if any number is allowed."""
     own = symbol.node.expr
     if not own.free_symbols or own in env.replacements:
         return (Interval(value, value, False, False),)

@@ -1,5 +1,5 @@
-"""Validates an optimizer of ``torch.optim`` and reads its hyperparameters (which of them a scheduler may move) and the state that its next step
-starts from. What cannot be exported rightly is refused by name. :mod:`.optimizer_graph` traces the update."""
+"""Validate an optimizer of ``torch.optim``. Read its hyperparameters (and which of them a scheduler may change) and the state before its next step.
+Refuse optimizers that cannot be exported correctly, by name. :mod:`.optimizer_graph` traces the update."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from aot_backward_runtime.optimizer_steps.interception import step_of
 from aot_backward_runtime.training.param_groups import plain
 
 _WHOLE = ("lr", "weight_decay", "momentum", "dampening", "lr_decay")
-"""Numbers that people write as ``0`` and ``1``, and a scheduler moves nevertheless."""
+"""Numbers that are often written as ``0`` and ``1`` although a scheduler changes them."""
 _REFUSED = {
     torch.optim.LBFGS: "evaluates the loss several times in each step (a closure)",
     torch.optim.SparseAdam: "takes sparse gradients, which compiled code does not make; torch.optim.Adam takes dense ones",
 }
 _FROM_A_NUMBER = {torch.optim.Rprop: ("step_size", "lr"), torch.optim.ASGD: ("eta", "lr")}
-"""State that is made from a number of the group."""
+"""State that is initialised from a number of the group."""
 _FIXED = ("ns_coefficients",)
-"""Numbers that shape the computation, and no scheduler moves."""
+"""Numbers that shape the computation; no scheduler changes them."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a parameter group: ``groups[group][key]``, or ``[position]`` of it where that is a tuple."""
+    """A number of a parameter group: ``groups[group][key]``, or its element ``[position]`` if that is a tuple."""
 
     group: int
     key: str
@@ -50,17 +50,17 @@ class Number:
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of the optimizer's state. ``parameters``: those that share it, as their ``step`` counts are always equal."""
+    """One tensor of the optimizer's state. ``parameters``: the parameters that share it because their ``step`` counts are always equal."""
 
     key: str
     parameters: tuple[str, ...]
     value: torch.Tensor
-    starts_as: int = -1  # the number, by its place among all, that it holds before the first step
+    starts_as: int = -1  # index of the number that it holds before the first step
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an entry does with gradients before the optimizer gets them."""
+    """Operations of an entry on gradients before the optimizer step."""
 
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Those that are read when the graph runs, in the order in which they follow the optimizer's own."""
+        """The numbers that are read when the graph runs, in order; they follow the optimizer's own."""
         return {key: float(v) for key in ("clip_norm", "clip_value", "loss_scale") if (v := getattr(self, key)) is not None}
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Of an optimizer: its groups by the names of their parameters, its numbers, and its state as it is before the next step."""
+    """An optimizer's groups by parameter name, its numbers, and its state before the next step."""
 
     optimizer: torch.optim.Optimizer
     names: dict[int, str]  # id of a parameter -> its name
@@ -100,7 +100,7 @@ class OptimizerSpec:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[int, str]:
-    """The names, in ``module``, of the optimizer's parameters, by their identity. Refuses by name what cannot be exported rightly."""
+    """Return the names in ``module`` of the optimizer's parameters, by their ``id``. Refuse optimizers that cannot be exported correctly."""
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ExportError(f"optimizer is a {kind.__module__}.{kind.__qualname__}; expected a torch.optim.Optimizer")
@@ -123,7 +123,8 @@ def parameters_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[i
 
 
 def inspect_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], with_gradient: Callable[[str], bool]) -> OptimizerSpec:
-    """``with_gradient``: whether the parameter of that name gets one; the others are passed over, as eager passes over ``.grad is None``."""
+    """Describe ``optimizer``. ``with_gradient``: whether the parameter of that name gets one; others are skipped, as eager skips ``.grad is
+    None``."""
     trained = tuple(names[id(p)] for g in optimizer.param_groups for p in g["params"] if with_gradient(names[id(p)]))
     if not trained:
         raise ExportError("none of the optimizer's parameters gets a gradient from this loss")
@@ -155,7 +156,7 @@ def _starts_as(optimizer: torch.optim.Optimizer, groups: Sequence[GroupSpec], nu
 
 
 def _refuse_state_from_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: Sequence[str], state: Any) -> None:
-    """An optimizer of the user's own whose first state depends on its learning rate would start otherwise under a schedule that warms up."""
+    """Refuse a custom optimizer with a first state that depends on its learning rate: a warm-up schedule would change that state."""
     if type(optimizer).__module__.startswith("torch.optim.") or not all(isinstance(g.get("lr"), (int, float)) for g in optimizer.param_groups):
         return
     before = [g["lr"] for g in optimizer.param_groups]
@@ -177,7 +178,7 @@ def _refuse_state_from_numbers(optimizer: torch.optim.Optimizer, names: Mapping[
 
 def _numbers(index: int, group: Mapping[str, Any]) -> Iterator[Number]:
     for key, value in group.items():
-        if key in _FIXED or (key == "dampening" and not value):  # with it SGD's first step is another: see _first_step_differs
+        if key in _FIXED or (key == "dampening" and not value):  # a nonzero dampening changes SGD's first step: see _first_step_differs
             continue
         if isinstance(value, torch.Tensor) and key != "params" and value.numel() == 1:
             value = float(value)
@@ -199,7 +200,7 @@ def _as_json(where: str, options: Mapping[str, Any]) -> str:
 
 
 class _FirstValues(dict[str, Any]):
-    """A parameter's state that keeps each tensor as it was when the optimizer put it in."""
+    """A parameter's state that also keeps each tensor's first value."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -221,7 +222,7 @@ class _FirstValues(dict[str, Any]):
 
 
 def _kept(value: Any) -> Any:
-    """``value``, of a tensor a copy; one of zeros, as moments begin, takes no memory before somebody writes to it."""
+    """Return ``value``, or a copy of a tensor. A copy of zeros, the usual first moments, takes no memory until it is written to."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_contiguous() and not value.count_nonzero():
@@ -230,9 +231,9 @@ def _kept(value: Any) -> Any:
 
 
 def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: set[str]) -> dict[str, dict[str, Any]]:
-    """By parameter that is trained, the state that the next step will start from. What is made in the first step is seen by making two, on copies
-    of the parameters and with gradients of zero: state is put in before it is updated, or (momentum) is then zero. What a compiled step could
-    not do is seen too: numbers that the optimizer keeps elsewhere than in tensors of this state, and changes."""
+    """Return the state before the next step, by trained parameter. Make two steps on copies of the parameters with gradients of zero to see the
+    state that the first step creates: it is stored before it is updated, or (momentum) is then zero. Refuse changes that a compiled step cannot
+    make: changed numbers that the optimizer keeps outside the tensors of this state."""
     kind = type(optimizer).__qualname__
     other = duplicate(optimizer)
     attributes = _attributes(optimizer)
@@ -257,7 +258,7 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
         try:
             with torch.no_grad():
                 step_of(optimizer)(other)
-        except Exception as error:  # the optimizer's own code, which may raise anything
+        except Exception as error:  # the optimizer's own code may raise anything
             raise ExportError(f"{kind}.step fails on gradients of zero (a compiled step has no closure): {type(error).__name__}: {error}") from error
         if odd := [key for key in state if id(key) not in name_of]:
             raise ExportError(f"{kind} keeps state[{odd[0]!r}], which belongs to no parameter; a compiled step has state of parameters alone")
@@ -270,7 +271,7 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
         if key not in attributes or not _same(value, attributes[key]):
             raise ExportError(f"{kind}.step changes the optimizer's own {key!r}; {_ONLY_TENSORS}")
     out = {name_of[id(q)]: slots.first for q, slots in state.items()}
-    if isinstance(optimizer, torch.optim.SGD):  # weight decay is in the momentum that it has just put in
+    if isinstance(optimizer, torch.optim.SGD):  # its new momentum contains weight decay
         for q, slots in state.items():
             if slots.first.get("momentum_buffer") is not None and not had[name_of[id(q)]]:
                 slots.first["momentum_buffer"].zero_()
@@ -284,15 +285,15 @@ _ONLY_TENSORS = "only tensors of a parameter's state can change in a compiled st
 
 
 def duplicate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Another of its kind, with the same attributes. Not ``copy.copy``: that drops those which its own class has added, and its
-    ``__setstate__`` changes the original's groups and defaults."""
+    """Return another optimizer of its class with the same attributes. ``copy.copy`` would drop attributes that the class has added, and its
+    ``__setstate__`` would change the original's groups and defaults."""
     other = object.__new__(type(optimizer))
     vars(other).update(vars(optimizer))
     return other
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer's own class keeps in it beside groups and state, as far as it is plain data."""
+    """Return the plain data that an optimizer's own class keeps besides groups and state."""
     usual = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
     data = (bool, int, float, complex, str, list, tuple, dict, set, torch.Tensor, type(None))
     return {key: value for key, value in vars(optimizer).items() if key not in usual and isinstance(value, data)}
@@ -315,17 +316,17 @@ def _slots(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Ma
         for key in dict.fromkeys(k for n in members for k in state[n]):
             tensors = {n: state[n][key] for n in members if isinstance(state[n].get(key), torch.Tensor)}
             counts = {n: t for n, t in tensors.items() if t.dim() == 0 and (dims[n] > 0 or key == "step")}
-            alike = key == "step" or type(optimizer).__module__.startswith("torch.optim.")  # others may keep what differs once a step was made
+            alike = key == "step" or type(optimizer).__module__.startswith("torch.optim.")  # counts of custom optimizers may differ after a step
             if alike and len({(t.item(), t.dtype, t.device) for t in counts.values()}) == 1:
                 out.append(Slot(key, tuple(counts), next(iter(counts.values()))))
             else:
                 out += [Slot(key, (n,), t) for n, t in counts.items()]
             out += [Slot(key, (n,), t) for n, t in tensors.items() if n not in counts]
     devices = {names[id(p)]: p.device for group in optimizer.param_groups for p in group["params"]}
-    return tuple(dataclasses.replace(s, value=s.value.to(devices[s.parameters[0]])) for s in out)  # eager counts on the CPU what a GPU trains
+    return tuple(dataclasses.replace(s, value=s.value.to(devices[s.parameters[0]])) for s in out)  # eager keeps a GPU's step count on the CPU
 
 
 def single_tensor_form(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The form that is traced: one tensor after another, no fused kernels."""
+    """Return the options of the form that is traced: one tensor after another, no fused kernels."""
     wanted = {"foreach": False, "fused": None, "differentiable": False, "capturable": False}
     return {key: value for key, value in wanted.items() if key in group}

@@ -1,8 +1,8 @@
-"""A module, its loss and its optimizer as the graphs of a whole training step.
+"""The graphs of a whole training step: a module, its loss and its optimizer.
 
-``step``: loss, gradients and update in one graph. Where gradients can be accumulated (over calls, or to be averaged over processes), also
-``accumulate``, which adds them to tensors of their own, and ``update``, which hands those to the optimizer. Parameters, buffers, the optimizer's
-state and the numbers of its groups are constants that the runtime binds, and are changed in place.
+``step``: loss, gradients and update in one graph. If gradients can be accumulated (over calls, or to be averaged over processes), ``accumulate``
+adds them to tensors of their own, and ``update`` passes those to the optimizer. Parameters, buffers, the optimizer's state and the numbers of its
+groups are constants that the runtime binds, and are changed in place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NUMBERS = "numbers"
 
 
 class ProgramWithLoss(nn.Module):
-    """``loss_fn(module(inputs…), target)``, the target being the last positional argument; without a ``loss_fn`` what the module returns."""
+    """``loss_fn(module(inputs…), target)``, with the last positional argument as target; without a ``loss_fn``, the module's own result."""
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None):
         super().__init__()
@@ -54,7 +54,7 @@ class ProgramWithLoss(nn.Module):
         return self.loss_fn(self.module(*args[:-1], **kwargs), args[-1])
 
     def signature(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """A function with the names of the arguments: the module's, and behind those that are given the target's."""
+        """Return a function with the arguments' names: the module's, and after the given ones the target's."""
         if self.loss_fn is None:
             return self.module.forward
         if not args:
@@ -81,7 +81,7 @@ class ProgramWithLoss(nn.Module):
 
 @dataclass(frozen=True)
 class StepState:
-    """What the variants of a step have in common. ``tensors``: state that is neither parameter nor buffer, by its name in the entry."""
+    """State shared by the variants of a step. ``tensors``: state other than parameters and buffers, by its name in the entry."""
 
     optimized: OptimizerSpec
     settings: Settings
@@ -91,7 +91,7 @@ class StepState:
 
 
 def step_state(optimized: OptimizerSpec, settings: Settings, program: ProgramWithLoss, *, waiting: bool) -> StepState:
-    """``waiting``: whether gradients are also accumulated. Names the state, and gives it its first values."""
+    """Name the state, and create its first values. ``waiting``: whether gradients are also accumulated."""
     parameters = dict(program.module.named_parameters())
     tensors, slots = {}, []
     for slot in optimized.slots:
@@ -127,8 +127,8 @@ def step_state(optimized: OptimizerSpec, settings: Settings, program: ProgramWit
 
 
 def with_scaled_loss(joint: Joint, state: StepState, loss_gradient: str) -> Joint:
-    """A copy in which the loss's own gradient, the node ``loss_gradient``, is the scale, and every gradient is scaled back, as
-    ``torch.amp.GradScaler`` does."""
+    """Return a copy in which the loss's own gradient, the node ``loss_gradient``, is the scale, and every gradient is scaled back, as in
+    ``torch.amp.GradScaler``."""
     joint = _with_step_state(joint.copy(), state)
     graph = joint.graph
     unscaled = by_name(graph)[loss_gradient]
@@ -158,7 +158,7 @@ def gets_gradient(joint: Joint) -> Callable[[str], bool]:
 
 
 def split_step(joint: Joint, name: str, weights: Weights, state: StepState) -> tuple[Partitions, Update]:
-    """The graphs of one variant, and the traced optimizer. ``joint``: of :func:`..partition.with_scalar_loss`."""
+    """Return the graphs of one variant, and the traced optimizer. ``joint``: from :func:`..partition.with_scalar_loss`."""
     joint = _with_step_state(joint, state)
     trained = state.optimized.trained
     gradients = {p: joint.gradients[("parameter", MODULE + p)] for p in trained}
@@ -177,7 +177,7 @@ def split_step(joint: Joint, name: str, weights: Weights, state: StepState) -> t
 
 
 def update_alone(joint: Joint, name: str, weights: Weights, state: StepState, update: Update) -> tuple[Graph, Plan]:
-    """The optimizer on accumulated gradients, as a graph without inputs. ``joint``: of any variant."""
+    """Return the optimizer on accumulated gradients, as a graph without inputs, and its plan. ``joint``: of any variant."""
     joint = _with_step_state(joint, state)
     graph = GraphModule(nn.Module(), torch.fx.Graph())
     graph.graph.output(())
@@ -210,7 +210,7 @@ def _finish(partitions: Partitions, joint: Joint, graph: GraphModule, name: str,
 
 
 def _append_update(graph: GraphModule, joint: Joint, state: StepState, update: Update, gradients: list[Node]) -> list[Node]:
-    """Appends the optimizer; the nodes of the gradients' norm and of their finiteness, where there are such."""
+    """Append the optimizer. Return the nodes of the gradients' norm and of their finiteness, if requested."""
     by_name = _parameters(joint, graph)
     parameters = [by_name[p] for p in state.optimized.trained]
     slots = [_placeholder_of(graph, joint, state, s.state) for s in state.spec.state]
@@ -233,7 +233,7 @@ def _append_update(graph: GraphModule, joint: Joint, state: StepState, update: U
 
 
 def _delay_buffer_updates(graph: GraphModule, joint: Joint, gradients: Sequence[Node]) -> None:
-    """Buffers that the forward updates wait for every gradient too: a call that fails on the way has changed nothing."""
+    """Let buffers that the forward updates wait for every gradient, too, so that a call that fails earlier has changed nothing."""
     buffers = [n for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"]
     if not buffers:
         return
@@ -259,7 +259,7 @@ def _append_accumulation(graph: GraphModule, joint: Joint, state: StepState, gra
 
 
 def _parameters(joint: Joint, graph: GraphModule) -> dict[str, Node]:
-    """The placeholders of the module's parameters, by name; a tied one under its first."""
+    """Return the placeholders of the module's parameters, by name; a tied one under its first."""
     out: dict[str, Node] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         kind, name = joint.placeholders.get(node.name, ("", ""))
@@ -269,7 +269,7 @@ def _parameters(joint: Joint, graph: GraphModule) -> dict[str, Node]:
 
 
 def _placeholder_of(graph: GraphModule, joint: Joint, state: StepState, name: str) -> Node:
-    """The placeholder of a tensor of ``StepState.tensors``, which becomes a constant when the graph is finished."""
+    """Return the placeholder of a tensor of ``StepState.tensors``; it becomes a constant when the graph is finished."""
     placeholder = next(node for node, place in joint.placeholders.items() if place == ("buffer", name))
     existing = next((n for n in graph.graph.find_nodes(op="placeholder") if n.name == placeholder), None)
     if existing is not None:
@@ -281,6 +281,6 @@ def _placeholder_of(graph: GraphModule, joint: Joint, state: StepState, name: st
 
 
 def _with_step_state(joint: Joint, state: StepState) -> Joint:
-    """With names for the placeholders of ``StepState.tensors``, as of buffers."""
+    """Return ``joint`` with the placeholders of ``StepState.tensors`` named as buffers."""
     own = {f"step_state_{i}": ("buffer", name) for i, name in enumerate(state.tensors)}
     return dataclasses.replace(joint, placeholders={**joint.placeholders, **own})

@@ -1,1 +1,1 @@
-"""What the caller's module brings along: hooks, attributes that its forward writes, the lines it was written on."""
+"""The user's code under a trace: hooks, attributes that its forward writes, and source lines."""

@@ -1,4 +1,4 @@
-"""Attributes that a forward assigns: a package holds state in parameters and buffers, and changes buffers in place."""
+"""Attributes that a forward assigns. A package holds state only in parameters and buffers, and changes buffers in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import source_location
 
 @contextlib.contextmanager
 def recorded_writes(program: nn.Module) -> Iterator[dict[str, str]]:
-    """Yields what will hold, by name, where the program assigned a tensor that was there already; tensors are put back at the end."""
+    """Yield a dict: name of an attribute that held a tensor and was assigned -> the user's line. Restore tensors at the end."""
     names = {id(m): f"{n}." if n else "" for n, m in program.named_modules()}
     kept = [(m.__dict__, {n: v for n, v in m.__dict__.items() if v is None or isinstance(v, torch.Tensor)}) for m in program.modules()]
     found: dict[str, str] = {}
@@ -41,7 +41,7 @@ def recorded_writes(program: nn.Module) -> Iterator[dict[str, str]]:
 
 
 def name_of(program: nn.Module, tensor: torch.Tensor) -> str:
-    """The plain attribute that ``tensor`` is, "body.scale"; or "" where it is none."""
+    """Return the name of the plain attribute that holds ``tensor``, such as "body.scale", or ""."""
     for prefix, module in program.named_modules():
         for name, value in module.__dict__.items():
             if value is tensor:
@@ -50,7 +50,7 @@ def name_of(program: nn.Module, tensor: torch.Tensor) -> str:
 
 
 def plain_tensors(program: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors in attributes that are neither parameters nor buffers, also in lists and dicts: "the attribute 'body.stats[0]'"."""
+    """Return tensors in attributes that are neither parameters nor buffers, also in lists and dicts: "the attribute 'body.stats[0]'"."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in program.named_modules():
         for name, value in module.__dict__.items():
@@ -60,7 +60,7 @@ def plain_tensors(program: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensors_used(frames: Iterable[FrameType]) -> dict[str, torch.Tensor]:
-    """Tensors in the globals and the closures of the caller's functions that run in ``frames``: "the global 'mean'"."""
+    """Return tensors in the globals and the closures of the user's functions that run in ``frames``: "the global 'mean'"."""
     found: dict[str, torch.Tensor] = {}
     for frame in frames:
         if source_location.is_user_code(frame.f_code.co_filename):
@@ -72,7 +72,7 @@ def tensors_used(frames: Iterable[FrameType]) -> dict[str, torch.Tensor]:
 
 
 def tensors_in(value: Any, name: str, depth: int = 3) -> dict[str, torch.Tensor]:
-    """The tensors in ``value``, in lists, tuples and dicts down to ``depth``, and in attributes of an object of the caller's own."""
+    """Return the tensors in ``value``: in lists, tuples and dicts down to ``depth``, and in attributes of the user's objects."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     if isinstance(value, nn.Module | type | ModuleType) or depth == 0:
@@ -88,7 +88,8 @@ def tensors_in(value: Any, name: str, depth: int = 3) -> dict[str, torch.Tensor]
 
 
 def changed_by(run: Callable[[], object], program: nn.Module, error: BaseException) -> tuple[list[str], str]:
-    """The plain tensors, by name, that ``run`` writes to in eager, and where it first does. A trace of it raised ``error``. All is left as it was."""
+    """Return the names of the plain tensors that ``run`` writes to in eager, and the first such line. Restore everything. Its trace raised
+    ``error``."""
     buffers = {id(b) for b in program.buffers()}
     names: dict[int, str] = {}
     every: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

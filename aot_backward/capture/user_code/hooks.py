@@ -1,8 +1,8 @@
-"""Hooks under a trace: what a hook returns is traced; a hook that a package would drop is refused, with its name and its place.
+"""Hooks under a trace. The result of a hook is traced; a hook that a package would drop is refused with its name and line.
 
-A trace runs a program's own autograd, so what hooks on modules, tensors and nodes make of values and gradients is in the graph. Not in it is what
-hangs on a parameter, which runs where the gradient arrives (``parameter_hooks.py`` puts it there), and what a backward hook does instead of
-returning a gradient (it logs it, it stores it): that would be done once, while tracing, and never again.
+A trace runs a program's own autograd, so the graph contains the results of hooks on modules, tensors and nodes. Two things are missing. Hooks on
+parameters run when the gradient arrives (``parameter_hooks.py`` inserts them). Side effects of backward hooks that return no gradient (logging,
+storing) would happen once, while tracing, and never again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from . import source_location
 
 @contextlib.contextmanager
 def refused_or_traced(program: nn.Module) -> Iterator[None]:
-    """Inside, a hook that would be dropped raises :class:`ExportError`: at once, or when it runs and returns nothing; so does ``backward()``."""
+    """Raise :class:`ExportError` for a hook that would be dropped: at once, or when it runs and returns nothing. ``backward()`` raises it, too."""
     _refuse_global()
     slots = [(n, hooks) for n, m in program.named_modules() for hooks in (m._backward_hooks, m._backward_pre_hooks)]
     kept = [dict(hooks) for _, hooks in slots]
     saved = torch.autograd.graph.saved_tensors_hooks
     register, retain, enter = torch.Tensor.register_hook, torch.Tensor.retain_grad, saved.__enter__
     backward = torch.autograd.backward
-    thread = threading.get_ident()  # another one may be training meanwhile
+    thread = threading.get_ident()  # another thread may be training
 
     def here_alone(function: Any, original: Any) -> Any:
         @functools.wraps(original)
@@ -101,10 +101,10 @@ def must_return(hook: Callable[..., Any], where: str, instead: str = "export wit
 
 
 def of_parameters(program: nn.Module, kind: str) -> dict[str, tuple[Callable[..., Any], ...]]:
-    """The hooks on gradients of parameters that are differentiated, by the parameter's first name. ``kind``: of the entry.
+    """Return the gradient hooks of parameters that require grad, by the parameter's first name. ``kind``: of the entry.
 
-    :class:`ExportError` where one could not run as it does in eager: after the gradient was accumulated, on the node that accumulates it, or, in a
-    module, at all. Eager runs a parameter's hooks once in a backward, on the sum of all its uses, and of those one call of a module is one only.
+    Raise :class:`ExportError` for hooks that could not run as in eager: after accumulation, on the AccumulateGrad node, or, in a module, all hooks.
+    Eager runs a parameter's hooks once per backward, on the sum of all its uses; one call of a module is only one use.
     """
     out = {}
     for name, parameter in program.named_parameters():
@@ -147,7 +147,7 @@ _LOADED = {
 
 
 def on_accumulation(parameter: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks on the node that accumulates the gradient of ``parameter``. A node has no list of them; a hook's own handle knows the others."""
+    """Return the hooks on the AccumulateGrad node of ``parameter``. A node does not list them, but the handle of a new hook knows the others."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     found = []
     for register in (node.register_prehook, node.register_hook):

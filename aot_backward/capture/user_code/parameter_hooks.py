@@ -1,7 +1,7 @@
-"""Hooks on parameters as part of the graph: what they make of a gradient, once, behind the sum of all that the parameter's uses give.
+"""Put hooks on parameters into the graph, once, after the sum of the gradients from all of the parameter's uses.
 
-That is where eager runs them, in ``.backward()`` and in ``torch.autograd.grad``. A hook is traced for what it returns. What it reads of the
-program's own parameters and buffers stays bound to them; other tensors that it closes over become constants.
+Eager runs them there, too, in ``.backward()`` and in ``torch.autograd.grad``. The result of a hook is traced. Its reads of the program's own
+parameters and buffers stay bound to them; other tensors that it closes over become constants.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def with_hooks(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Joint:
-    """Puts ``joint.hooks`` behind the gradients of their parameters, which must have been summed over ties, in the FX graph of ``joint``, a copy.
+    """Insert ``joint.hooks`` after the gradients of their parameters, which must have been summed over ties, in the FX graph of ``joint``, a copy.
     ``weights``: state name -> (key, tensor). :class:`ExportError` names a hook that cannot be traced."""
     gradients = dict(joint.gradients)
     hooks = {weights[name][0]: (name, found) for name, found in joint.hooks.items()}
@@ -44,7 +44,7 @@ def with_hooks(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) ->
 
 
 def _apply_hooks(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]], joint: Joint, output: Node) -> Node:
-    """What ``hooks`` make of ``gradient``, in their order, in front of ``output``."""
+    """Apply ``hooks`` to ``gradient`` in their order, before ``output``."""
     for hook in hooks:
         traced = _traced_hook(hook, name, gradient.meta["val"], joint.fake_mode)
         given: dict[Node, Any] = {next(iter(traced.graph.find_nodes(op="placeholder"))): gradient}
@@ -58,21 +58,21 @@ def _apply_hooks(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]],
 def _traced_hook(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode: Any) -> GraphModule:
     def called(gradient: torch.Tensor) -> torch.Tensor:
         with _refuse_writes(hook, name):
-            made = hook(gradient.clone())  # which it may change in place
+            made = hook(gradient.clone())  # the hook may change it in place
         if not isinstance(made, torch.Tensor) or (made.shape, made.dtype) != (gradient.shape, gradient.dtype):
             what = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__name__}"
             raise ExportError(
                 f"the gradient hook {source_location.of(hook)} on the parameter {name!r} returns {what}; expected {gradient.dtype} "
                 f"{tuple(gradient.shape)}"
             )
-        return made.clone()  # no constant, and no parameter, itself
+        return made.clone()  # a copy: it may be a constant or a parameter
 
     try:
         with fake_mode, tracing(), torch.no_grad():
             traced = make_fx(torch.func.functionalize(called, remove="mutations"), decomposition_table=decompositions())(value)
     except ExportError:
         raise
-    except Exception as error:  # the user's own hook ran in there, and may raise anything
+    except Exception as error:  # the user's own hook may raise anything
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         decides = "it decides by the value of a tensor: use torch.where, or " if "data-dependent" in first or "_local_scalar_dense" in first else ""
         raise ExportError(
@@ -84,7 +84,7 @@ def _traced_hook(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_
 
 
 def _refuse_writes(hook: Callable[..., Any], name: str) -> Any:
-    """A dispatch mode in which no tensor may be written that was there before."""
+    """Return a dispatch mode that refuses writes to tensors that existed before."""
 
     class NoWrites(torch_api.TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +103,7 @@ def _refuse_writes(hook: Callable[..., Any], name: str) -> Any:
 
 
 def _current(value: torch.Tensor, joint: Joint) -> Node:
-    """The node that stands for ``value``: a parameter or buffer of the program, as the forward leaves it, or else a constant."""
+    """Return the node of ``value``: a parameter or buffer of the program after the forward's updates, or else a constant."""
     graph = joint.graph
     name = next((n for n, t in joint.state.items() if t is value), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""Where each guard on a size comes from: the user's line, the operator, and whether a transform of ``torch.func`` asked."""
+"""The origin of each guard on a size: the user's line, the operator, and whether a transform of ``torch.func`` asked."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _TRANSFORMS = tuple(f"/torch/_functorch/{name}.py" for name in ("eager_transform
 
 @dataclass(frozen=True)
 class Asked:
-    """``where``: as :mod:`source_location` says it, or "". ``operator``: its name, or "". ``transformed``: within vmap, jvp or grad. ``number``: of
-    the autograd node that asked, -1 if the forward did."""
+    """The origin of a guard. ``where``: from :mod:`source_location`, or "". ``operator``: its name, or "". ``transformed``: within vmap, jvp or
+    grad. ``number``: of the autograd node that asked, -1 if the forward did."""
 
     where: str = ""
     operator: str = ""
@@ -35,13 +35,13 @@ class Asked:
 
 
 Places = Mapping[Any, Asked]
-"""By the guard's expression."""
+"""The guard's expression -> its origin."""
 
 
 @contextlib.contextmanager
 def recorded(program: nn.Module, outermost: CodeType) -> Iterator[Places]:
-    """A context in which the origin of each new guard is noted, and what holds for all sizes is no guard. ``outermost``: the code that runs
-    ``program``; frames that called it are not looked at."""
+    """Record the origin of each new guard; an expression that holds for all sizes adds no guard. ``outermost``: the code that runs ``program``; its
+    callers are ignored."""
     environment = torch_api.ShapeEnv
     original = environment.evaluate_expr
     places: dict[Any, Asked] = {}
@@ -60,7 +60,7 @@ def recorded(program: nn.Module, outermost: CodeType) -> Iterator[Places]:
 
 
 def _always_holds(expression: Any) -> bool:
-    """Whether it says that a maximum is at least one of its arguments, or that a minimum is at most one, which sympy leaves as it is."""
+    """Return whether it says that a maximum is at least one of its arguments, or a minimum at most one; sympy does not simplify this."""
     kind = type(expression).__name__
     if kind not in ("GreaterThan", "LessThan"):
         return False
@@ -77,7 +77,7 @@ def _asked(program: nn.Module, outermost: CodeType) -> Asked:
         frames.append((frame, frame.f_lineno))
         frame = frame.f_back
     if frame is None:
-        return Asked()  # torch's own, once the program has run
+        return Asked()  # torch's own guard, after the program has run
     where, operator = source_location.described(reversed(frames), program), _operator(frames)
     running = torch_api.backward_that_runs()
     name, number = running or ("", -1)
@@ -85,7 +85,7 @@ def _asked(program: nn.Module, outermost: CodeType) -> Asked:
 
 
 def _operator(frames: list[tuple[FrameType, int]]) -> str:
-    """The innermost operator that is run and is not itself a question about sizes."""
+    """Return the innermost running operator that does not itself ask for sizes."""
     for frame, _ in frames:
         operator = frame.f_locals.get("func")
         if isinstance(operator, torch_api.OpOverload) and not str(operator).startswith(("aten.size", "aten.sym_", "aten.stride")):
@@ -94,7 +94,8 @@ def _operator(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def located(places: Places, graph: GraphModule) -> Places:
-    """``places`` with lines for the guards of the backward: those of the forward's operators. ``graph``: what was traced, with its lines."""
+    """Return ``places`` with lines for the guards of the backward: the lines of the forward's operators. ``graph``: the traced graph, with its
+    lines."""
     lines = {node.meta.get("seq_nr"): node.meta[LINE] for node in graph.graph.nodes if LINE in node.meta and not node.meta.get("autograd_backward")}
     out = {}
     for guard, asked in places.items():

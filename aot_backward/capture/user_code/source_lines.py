@@ -1,4 +1,4 @@
-"""Which line of the user's code each node of a traced graph comes from; of a node in the backward, the line whose gradient it is."""
+"""The line of the user's code for each node of a traced graph. A backward node has the line of the forward operator that it differentiates."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from aot_backward_exporters.process_state import patched
 from . import source_location
 
 ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
-"""Where a walk up the stack ends: what called the engine did not ask for this operator."""
+"""Files at which a walk up the stack ends: the caller of the engine did not ask for this operator."""
 
 
 @contextlib.contextmanager
 def recorded_lines(program: nn.Module, outermost: CodeType) -> Iterator[None]:
-    """A context in which nodes that a trace makes get their line. ``outermost``: the code that runs ``program``; frames that called it are not looked
-    at."""
+    """Record the user's line of each node that a trace makes. ``outermost``: the code that runs ``program``; its callers are ignored."""
     tracer = torch_api.PythonKeyTracer
     names = {id(module): name for name, module in program.named_modules()}
     original = tracer.create_node
@@ -44,7 +43,7 @@ def recorded_lines(program: nn.Module, outermost: CodeType) -> Iterator[None]:
 
 
 def spread(graph: GraphModule) -> None:
-    """Gives the nodes of the backward the lines of the forward's operators that they belong to."""
+    """Give the nodes of the backward the lines of the forward's operators that they belong to."""
     known: dict[int, Line] = {}
     for node in graph.graph.nodes:
         if "seq_nr" in node.meta and LINE in node.meta and not node.meta.get("autograd_backward"):
@@ -66,7 +65,7 @@ def _current_line(frame: FrameType | None, names: dict[int, str], outermost: Cod
         if not owner and code.co_name == "forward":
             owner = names.get(id(frame.f_locals.get("self")), "")
         frame = frame.f_back
-    return None  # AOTAutograd's own, such as the writes into buffers at the end
+    return None  # made by AOTAutograd, such as the writes into buffers at the end
 
 
 def _line_of(found: FrameType | None, owner: str) -> Line | None:

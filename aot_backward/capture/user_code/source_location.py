@@ -1,4 +1,4 @@
-"""Where in the user's code something stands, as error messages say it: ``in forward of 'body.0' (model.py:12: if h.sum() > 0:)``."""
+"""Places in the user's code, in the form of error messages: ``in forward of 'body.0' (model.py:12: if h.sum() > 0:)``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OURS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, aot_backward_
 
 
 def of(function: Callable[..., Any]) -> str:
-    """``function`` by its name, and where it is written."""
+    """Return the name of ``function``, with its file and line."""
     while isinstance(function, functools.partial):
         function = function.func
     inner = inspect.unwrap(function)
@@ -40,12 +40,12 @@ def of(function: Callable[..., Any]) -> str:
 
 
 def here(program: nn.Module | None = None) -> str:
-    """The caller's line that runs now."""
+    """Return the user's line that runs now."""
     return described(reversed(list(traceback.walk_stack(sys._getframe(1)))), program)
 
 
 def of_error(error: BaseException, program: nn.Module) -> str:
-    """The caller's line on which ``error`` was raised; if none of it ran, the module of PyTorch's that did; or nothing."""
+    """Return the user's line that raised ``error``; if there is none, the module of PyTorch that did; or ""."""
     if where := described(traceback.walk_tb(error.__traceback__), program):
         return where
     names = {id(module): name for name, module in program.named_modules()}
@@ -54,18 +54,18 @@ def of_error(error: BaseException, program: nn.Module) -> str:
 
 
 def packages_of(error: BaseException) -> set[str]:
-    """The names of the packages whose code ``error`` came out of."""
+    """Return the names of the packages in the traceback of ``error``."""
     return {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)}
 
 
 def passes_through(error: BaseException, package: ModuleType) -> bool:
-    """Whether ``error`` came out of code of ``package``."""
+    """Return whether code of ``package`` is in the traceback of ``error``."""
     names = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(f"{name}.".startswith(f"{package.__name__}.") for name in names)
 
 
 def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
-    """The caller's line that calls the operator ("aten.index.Tensor"), found by running the program in eager; nothing where it is not user code."""
+    """Run the program in eager and return the user's line that calls the operator ("aten.index.Tensor"), or "" if it is not user code."""
     found: list[str] = []
 
     class Watching(torch_api.TorchDispatchMode):
@@ -87,7 +87,7 @@ def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
 
 @contextlib.contextmanager
 def errors_located(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """A context in which an :class:`ExportError` that names an operator is given the caller's line that calls it."""
+    """Add the user's line that calls the operator to an :class:`ExportError` that names one."""
     try:
         yield
     except ExportError as error:
@@ -97,7 +97,7 @@ def errors_located(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]
         raise ExportError.of(error.operator, f"{error}; it is called {where}") from error
     except AotBackwardError:
         raise
-    except Exception as error:  # of torch's partitioner or compiler, and of ours
+    except Exception as error:  # from torch's partitioner or compiler, or from ours
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise ExportError(
             f"the program was traced, and no package could be made of it: {type(error).__name__}: {first}. This is a fault of aot-backward or of "
@@ -106,7 +106,7 @@ def errors_located(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]
 
 
 def described(stack: Iterable[tuple[FrameType, int]], program: nn.Module | None = None) -> str:
-    """The innermost line of the caller's on ``stack``, which begins with the outermost frame; "" where there is none."""
+    """Return the user's innermost line on ``stack``, which begins with the outermost frame, or ""."""
     user_frames = [(frame, line) for frame, line in stack if is_user_code(frame.f_code.co_filename)]
     if not user_frames:
         return ""

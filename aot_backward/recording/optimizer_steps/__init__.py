@@ -1,1 +1,1 @@
-"""Optimizer steps and clippings of gradients of a recorded script: which there are, and their code."""
+"""Observe and compile the optimizer steps and gradient clippings of a recorded script."""

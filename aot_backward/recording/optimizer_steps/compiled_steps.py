@@ -1,4 +1,4 @@
-"""Observed optimizer steps and clippings -> their code: traced, compiled, compared with eager's, and timed beside it."""
+"""Trace and compile observed optimizer steps and clippings, compare them with eager, and time both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STEP, _CLIPPING = "update", "clipping"
 
 @dataclass
 class CompiledStep:
-    """One kind of steps, or of clippings, ready for the package."""
+    """One kind of steps or of clippings, ready for the package."""
 
     spec: UpdateSpec | ClippingSpec
     graph: Graph
@@ -39,12 +39,12 @@ class CompiledStep:
 
     @property
     def name(self) -> str:
-        """What it is of: ``AdamW``, ``clip_grad_norm_``."""
+        """The optimizer or function: ``AdamW``, ``clip_grad_norm_``."""
         return _name(self.spec)
 
 
 def compile_steps(observed: ObservedSteps, folder: Path, target: str, say: Progress, tune: str, skipped: Counter[str]) -> Iterator[CompiledStep]:
-    """Those that came more than once. What cannot be compiled, or is not what eager makes, is left out, with the reason in ``skipped``."""
+    """Yield the steps that came more than once. If one cannot be compiled or differs from eager, it is left out, with the reason in ``skipped``."""
     mode = fake_mode()
     traced: list[TracedStep | TracedClipping] = []
     kinds, clippings = observed.repeated, observed.clippings.repeated
@@ -69,7 +69,7 @@ def compile_steps(observed: ObservedSteps, folder: Path, target: str, say: Progr
 
 @contextlib.contextmanager
 def _left_out(words: str, skipped: Counter[str]) -> Iterator[None]:
-    """What is raised inside is the reason why that is left out."""
+    """Catch an error inside, and note it as the reason why ``words`` is left out."""
     try:
         yield
     except (AotBackwardError, RuntimeError) as error:
@@ -79,7 +79,7 @@ def _left_out(words: str, skipped: Counter[str]) -> Iterator[None]:
 def _artifacts(
     traced: Sequence[TracedStep | TracedClipping], folder: Path, mode: Any, target: str, say: Progress, skipped: Counter[str]
 ) -> dict[str, Artifact]:
-    """All graphs at once, by name; where the compiler refuses one, each alone."""
+    """Compile all graphs at once and return them by name. If the compiler refuses one, compile each alone."""
     (together := folder / _STEP).mkdir()
     name = targets.parsed(target)[0]
     try:
@@ -94,17 +94,17 @@ def _artifacts(
 
 
 def _finished(step: TracedStep | TracedClipping, artifact: Artifact, target: str, tune: str) -> CompiledStep:
-    """Checked and timed, and its graph as data."""
+    """Check and time a step, and write its graph as data."""
     library = library_on(torch.device("cpu"), lambda: artifact.library, library_spec(step.graph, artifact))
     spec = step.finished(library, tune, target)
     portable = None
-    with contextlib.suppress(ExportError):  # without the graph as data the package works, and cannot be rebuilt
+    with contextlib.suppress(ExportError):  # without the graph as data the package works, but cannot be rebuilt
         portable = graph_json.graph_to_bytes(step.graph, int, {})
     return CompiledStep(spec, step.graph, artifact, portable)
 
 
 def slower(spec: UpdateSpec | ClippingSpec) -> str:
-    """In words, what a step took of which the compiled code is not faster."""
+    """Return the times of a step that is not faster when compiled, as text."""
     times: Mapping[str, float] = spec.speed.means if spec.speed is not None else {}
     what = "the optimizer step of " if isinstance(spec, UpdateSpec) else ""
     return f"{what}{_name(spec)}: {', '.join(f'{name} {microseconds:,.0f} µs' for name, microseconds in times.items())}"

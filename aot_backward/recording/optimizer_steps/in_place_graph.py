@@ -1,4 +1,4 @@
-"""What the graphs of optimizer steps and of clippings share: they write to what they were given, and are timed beside eager."""
+"""Shared parts of the graphs of optimizer steps and clippings: they write to their inputs, and are timed against eager."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def in_place_graph(
     result_name: str,
     mode: Any,
 ) -> Graph:
-    """``module`` as a graph that writes ``values`` to the placeholders ``written``, and returns ``result``. ``operands``: what each placeholder is
-    called in messages."""
+    """Return ``module`` as a graph that writes ``values`` to the placeholders ``written``, and returns ``result``. ``operands``: the placeholders'
+    names in messages."""
     output = fx_graph.output_of(module.graph)
     with module.graph.inserting_before(result), mode:
         for target, new in zip(written, values, strict=True):
@@ -53,11 +53,11 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
 
 
 def timed(name: str, ways: Mapping[str, Callable[[], object]], tune: str, target: str) -> Speed | None:
-    """``ways``: "eager" and "compiled", each a whole call as a script makes it. None where they could not be timed."""
+    """Time ``ways``, "eager" and "compiled", each a whole call as a script makes it. Return None if they cannot be timed."""
     try:
         with stopwatch.on_free_processors() as (threads, others):
             times = stopwatch.microseconds(ways, SECONDS)
-    except RuntimeError as error:  # no reason to lose code that is right
+    except RuntimeError as error:  # a failed timing does not make the code wrong
         log.info("%s could not be timed: %s", name, error)
         return None
     return Speed(

@@ -1,4 +1,4 @@
-"""Which gradients a recorded script clips, and how."""
+"""Observe which gradients a recorded script clips, and how."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from aot_backward_runtime.errors import InputError
 from aot_backward_runtime.optimizer_steps.compiled_clipping import Kind, refuse_unsupported
 
-_MAX_KINDS = 32  # that are kept
+_MAX_KINDS = 32  # the most kinds that are kept
 
 
 @dataclass
 class ObservedClipping:
-    """Calls of one function with gradients of one look. ``example``: copies of the gradients of one of these calls, and its ``max_norm`` or
-    ``clip_value``; None where the kind came once."""
+    """Calls of one function with gradients of the same metadata. ``example``: copies of the gradients of one call, and its ``max_norm`` or
+    ``clip_value``; None if the kind came once."""
 
     kind: Kind
     line: str
@@ -31,18 +31,18 @@ class ObservedClipping:
 
 @dataclass
 class ObservedClippings:
-    """``kinds``: by what tells them apart. ``refused``: why calls of a function cannot be compiled."""
+    """``kinds``: by function and metadata. ``refused``: why calls of a function cannot be compiled."""
 
     kinds: dict[tuple[object, ...], ObservedClipping] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def repeated(self) -> dict[str, ObservedClipping]:
-        """The kinds that came more than once, which are compiled, by a digest."""
+        """The kinds that came more than once, which are compiled, by digest."""
         return {hashlib.sha256(repr(look).encode()).hexdigest(): kind for look, kind in self.kinds.items() if kind.example is not None}
 
     def observe(self, kind: Kind, gradients: Sequence[torch.Tensor], limit: float, line: str) -> None:
-        """Called before eager clips."""
+        """Note a call before eager clips."""
         try:
             refuse_unsupported(gradients)
             for gradient in gradients:

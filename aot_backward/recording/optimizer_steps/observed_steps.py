@@ -1,4 +1,4 @@
-"""Which optimizer steps a recorded script makes, and what a compiled one would start from."""
+"""Observe the optimizer steps of a recorded script, and keep an example of each kind to compile from."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ...capture.step.optimizer_spec import duplicate
 from .observed_clippings import ObservedClippings
 
 _MAX_KINDS = 32  # kinds of steps that are kept
-_FIRST_STEPS, _EVERY_STEPS = 16, 64  # steps of an optimizer that are looked at one by one; then one of so many
+_FIRST_STEPS, _EVERY_STEPS = 16, 64  # inspect each of an optimizer's first steps, then one in this many
 
 
 @dataclass
 class ObservedStep:
-    """Steps of one kind: the optimizer's class, its options, and how parameters, gradients and state look. ``example``: an optimizer of that kind on
-    copies of them, as it was before one of these steps; None where the kind came once."""
+    """Steps of one kind: the optimizer's class, its options, and the metadata of parameters, gradients and state. ``example``: a copied optimizer of
+    that kind, as it was before one of these steps; None if the kind came once."""
 
     name: str
     count: int = 0
@@ -44,7 +44,7 @@ class ObservedStep:
 
 @dataclass
 class ObservedSteps:
-    """``kinds``: by digest. ``refused``: why steps of an optimizer cannot be compiled. ``clippings``: of the gradients, before them."""
+    """``kinds``: by digest. ``refused``: why steps of an optimizer cannot be compiled. ``clippings``: of the gradients, before the steps."""
 
     kinds: dict[str, ObservedStep] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class ObservedSteps:
         return bool(self.kinds or self.clippings.kinds)
 
     def observe_clipping(self, kind: Kind, gradients: list[torch.Tensor], limit: float) -> None:
-        """Called before eager clips."""
+        """Note a call before eager clips."""
         self.clippings.observe(kind, gradients, limit, origin.line())
 
     def observe(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before a step in eager."""
+        """Note a step before it runs in eager."""
         line = origin.line()
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if number > _FIRST_STEPS and number % _EVERY_STEPS:
@@ -88,7 +88,7 @@ class ObservedSteps:
 
 
 def _look(optimizer: torch.optim.Optimizer) -> str | None:
-    """What tells kinds of steps apart, as text. None where there is nothing to do, or the state is not there yet."""
+    """Return a text that identifies the kind of step; None if there is nothing to do, or the state does not exist yet."""
     if type(optimizer) not in SERVED:
         raise InputError(f"{name_of(type(optimizer))} is no optimizer of torch.optim; a class of the script's own runs in eager")
     refuse_unsupported(optimizer)
@@ -133,7 +133,7 @@ def _layout(tensor: torch.Tensor) -> list[Any]:
 
 
 def copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """One of its kind on copies of its parameters, gradients and state."""
+    """Return an optimizer of the same kind on copies of its parameters, gradients and state."""
     other = duplicate(optimizer)
     other.param_groups, other.state = [], defaultdict(dict)
     for group in optimizer.param_groups:
@@ -150,5 +150,5 @@ def copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _with_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, which ``clone`` does not keep where there are gaps in memory."""
+    """Return a copy with the same strides, which ``clone`` does not keep if there are gaps in memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())

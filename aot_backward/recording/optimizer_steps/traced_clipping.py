@@ -1,4 +1,4 @@
-"""Observed calls of ``clip_grad_norm_`` or ``clip_grad_value_`` as a graph that writes gradients in place; its code compared with eager's."""
+"""Trace ``clip_grad_norm_`` or ``clip_grad_value_`` as a graph that writes gradients in place, compare its code with eager, and time it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ...checks.tolerance import Tolerance, compare, norm
 from .in_place_graph import in_place_graph, timed
 from .observed_clippings import ObservedClipping
 
-_NORM_EPSILON = 1e-6  # what eager adds to the norm
+_NORM_EPSILON = 1e-6  # eager adds this to the norm
 
 
 class TracedClipping:
-    """``graph`` and ``spec`` of clippings of one kind, called ``name``. :class:`ExportError` where they cannot be traced."""
+    """``graph`` and ``spec`` of one kind of clipping, called ``name``. Raise :class:`ExportError` if it cannot be traced."""
 
     def __init__(self, name: str, observed: ObservedClipping, mode: Any):
         assert observed.example is not None
@@ -45,7 +45,7 @@ class TracedClipping:
         try:
             with mode, tracing(), torch.no_grad():
                 module = make_fx(clipped, decomposition_table=decompositions())(gradients, numbers)
-        except Exception as error:  # of a norm_type that torch does not know
+        except Exception as error:  # for a norm_type that torch does not know
             raise ExportError(f"it could not be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         module.graph.set_codegen(torch.fx.CodeGen())  # flat arguments
         sixteen_bits.mark_all_rounded(module)
@@ -55,7 +55,7 @@ class TracedClipping:
         self.graph = in_place_graph(name, module, written, values, result, names, "the norm" if function == NORM else "nothing", mode)
 
     def _clipped(self, gradients: Sequence[torch.Tensor], numbers: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients afterwards, and the result, as eager computes them."""
+        """Return the clipped gradients, and the result, as eager computes them."""
         limit = numbers[0]
         if self.spec.function != NORM:
             low, high = ([sign * limit.to(g.dtype) for g in gradients] for sign in (-1, 1))
@@ -67,18 +67,18 @@ class TracedClipping:
         return [*((g * coefficient).to(g.dtype) for g in gradients), total.clone()]
 
     def _total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """As eager's; the norm of order 2 without the root of each gradient's part, which is a tensor less for each."""
+        """Return eager's total norm. For order 2, skip the root of each gradient's part, which saves a tensor for each."""
         if self.spec.norm_type == "2.0" and {g.dtype for g in gradients} in ({torch.float32}, {torch.float64}):
             return functools.reduce(torch.add, (g.square().sum() for g in gradients)).sqrt()
         return utils.get_total_norm(gradients, float(self.spec.norm_type), foreach=False)
 
     def finished(self, library: Library, tune: str, target: str) -> ClippingSpec:
-        """The spec with its verdict and times; :class:`ExportError` where ``library`` does not do what eager does."""
+        """Return the spec with its verdict and times. Raise :class:`ExportError` if ``library`` differs from eager."""
         spec = self._checked(library)
         return spec if tune == "none" else dataclasses.replace(spec, speed=self._speed(library, tune, target))
 
     def _checked(self, library: Library) -> ClippingSpec:
-        """Calls with the recorded limit, with one that changes every gradient, with one that changes none, and with a gradient that is Inf."""
+        """Compare with eager at the recorded limit, at one that changes every gradient, at one that changes none, and with a gradient that is Inf."""
         clipping, worst, name = CompiledClipping(self.spec, library), 0.0, ""
         size = norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in self._gradients]))
         filled = [g for g in self._gradients if g.numel()]
@@ -120,7 +120,7 @@ class TracedClipping:
 
 
 def _holders(gradients: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
-    """Parameters that have these gradients."""
+    """Return parameters that have these gradients."""
     out = []
     for gradient in gradients:
         out.append(torch.nn.Parameter(torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype)))

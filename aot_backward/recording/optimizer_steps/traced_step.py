@@ -1,4 +1,4 @@
-"""An observed kind of optimizer steps as a graph that writes parameters and state in place; its code compared with eager's step, and timed."""
+"""Trace a kind of optimizer steps as a graph that writes parameters and state in place, compare its code with eager, and time it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ...checks.tolerance import Tolerance, compare
 from .in_place_graph import in_place_graph, timed
 from .observed_steps import ObservedStep, copied
 
-_STEPS_COMPARED = 3  # that are compared
+_STEPS_COMPARED = 3  # steps that are compared
 
 
 class TracedStep:
-    """``graph`` and ``spec`` of a kind of steps, called ``name``. :class:`ExportError` where it does what a graph cannot."""
+    """``graph`` and ``spec`` of a kind of steps, called ``name``. Raise :class:`ExportError` if a graph cannot express it."""
 
     def __init__(self, name: str, kind: ObservedStep, mode: Any):
         assert kind.example is not None
@@ -53,13 +53,13 @@ class TracedStep:
         self.graph = _in_place(update.graph, self.spec, mode)
 
     def finished(self, library: Library, tune: str, target: str) -> UpdateSpec:
-        """The spec with its verdict and times; :class:`ExportError` where ``library`` does not do what eager does."""
+        """Return the spec with its verdict and times. Raise :class:`ExportError` if ``library`` differs from eager."""
         spec = _checked(self.spec, library, self._example, reduced_precision=self._reduced_precision)
         return spec if tune == "none" else dataclasses.replace(spec, speed=_speed(spec, library, self._example, tune, target))
 
 
 def _inspected(example: torch.optim.Optimizer) -> OptimizerSpec:
-    """Parameters are called by their group and place. Each has a count of its own steps, where a step of an exported program shares one."""
+    """Inspect the optimizer. Parameters are named by group and place. Each has its own step count; a step of an exported program shares one."""
     names = {id(p): f"{g}.{i}" for g, group in enumerate(example.param_groups) for i, p in enumerate(group["params"])}
     with_gradient = {names[id(p)] for group in example.param_groups for p in group["params"] if p.grad is not None}
     optimized = inspect_optimizer(example, names, with_gradient.__contains__)
@@ -77,7 +77,7 @@ def _inspected(example: torch.optim.Optimizer) -> OptimizerSpec:
 
 
 def _in_place(module: torch.fx.GraphModule, spec: UpdateSpec, mode: Any) -> Graph:
-    """``module``, which returns new parameters and state, as a graph that writes them to where the old ones are."""
+    """Return ``module``, which returns new parameters and state, as a graph that overwrites the old ones."""
     results = fx_graph.results_of(module)
     if results and isinstance(results[0], (list, tuple)):
         results = [node for part in results for node in part]
@@ -90,14 +90,14 @@ def _in_place(module: torch.fx.GraphModule, spec: UpdateSpec, mode: Any) -> Grap
 
 
 def _operand_names(spec: UpdateSpec) -> list[str]:
-    """The names of the library's inputs, in order: gradients, parameters, state, numbers."""
+    """Return the names of the library's inputs, in order: gradients, parameters, state, numbers."""
     place = {p: f"param_groups[{g}]['params'][{i}]" for g, group in enumerate(spec.groups) for i, p in enumerate(group.parameters)}
     parameters = [place[p] for p in spec.trained]
     return [*(f"{p}.grad" for p in parameters), *parameters, *(f"state[{place[s.parameter]}][{s.key!r}]" for s in spec.state), "numbers"]
 
 
 def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, *, reduced_precision: bool) -> UpdateSpec:
-    """``spec`` with its verdict: a few steps beside eager's, each from what eager's left; :class:`ExportError` where a change is another one."""
+    """Return ``spec`` with its verdict: compare a few steps, each from eager's state. Raise :class:`ExportError` if a change differs from eager's."""
     eager, ours = copied(example), copied(example)
     update = CompiledUpdate(spec, library)
     worst, name = 0.0, ""
@@ -123,7 +123,7 @@ def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer,
 
 
 def _tensors(optimizer: torch.optim.Optimizer, spec: UpdateSpec) -> list[tuple[str, torch.Tensor]]:
-    """What a step writes, by name: parameters, then state."""
+    """Return the tensors that a step writes, by name: parameters, then state."""
     by_name = {f"{g}.{i}": p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     names = _operand_names(spec)[len(spec.trained) : -1]
     found = [by_name[n].detach() for n in spec.trained] + [optimizer.state[by_name[s.parameter]][s.key] for s in spec.state]
@@ -131,7 +131,7 @@ def _tensors(optimizer: torch.optim.Optimizer, spec: UpdateSpec) -> list[tuple[s
 
 
 def _speed(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, tune: str, target: str) -> Speed | None:
-    """Whole steps, each as a script calls it, on copies: eager's with the flags that the script gave it."""
+    """Time whole steps on copies, each as a script calls it. Eager's keep the flags that the script set."""
     eager, ours = copied(example), copied(example)
     table, met = CompiledTable([(spec.optimizer, CompiledUpdate(spec, library))]), Met()
     ways = {"eager": lambda: step_of(eager)(eager), "compiled": lambda: table.run(spec.optimizer, met, ours)}

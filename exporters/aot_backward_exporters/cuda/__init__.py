@@ -1,1 +1,1 @@
-"""Code for GPUs, where there may be none."""
+"""Code for GPUs, also on machines without one."""

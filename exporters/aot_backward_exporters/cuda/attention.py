@@ -1,11 +1,11 @@
-"""Scaled dot-product attention, captured with the CPU's kernel, by the kernel that eager takes on a GPU.
+"""Scaled dot-product attention, captured with the CPU's kernel, with the kernel that eager selects on a GPU.
 
-``scaled_dot_product_attention`` chooses a kernel when it is called, and a trace on the CPU holds the CPU's. Forward and backward are graphs of their
-own, linked by the tensors that the forward saves (the result, and the logarithm of the softmax's denominators, one for each row of queries). The
-choice depends on nothing but what both graphs have (sizes, dtypes, the mask), so that both choose alike; what is saved keeps the CPU's shapes.
+``scaled_dot_product_attention`` selects a kernel when it is called, and a trace on the CPU contains the CPU's. Forward and backward are separate
+graphs, linked by the tensors that the forward saves (the result, and the logarithm of the softmax's denominators, one for each row of queries). The
+choice depends only on properties that both graphs have (sizes, dtypes, the mask), so both choose alike; saved tensors keep the CPU's shapes.
 
-The conditions are those of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and ``attention.cpp`` (torch 2.11), with one difference: on H100
-and B200 eager prefers cuDNN's kernel to flash attention where it has one. Without dropout all of them compute the same but for rounding.
+The conditions come from ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and ``attention.cpp`` (torch 2.11), with one difference: on H100
+and B200 eager prefers cuDNN's kernel, if it has one, to flash attention. Without dropout all of them compute the same result, up to rounding.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _Tensors = tuple[torch.Tensor, ...]
 def kernel_for(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, capability: tuple[int, int]
 ) -> Kernel:
-    """What serves these (B, H, S, D) tensors: a condition that is not known of a dynamic size counts as false."""
+    """Return the kernel for these (B, H, S, D) tensors. A condition that is unknown for a dynamic size counts as false."""
     known = torch_api.statically_known_true
     depth, half = query.shape[-1], query.dtype in _HALVES
     equal_depths = known(key.shape[-1] == depth) and known(value.shape[-1] == depth)
-    # Flash attention's causal mask begins at the bottom right where there are more keys than queries; eager's is from the top left.
+    # Flash attention's causal mask is aligned to the bottom right if there are more keys than queries; eager's to the top left.
     square = not causal or known(query.shape[2] == key.shape[2])
     # its backward needs more shared memory than these GPUs have
     narrow = capability not in ((8, 6), (8, 9)) or known(depth <= 192) or known(depth > 224)
@@ -54,8 +54,8 @@ def kernel_for(
 
 
 def replace(node: Node, values: dict[Node, Any], capability: tuple[int, int]) -> None:
-    """Makes what uses ``node``, the CPU's forward or backward, use the GPU's kernel; ``node`` and its own users are left without any.
-    ``values``: the fake tensor of each node before; those of the new nodes are added."""
+    """Make the users of ``node``, the CPU's forward or backward, use the GPU's kernel; ``node`` and its own users lose their users.
+    ``values``: the fake tensor of each existing node; new nodes are added."""
     backward = node.target is BACKWARD
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -132,7 +132,7 @@ def _efficient_backward(
 ) -> _Tensors:
     heads, few, rows, columns = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
     key, value, bias = _with_bias(query, _repeated(key, heads), _repeated(value, heads), mask)
-    # kernel_forward.h fills up to a multiple of kAlignLSE rows with infinity: their probabilities come out as zeros
+    # kernel_forward.h pads to a multiple of kAlignLSE rows with infinity: their probabilities become zeros
     logs = nn.functional.pad(logs.contiguous(), (0, _lacking(rows, 32)), value=math.inf)
     seed, offset = (torch.empty(1, dtype=torch.int64, device=query.device).view(()) for _ in range(2))  # unused without dropout
     grads = aten._scaled_dot_product_efficient_attention_backward.default(
@@ -159,8 +159,8 @@ def _math_backward(
     causal: bool,
     scale: float,
 ) -> _Tensors:
-    """The backward of flash attention (arXiv:2205.14135, appendix B.4) with whole matrices. The weights are computed again from the scores: torch's
-    rule for the saved logarithms says float32, and of float64 that would leave half the digits."""
+    """Compute the backward of flash attention (arXiv:2205.14135, appendix B.4) with whole matrices. The weights are recomputed from the scores: torch
+    declares the saved logarithms as float32, which would lose half the digits of float64."""
     heads, few, dtype = query.shape[1], key.shape[1], query.dtype
     key, value = _repeated(key, heads), _repeated(value, heads)
     weights, _ = _weights(query, key, mask, causal, scale)
@@ -176,7 +176,7 @@ _BACKWARD: dict[Kernel, Callable[..., _Tensors]] = {"flash": _flash_backward, "e
 
 
 def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The softmax of the scores, and the logarithm of its denominators. A row that may look at nothing gets zeros."""
+    """Return the softmax of the scores, and the logarithm of its denominators. A fully masked row gets zeros."""
     scores = _wide(query) @ _wide(key).transpose(-2, -1) * scale
     if mask is not None:
         scores = scores + mask
@@ -192,17 +192,17 @@ def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, 
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In the precision that eager's formula computes in."""
+    """Convert to the precision of eager's formula."""
     return tensor.float() if tensor.dtype in _HALVES else tensor
 
 
 def _lacking(size: Any, multiple: int) -> Any:
-    """What is missing from ``size`` to a multiple; of a symbolic size in a form in which torch sees that the sum is a multiple."""
+    """Return the distance from ``size`` to the next multiple; for a symbolic size in a form that lets torch see that the sum is a multiple."""
     return (size + multiple - 1) // multiple * multiple - size
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """With zeros behind the last dimension, up to a multiple."""
+    """Append zeros to the last dimension, up to a multiple."""
     lacking = _lacking(tensor.shape[-1], multiple)
     return nn.functional.pad(tensor, (0, lacking)) if lacking else tensor
 
@@ -210,10 +210,10 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 def _with_bias(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys, values, and the mask of every head, whose rows the kernel wants to begin at multiples of 8 elements.
+    """Return keys, values, and the mask of every head. The kernel requires the mask's rows to begin at multiples of 8 elements.
 
-    Eager makes the rows longer and takes a part of them (``preprocess_mask`` in attention.cpp). Whether that part is the whole is a question that a
-    dynamic size must not be asked, so there the keys are made a multiple of 8, too, of which the mask lets nothing see the new ones.
+    Eager pads the rows and takes a slice of them (``preprocess_mask`` in attention.cpp). For a dynamic size, slicing would compare sizes and create a
+    guard, so the keys are padded to a multiple of 8, too; the mask hides the new ones.
     """
     if mask is None:
         return key, value, None
@@ -230,18 +230,18 @@ def _with_bias(
 
 
 def _first(tensor: torch.Tensor, count: Any, dim: int) -> torch.Tensor:
-    """The first ``count`` in that dimension, as a copy: of a view torch would ask whether it is the whole, and guard a dynamic size."""
+    """Return a copy of the first ``count`` elements in that dimension: for a view, torch would compare sizes and guard a dynamic size."""
     if torch_api.statically_known_true(tensor.shape[dim] == count):
         return tensor
     return tensor.index_select(dim, torch.arange(count, device=tensor.device))
 
 
 def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """One head for each of the query's (grouped-query attention)."""
+    """Repeat the heads to one for each of the query's (grouped-query attention)."""
     few = tensor.shape[1]
     return tensor if few == heads else tensor.repeat_interleave(heads // few, dim=1)
 
 
 def _summed(grad: torch.Tensor, few: int) -> torch.Tensor:
-    """The gradient of what :func:`_repeated` made of ``few`` heads."""
+    """Return the gradient for the ``few`` heads that :func:`_repeated` repeated."""
     return grad if grad.shape[1] == few else grad.unflatten(1, (few, grad.shape[1] // few)).sum(2)

@@ -1,9 +1,9 @@
-"""Compiles graphs for a GPU where there is none: what torch, Inductor and Triton ask a device is answered from a table, and nothing is launched.
+"""Compiles graphs for a GPU on a machine without one: a table answers the device queries of torch, Inductor and Triton, and nothing is launched.
 
 A graph is captured on fake CPU tensors and rewritten for fake CUDA tensors (:mod:`.retarget`). It needs a CUDA build of torch, triton, and a CUDA
-toolkit's headers; no driver. Other pairs of torch and triton than :data:`TESTED` are refused by name.
+toolkit's headers; no driver. Other pairs of torch and triton than :data:`TESTED` raise an error that names them.
 
-Everything private of torch that is replaced is put back by :func:`crossing`. The module is the one exception to the rule that private names live in
+:func:`crossing` restores every private name of torch that it replaces. This module is the one exception to the rule that private names live in
 ``torch_api.py``.
 """
 
@@ -29,11 +29,11 @@ from .devices import DEVICES, Device
 from .toolkit import cuda_home, toolkit
 
 TESTED = {"2.11": "3.6", "2.15": "3.9"}
-"""torch minor -> triton minor: the pairs whose code `make cross` has looked at and run."""
+"""torch minor -> triton minor: the pairs that `make cross` has checked and run."""
 
 
 def check(target: str) -> Device:
-    """The device of ``target`` ("cuda:sm_90"). :class:`ExportError` where this process cannot compile for it, naming what to install."""
+    """Return the device of ``target`` ("cuda:sm_90"). Raise :class:`ExportError` with installation advice if this process cannot compile for it."""
     arch = target.partition(":")[2]
     if arch not in DEVICES:
         raise ExportError(f"unknown target {target!r}; GPUs that code can be made for without one: {', '.join(f'cuda:{a}' for a in DEVICES)}")
@@ -53,13 +53,13 @@ def check(target: str) -> Device:
 
 @contextlib.contextmanager
 def crossing(device: Device) -> Iterator[None]:
-    """A context in which there seems to be one GPU, ``device``; code for it can be generated, and nothing launched."""
+    """Simulate one GPU, ``device``: code for it can be generated, but not launched."""
     with toolkit(), contextlib.ExitStack() as stack:
-        # without the second, kernels hold the path of a temporary file and its time
+        # without the second, kernels contain the path and time of a temporary file
         stack.enter_context(patched_items(os.environ, TENSORIFY_PYTHON_SCALARS="0", TRITON_DISABLE_LINE_INFO="1"))
         _forget()
         stack.callback(_forget)
-        stack.enter_context(torch_api.fresh_cache())  # else a kernel of another architecture is taken, by its name
+        stack.enter_context(torch_api.fresh_cache())  # otherwise a kernel of another architecture is reused, by its name
         for patch in (_torch_cuda, _fake_tensors, _triton, _autotuning, _constants, _folding):
             patch(device, stack)
         stack.enter_context(torch_api.inductor_config.patch(_SETTINGS))
@@ -77,7 +77,7 @@ _SETTINGS = {
 
 
 def _forget() -> None:
-    """Empties the caches of what torch has found out about devices."""
+    """Empty torch's caches of device properties."""
     from torch._inductor import utils
     from torch._inductor.runtime import hints
     from torch.utils import _triton as found
@@ -149,7 +149,7 @@ def _triton(device: Device, stack: contextlib.ExitStack) -> None:
             }  # fmt: skip
 
         def load_binary(self, name: str, kernel: bytes, shared: int, number: int) -> tuple[None, int, int, int, int]:
-            """Registers and spills as the machine code states them; and no module, which triton 3.8 and newer would have the driver unload."""
+            """Return registers and spills from the machine code, but no module: triton 3.8 and newer would have the driver unload it."""
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(kernel)
                 file.flush()
@@ -175,7 +175,7 @@ def _triton(device: Device, stack: contextlib.ExitStack) -> None:
 
 
 def _autotuning(device: Device, stack: contextlib.ExitStack) -> None:
-    """Of each kernel the launcher with the fewest spills is kept, Inductor's favourite first; nothing is timed."""
+    """Keep each kernel's launcher with the fewest spills, Inductor's favourite first; nothing is timed."""
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -195,14 +195,14 @@ def _autotuning(device: Device, stack: contextlib.ExitStack) -> None:
 
 
 def _constants(device: Device, stack: contextlib.ExitStack) -> None:
-    """Constants are told apart by what they are: fake tensors have no addresses."""
+    """Compare constants by identity: fake tensors have no addresses."""
     from torch._inductor import graph
 
     stack.enter_context(patched(graph, is_same_tensor=lambda data, value: data is value))
 
 
 def _folding(device: Device, stack: contextlib.ExitStack) -> None:
-    """Constant folding computes single elements on the node's device: here on the CPU."""
+    """Fold constants on the CPU: Inductor computes single elements on the node's device."""
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
 
     class OnCpu(torch_api.TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The GPUs that code can be made for where there is none: what Inductor and Triton ask of a device."""
+"""GPUs supported for cross-compilation: the device properties that Inductor and Triton query."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Device:
     minor: int
     multiprocessors: int
     shared: int  # bytes of shared memory that a block may opt in to
-    shared_of_all: int  # bytes of it in a multiprocessor
-    threads: int  # resident in a multiprocessor
+    shared_of_all: int  # bytes of shared memory in a multiprocessor
+    threads: int  # resident threads per multiprocessor
     cache: int  # bytes of L2
     memory: int
 

@@ -1,4 +1,4 @@
-"""Rewrites a graph that was captured on fake CPU tensors as one of CUDA tensors: device arguments, values, attention, the results' strides."""
+"""Converts a graph captured on fake CPU tensors to CUDA tensors: device arguments, values, attention, the results' strides."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CPU_ONLY = ("mkldnn.", "mkl.", "aten.mkldnn_")
 
 
 def retarget(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = torch.device("cuda:0")) -> Graph:  # noqa: B008
-    """``graph``, captured on the CPU, as one of CUDA tensors for ``device``; attention by the kernels of a GPU.
+    """Return ``graph``, captured on the CPU, on CUDA tensors for ``device``; attention uses GPU kernels.
 
-    To be called within :func:`.cross_compile.crossing`."""
+    Call it within :func:`.cross_compile.crossing`."""
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
 
     def moved(value: Any) -> Any:
@@ -66,7 +66,7 @@ def retarget(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = 
 
 
 def _restore_strides(graph: Graph, module: GraphModule, values: dict[Node, Any], fake_mode: Any) -> None:
-    """Copies the results that an operator lays out otherwise on a GPU: strides are part of the package's contract."""
+    """Copy results that have other strides on a GPU: strides are part of the package's contract."""
     output = next(iter(module.graph.find_nodes(op="output")))
     results = list(output.args[0])
     for i, (before, after) in enumerate(zip(_results(graph.module), results, strict=True)):

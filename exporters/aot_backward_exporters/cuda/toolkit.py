@@ -1,4 +1,4 @@
-"""The CUDA toolkit's headers, and a library to link with in the driver's place."""
+"""The CUDA toolkit's headers, and a stub library for linking instead of the driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..toolchain.gcc import compiler
 
 @functools.cache
 def cuda_home() -> Path:
-    """The CUDA toolkit's folder, whose headers the host code includes."""
+    """Return the CUDA toolkit's folder. The host code includes its headers."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc")
     places = [Path(named)] if named else []
@@ -37,20 +37,20 @@ def cuda_home() -> Path:
 
 @contextlib.contextmanager
 def toolkit() -> Iterator[None]:
-    """A context in which what compiles the host's code finds the CUDA toolkit and, in the driver's place, a library to link with: a machine with a
-    GPU may have the driver where no linker looks."""
+    """Let the host compiler find the CUDA toolkit, and a stub library for linking instead of the driver: linkers may not search the driver's folder
+    on a machine with a GPU."""
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, contextlib.ExitStack() as stack:
         _driver_stub(Path(folder))
         paths = [folder, *filter(None, [os.environ.get("LIBRARY_PATH")])]
         stack.enter_context(patched_items(os.environ, CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths)))
         from torch.utils import cpp_extension
 
-        stack.enter_context(patched(cpp_extension, CUDA_HOME=str(cuda_home())))  # found when it is imported, and not looked for again
+        stack.enter_context(patched(cpp_extension, CUDA_HOME=str(cuda_home())))  # set at import, and not searched for again
         yield
 
 
 def _driver_stub(folder: Path) -> None:
-    """A library to link with in the place of the driver's: it exports the names in ``cuda.h``, so that the linker keeps the dependency on it."""
+    """Build a stub for the driver's library: it exports the names in ``cuda.h``, so that the linker keeps the dependency on the driver."""
     header = (cuda_home() / "include" / "cuda.h").read_text(errors="replace")
     names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", header)) | set(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", header)))
     source = folder / "stub.c"

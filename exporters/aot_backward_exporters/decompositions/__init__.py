@@ -1,1 +1,1 @@
-"""Operators by other operators: what ONNX does not have, and what runs without PyTorch only so."""
+"""Decompositions of operators that ONNX or a run without PyTorch does not support."""

@@ -1,4 +1,4 @@
-"""Attention and its gradient, as eager's CPU kernel computes them: the softmax in float32, rows of which everything is masked are zero."""
+"""Attention and its gradient, as eager's CPU kernel computes them: the softmax in float32, fully masked rows are zero."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, is_causal: bool, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """In float32, minus infinity where masked."""
+    """Return the scores in float32, minus infinity at masked positions."""
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     if mask is not None:
         scores = torch.where(mask, scores, -math.inf) if mask.dtype is torch.bool else scores + mask
@@ -48,7 +48,7 @@ def with_weights(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operator's results and the weights of the values, which :func:`backward` computes again where it is not given them."""
+    """Return the operator's results and the attention weights. Without the weights, :func:`backward` computes them again."""
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
     (wide_q, wide_k, wide_v), mask, factor = _prepared(operator, q, k, v, dropout_p, attn_mask, scale)
     scores = _scores(wide_q, wide_k, is_causal, mask, factor)

@@ -42,7 +42,7 @@ def _backward(
 def _of_input(
     grad: torch.Tensor, weight: torch.Tensor, sizes: list[Any], stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> torch.Tensor:
-    """A transposed convolution without padding covers the padded input as far as a window reached; the rest of the padded input has no gradient."""
+    """Return the input's gradient. A transposed convolution without padding covers the padded input up to the last window; the rest gets zeros."""
     n = len(sizes)
     out = aten.convolution.default(grad, weight, None, stride, [0] * n, dilation, True, [0] * n, groups)
     for d in range(n):
@@ -51,7 +51,7 @@ def _of_input(
             if missing > 0:
                 out = aten.constant_pad_nd.default(out, [0, 0] * (n - 1 - d) + [0, missing])
         else:
-            out = aten.constant_pad_nd.default(out, [0, 0] * (n - 1 - d) + [0, stride[d] - 1])  # a stride leaves at most so much
+            out = aten.constant_pad_nd.default(out, [0, 0] * (n - 1 - d) + [0, stride[d] - 1])  # the maximum that a stride leaves
         out = aten.slice.Tensor(out, 2 + d, padding[d], padding[d] + sizes[d])
     return out
 
@@ -67,9 +67,9 @@ def _of_weight(
     dilation: list[int],
     groups: int,
 ) -> torch.Tensor:
-    """``larger`` is convolved with ``smaller``: channels are the batch, the batch is summed over, stride and dilation change places.
+    """Convolve ``larger`` with ``smaller``: channels are the batch, the batch is summed over, stride and dilation are swapped.
 
-    Of a plain convolution ``larger`` is its input and ``smaller`` the incoming gradient; of a transposed one the other way round.
+    In a plain convolution ``larger`` is its input and ``smaller`` the incoming gradient; in a transposed one the other way round.
     """
     n, batch, channels = len(kernel), larger.shape[0], larger.shape[1] // groups
     data = aten.view.default(larger, [batch, groups, channels, *larger.shape[2:]])
@@ -78,7 +78,7 @@ def _of_weight(
     filters = aten.permute.default(smaller, [1, 0, *range(2, 2 + n)])
     out = aten.convolution.default(data, filters, None, dilation, padding, stride, False, [0] * n, groups)
     for d in range(n):
-        out = aten.slice.Tensor(out, 2 + d, 0, kernel[d])  # windows that reached beyond the last one
+        out = aten.slice.Tensor(out, 2 + d, 0, kernel[d])  # drops windows that reached beyond the last one
     return aten.permute.default(out, [1, 0, *range(2, 2 + n)])
 
 

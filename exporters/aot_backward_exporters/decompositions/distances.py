@@ -10,7 +10,7 @@ import torch
 
 
 def _differences(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
-    """(..., rows of x1, rows of x2, columns)."""
+    """Return (..., rows of x1, rows of x2, columns)."""
     return x1.unsqueeze(-2) - x2.unsqueeze(-3)
 
 
@@ -28,7 +28,7 @@ def _cdist(x1: torch.Tensor, x2: torch.Tensor, p: float, compute_mode: int | Non
 
 
 def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: float, cdist: torch.Tensor) -> torch.Tensor:
-    """By x1. Of rows that are equal it is 0, as in eager."""
+    """Return the gradient with respect to x1. For equal rows it is 0, as in eager."""
     if p == 0:
         return torch.zeros_like(x1)
     difference, distance, grad = _differences(x1, x2), cdist.unsqueeze(-1), grad.unsqueeze(-1)

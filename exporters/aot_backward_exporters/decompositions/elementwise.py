@@ -20,7 +20,7 @@ def _signbit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
-    """onnxruntime chooses between numbers only."""
+    """Select between booleans: onnxruntime selects only between numbers."""
     return (condition & a) | (~condition & b) if a.dtype is b.dtype is torch.bool else NotImplemented
 
 
@@ -40,7 +40,7 @@ def _floor_divide(a: torch.Tensor, b: Any) -> torch.Tensor:
 
 
 def _hypot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Without squares that overflow."""
+    """Avoid squares that overflow."""
     larger, smaller = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
     ratio = smaller / torch.where(larger == 0, 1.0, larger)
     return torch.where(torch.isinf(larger), larger, larger * torch.sqrt(1 + ratio * ratio))
@@ -51,7 +51,7 @@ def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, device: Any 
 
 
 def _copy(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """What a write into a slice becomes. torchlib hands ``src`` on as it is, of whatever shape."""
+    """Decompose a write into a slice. torchlib returns ``src`` unchanged, without expanding it."""
     return src.to(x.dtype).expand(x.shape)
 
 

@@ -1,5 +1,5 @@
-"""Functions made of exponentials and logarithms, with float64 in between or without the term that cancels: onnxruntime's float32 kernels are off by
-several roundings, so that a result near zero or near a limit has few right digits."""
+"""Functions of exponentials and logarithms, computed in float64 or without the cancelling term: onnxruntime's float32 kernels are off by
+several roundings, so results near zero or near a limit have few correct digits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _in_float64(operator: Any) -> Callable[..., Any]:
 
 
 def _log1p(x: torch.Tensor) -> torch.Tensor:
-    """What is rounded off 1 + x is made good (Kahan; HP-15C Advanced Functions Handbook, 1982, "Accuracy of Numerical Calculations")."""
+    """Correct the rounding error of 1 + x (Kahan; HP-15C Advanced Functions Handbook, 1982, "Accuracy of Numerical Calculations")."""
     wide = x.to(torch.float64)
     u = 1 + wide
     off = u - 1
@@ -29,7 +29,7 @@ def _log1p(x: torch.Tensor) -> torch.Tensor:
 
 
 def _expm1(x: torch.Tensor) -> torch.Tensor:
-    """Likewise."""
+    """Correct the rounding error of exp(x) in the same way."""
     wide = x.to(torch.float64)
     u = torch.exp(wide)
     off, log = u - 1, torch.log(u)

@@ -1,6 +1,6 @@
-"""Writes and additions at positions, gradients of embeddings among them.
+"""Writes and additions at positions, including gradients of embeddings.
 
-Indices of any form become the rows of a matrix, which ONNX's ScatterElements writes to or adds to, one after another where a row comes twice.
+Indices of any form become the rows of a matrix. ONNX's ScatterElements writes or adds to them, one after another if a row occurs twice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _index_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: 
 
 
 def _masked_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool) -> torch.Tensor:
-    """One mask, from some dimension on, and one value: what else a mask selects has a size that depends on data."""
+    """Write or add one value at a mask, from some dimension on. Other selections by a mask have a data-dependent size."""
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     if len(given) > 1 or values.numel() != 1:
         raise ExportError.of(
@@ -71,7 +71,7 @@ def _as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], sto
 
 
 def _bags(offsets: torch.Tensor, count: Any, include_last_offset: bool) -> torch.Tensor:
-    """The bag of each of ``count`` indices."""
+    """Return the bag of each of ``count`` indices."""
     starts = offsets[:-1] if include_last_offset else offsets
     return (starts.unsqueeze(0) <= torch.arange(count).unsqueeze(1)).sum(1) - 1
 
@@ -121,7 +121,7 @@ def _embedding_bag_backward(
     padding_idx: int = -1,
 ) -> torch.Tensor:
     _refuse_bag(aten._embedding_bag_backward.default, mode, scale_grad_by_freq)
-    alone = isinstance(offset2bag.shape[0], int) and offset2bag.shape[0] == 0  # eager has none of plain sums
+    alone = isinstance(offset2bag.shape[0], int) and offset2bag.shape[0] == 0  # eager omits it for plain sums
     bags = _bags(offsets, indices.shape[0], False) if alone else offset2bag
     rows = grad.index_select(0, bags)
     if mode == 1:
@@ -144,7 +144,7 @@ def _of_sample_weights(
 
 
 def _of_a_number(operator: Any) -> Callable[..., Any]:
-    """Writes and reads along a dimension, where the tensor has none: ONNX's operators want one."""
+    """Wrap writes and reads along a dimension for tensors without one: ONNX's operators require one."""
 
     def along(x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **options: Any) -> Any:
         if x.dim() and index.dim():

@@ -1,4 +1,4 @@
-"""What a layer calls as one operator: weight normalisation, the bilinear form."""
+"""Operators of single layers: weight normalisation, the bilinear form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _others(v: torch.Tensor, dim: int) -> list[int]:
 
 
 def _weight_norm_backward(grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of w = g · v / ‖v‖: by g the part of the gradient along v / ‖v‖, by v what is left of it, times g / ‖v‖."""
+    """Return the gradients for w = g · v / ‖v‖: g gets the part of the gradient along v / ‖v‖, v the rest of it, times g / ‖v‖."""
     along = aten.sum.dim_IntList(grad * v, _others(v, dim), True) / norms
     return (g / norms) * (grad - along * (v / norms)), along
 

@@ -1,4 +1,4 @@
-"""The gradients of pooling: scattered to where the maximum was, or spread over the window."""
+"""The gradients of pooling: scattered to the position of the maximum, or spread over the window."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _max_backward(spatial: int) -> Callable[..., torch.Tensor]:
         ceil_mode: bool,
         indices: torch.Tensor,
     ) -> torch.Tensor:
-        """``indices`` count within one image."""
+        """Scatter the gradient. ``indices`` count within one image."""
         leading, image = list(x.shape[: x.dim() - spatial]), math.prod(x.shape[x.dim() - spatial :])
         windows = math.prod(grad.shape[grad.dim() - spatial :])
         zeros = torch.zeros([*leading, image], dtype=grad.dtype, device=grad.device)
@@ -72,7 +72,7 @@ def _each(value: Sequence[int], spatial: int) -> list[int]:
 def _divisors(
     sizes: list[int], windows: list[int], kernel: list[int], steps: list[int], pad: list[int], include: bool, override: int | None, like: torch.Tensor
 ) -> Any:
-    """How many elements each window counts: with ``include`` those of the padded input, else those of the input itself."""
+    """Return how many elements each window counts: with ``include`` also elements of the padding, otherwise only the input's."""
     if override is not None:
         return override
     out: Any = 1.0
@@ -90,8 +90,8 @@ def _divisors(
 
 
 def _average(spatial: int, operator: str, *, everywhere: bool = False) -> Callable[..., Any]:
-    """Only where windows reach beyond the input and do not count all of it, or the divisor is another, unless ``everywhere``: torchlib does the
-    rest."""
+    """Decompose average pooling. Without ``everywhere``, return NotImplemented for calls that torchlib translates correctly: no ``ceil_mode``, no
+    ``divisor_override``, and either ``count_include_pad`` or no padding."""
 
     def forward(
         x: torch.Tensor,
@@ -127,14 +127,14 @@ def _average(spatial: int, operator: str, *, everywhere: bool = False) -> Callab
 
 
 def windows(size: int, kernel: int, step: int, pad: int, ceil_mode: bool) -> int:
-    """As eager counts them: the last one must begin within the input or the padding before it."""
+    """Count windows as eager does: the last one must begin within the input or the padding before it."""
     free = size + 2 * pad - kernel
     count = (-(-free // step) if ceil_mode else free // step) + 1
     return count - 1 if ceil_mode and (count - 1) * step >= size + pad else count
 
 
 def _adaptive_average(spatial: int) -> Callable[..., Any]:
-    """Dimension by dimension a product with a constant matrix: each window's mean is the mean of means."""
+    """Multiply by a constant matrix, dimension by dimension: each window's mean is the mean of means."""
 
     def forward(x: torch.Tensor, output_size: Sequence[int]) -> torch.Tensor:
         for d, wanted in enumerate(output_size):
@@ -154,7 +154,7 @@ def _adaptive_average_backward(spatial: int) -> Callable[..., Any]:
 
 
 def _along(x: torch.Tensor, dim: int, matrix: torch.Tensor) -> torch.Tensor:
-    """``x`` with the elements along ``dim`` multiplied by ``matrix`` (old, new)."""
+    """Return ``x`` with the elements along ``dim`` multiplied by ``matrix`` (old, new)."""
     last = x.dim() - 1
     order = [*(d for d in range(x.dim()) if d != dim), dim]
     out = torch.matmul(x.permute(order), matrix)
@@ -163,7 +163,7 @@ def _along(x: torch.Tensor, dim: int, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _windows_of(size: Any, wanted: Any, dtype: torch.dtype) -> torch.Tensor:
-    """(size, wanted): the share of each element in each window of adaptive pooling."""
+    """Return (size, wanted): the share of each element in each window of adaptive pooling."""
     if not (isinstance(size, int) and isinstance(wanted, int)):
         raise ExportError("adaptive pooling of images of dynamic size has no ONNX translation: make height and width static")
     number, place = torch.arange(wanted, dtype=torch.float64), torch.arange(size, dtype=torch.float64).unsqueeze(1)
@@ -172,7 +172,7 @@ def _windows_of(size: Any, wanted: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _padded_backward(spatial: int) -> Callable[..., Any]:
-    """Of padding by the outermost elements: what was copied is added up."""
+    """Return the gradient of replication padding: the gradients of copies are added up."""
 
     def backward(grad: torch.Tensor, x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
         for i in range(spatial):
@@ -189,7 +189,7 @@ def _padded_backward(spatial: int) -> Callable[..., Any]:
 
 
 def _adaptive_maximum(spatial: int, operator: str) -> Callable[..., Any]:
-    """Windows of one size, side by side."""
+    """Pool with windows of one size, without gaps or overlap."""
     plain = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[spatial]
 
     def forward(x: torch.Tensor, output_size: Sequence[int]) -> Any:
@@ -233,4 +233,4 @@ WITHOUT_TORCHLIB: dict[str, Callable[..., Any]] = {
     "aten.avg_pool2d.default": _average(2, "aten.avg_pool2d.default", everywhere=True),
     "aten.avg_pool3d.default": _average(3, "aten.avg_pool3d.default", everywhere=True),
 }
-"""For what has no translations of PyTorch's beside these."""
+"""For targets without PyTorch's own translations."""

@@ -1,4 +1,4 @@
-"""Reductions over dimensions, also of tensors without any, and what is normalised by one."""
+"""Reductions over dimensions, also of 0-d tensors, and normalisations that use one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def var_mean(
 
 
 def _over_dims(operator: Any) -> Callable[..., Any]:
-    """``amax`` and ``amin``: over all dimensions where none is named; of a number that number."""
+    """Wrap ``amax`` and ``amin``: reduce all dimensions if none is named; return the value of a 0-d tensor."""
 
     def reduced(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
         if x.dim() == 0:

@@ -1,4 +1,4 @@
-"""Puts decompositions in the place of operators of a captured graph."""
+"""Replaces operators of a captured graph by their decompositions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .table import everywhere
 
 
 def without(graph: Graph, names: Collection[str], fake_mode: Any) -> Graph | None:
-    """``graph`` with calls of ``names`` ("aten.avg_pool2d", "aten._cdist_forward") by other operators, as far as there is a decomposition that serves
-    them; None where there is none for any. The graph itself stays as it is. ``fake_mode``: the ``FakeTensorMode`` of the capture."""
+    """Return a copy of ``graph`` with calls of ``names`` ("aten.avg_pool2d", "aten._cdist_forward") decomposed as far as possible; None if no call
+    can be decomposed. ``fake_mode``: the ``FakeTensorMode`` of the capture."""
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     replaced = False
     with fake_mode, torch.no_grad(), torch_api.enable_python_dispatcher(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
@@ -37,12 +37,12 @@ def without(graph: Graph, names: Collection[str], fake_mode: Any) -> Graph | Non
 
 
 def name_of(target: Any) -> str:
-    """As in what the manifest says of an entry without PyTorch."""
+    """Return the name that the manifest uses for an entry without PyTorch."""
     return str(target).removesuffix(".default")
 
 
 def _replace(node: Node, function: Callable[..., Any]) -> bool:
-    """False: the decomposition does not serve this call."""
+    """Return False if the decomposition does not support this call."""
     operands = list(dict.fromkeys(node.all_input_nodes))
     values = {n: n.meta["val"] for n in operands}
     several = isinstance(node.meta["val"], tuple | list)
@@ -71,4 +71,4 @@ def _replace(node: Node, function: Callable[..., Any]) -> bool:
 
 
 class _NotServed(Exception):
-    """The decomposition is not for these arguments."""
+    """The decomposition does not support these arguments."""

@@ -25,14 +25,14 @@ def _squeeze(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 
 def _squeeze_one(x: torch.Tensor, dim: int) -> Any:
-    """ONNX's Squeeze takes nothing but dimensions of 1."""
+    """Skip dimensions other than 1: ONNX's Squeeze accepts only dimensions of 1."""
     if x.dim() == 0 or (isinstance(x.shape[dim], int) and x.shape[dim] != 1):
         return aten.clone.default(x)
     return NotImplemented
 
 
 def _pad(x: torch.Tensor, pad: Sequence[Any], value: float = 0) -> Any:
-    """Of tensors with dynamic sizes alone: what tells the result's shape would fix them."""
+    """Pad tensors with dynamic sizes: computing the result's shape would fix the sizes."""
     if all(isinstance(n, int) for n in (*x.shape, *pad)):
         return NotImplemented
     for i in range(len(pad) // 2):

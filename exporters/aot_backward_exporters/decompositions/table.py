@@ -16,14 +16,14 @@ _TABLES = (attention, convolution, distances, elementwise, exponentials, indexin
 
 @functools.cache
 def ours() -> dict[Any, Callable[..., Any]]:
-    """Each takes an operator's arguments, and returns its results or ``NotImplemented``."""
+    """Return the decompositions. Each takes an operator's arguments, and returns its results or ``NotImplemented``."""
     _ = torch_api.partition_fn  # registers Inductor's own operators, such as prims.fma
     return {_operator(name): function for table in _TABLES for name, function in table.DECOMPOSITIONS.items()}
 
 
 @functools.cache
 def everywhere() -> dict[Any, Callable[..., Any]]:
-    """The same for what has no translations of PyTorch's beside them."""
+    """Return the decompositions for targets without PyTorch's own translations."""
     return ours() | {_operator(name): function for name, function in pooling.WITHOUT_TORCHLIB.items()}
 
 

@@ -1,7 +1,7 @@
 """A graph as canonical JSON: equal for two captures of one computation, different for any two that could compile differently.
 
-Names of nodes and of symbols are replaced by their order of appearance; values of tensors do not count. What cannot reach the code is
-left out by name (``_NOT_COMPILED``). A value without a canonical form gets a random one, so that its graph is compiled every time.
+Names of nodes and of symbols are replaced by their order of appearance; values of tensors do not count. Entries that cannot affect the code are
+excluded by name (``_NOT_COMPILED``). A value without a canonical form gets a random one, so that its graph is compiled every time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from .. import torch_api
 from ..graph import Graph
 
-# Where a node came from. ``tensor_meta`` and ``unbacked_bindings`` repeat what ``val`` has.
+# The origin of a node. ``tensor_meta`` and ``unbacked_bindings`` repeat information from ``val``.
 _NOT_COMPILED = {
     "aot_backward_line", "autograd_backward", "desc", "from_node", "fwd_nn_module_stack", "fwd_source_fn_stack", "is_gradient_acc",
     "mutation_region_id",
@@ -30,14 +30,14 @@ _NOT_COMPILED = {
 
 @dataclass(frozen=True)
 class Canonical:
-    """``form`` is JSON. ``symbols``: each symbol of the capture that occurs -> its name in ``form``."""
+    """A canonical graph. ``form`` is JSON. ``symbols``: each symbol of the capture that occurs -> its name in ``form``."""
 
     form: dict[str, Any]
     symbols: dict[sympy.Symbol, sympy.Symbol]
 
 
 def canonical_graph(graph: Graph, shape_env: Any) -> Canonical:
-    """Everything about ``graph`` that its native code may depend on."""
+    """Return everything about ``graph`` that its native code may depend on."""
     writer = _Writer(graph.constants)
     nodes = writer.graph(graph.module)
     symbols = writer.symbols(shape_env)
@@ -63,7 +63,7 @@ class _Writer:
         return out
 
     def symbols(self, shape_env: Any) -> list[Any]:
-        """Of the symbols seen: ranges, values at capture (they steer tiling), and what is known about them."""
+        """Return ranges of the symbols seen, their values at capture (which affect tiling), and the guards on them."""
         if not self.symbol_names:
             return []
         guards = [g.expr for g in shape_env.guards if not g.expr.free_symbols.isdisjoint(self.symbol_names)]
@@ -111,7 +111,7 @@ class _Writer:
         return ["tensor", *layout, [self.value(s) for s in tensor.shape], stride]
 
     def _attribute(self, module: GraphModule, name: str) -> list[Any]:
-        """A constant's name and layout, and which weight it is, counted: one weight under two names is in the library once."""
+        """Return a constant's name, layout, and the index of its weight: the library holds a weight with two names once."""
         value = functools.reduce(getattr, name.split("."), module)
         if isinstance(value, GraphModule):
             return ["graph", name, self.graph(value)]

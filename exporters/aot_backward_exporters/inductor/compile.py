@@ -1,15 +1,15 @@
 """Compiles captured graphs to native libraries with AOTInductor.
 
-What happens to a graph:
+The steps for each graph:
 
-1. Its canonical form, the settings and the versions of everything that compiles give a key (:mod:`.cache_key`). What was compiled
-   before under that key is taken from the cache, and neither Inductor nor g++ runs.
+1. Its canonical form, the settings and the versions of all compiling software give a key (:mod:`.cache_key`). If the cache has a library for that
+   key, neither Inductor nor g++ runs.
 2. Otherwise Inductor lowers a copy of it to C++ (:mod:`.lowering`), graph after graph in this process. Parameters and buffers stay out of
    the code: every one of ``Graph.constants`` must be a constant of the library, to be bound by pointer, and no other constant may exist.
-3. On CPU, g++ runs for all graphs at once on the usable cores, while Inductor goes on with the next (:mod:`..toolchain.gcc`). What the
-   libraries have in common is compiled once (:mod:`..toolchain.cpp_source`). On CUDA Inductor builds each library itself, Triton kernels embedded.
+3. On CPU, g++ runs for all graphs at once on the usable cores, while Inductor goes on with the next (:mod:`..toolchain.gcc`). Parts that all
+   libraries share are compiled once (:mod:`..toolchain.cpp_source`). On CUDA Inductor builds each library itself, Triton kernels embedded.
 4. The library loses its symbol table, its executable stack, and every path of this machine; its headers are read for the manifest.
-5. It goes into the cache, and a copy of it, its metadata and the JSON of operators that need the proxy executor into ``folder``.
+5. The cache stores it; ``folder`` gets a copy of it, its metadata and the JSON of operators that need the proxy executor.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def compile_graphs(
     target: str = "cpu",
     progress: Progress = silent,
 ) -> dict[str, Artifact]:
-    """Native libraries for ``graphs``, by name; their files are written into ``folder``, which must exist and be this target's alone.
+    """Compile ``graphs`` to native libraries, by name; write their files into ``folder``, which must exist and be this target's alone.
 
-    ``fake_mode``: the ``FakeTensorMode`` of the capture, with its shape environment, to which lowering may add guards. ``target``: one of
+    ``fake_mode``: the ``FakeTensorMode`` of the capture, with its shape environment; lowering may add guards to it. ``target``: one of
     :data:`.targets.KNOWN`. ``progress`` is called with the stages "lower" and "compile". Raises :class:`ExportError`.
     """
     if target.startswith("cuda:"):
@@ -86,7 +86,7 @@ def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str
 
 
 def _refuse_elsewhere(graph: Graph) -> None:
-    """A library is bound to tensors on its device alone; one that expects another there would follow a pointer into the GPU's memory on the host."""
+    """Raise :class:`ExportError` for a CPU constant: libraries are bound only to tensors on their device, so the host would follow a GPU pointer."""
     for key, tensor in graph.constants.values():
         if tensor.device.type != "cuda":
             raise ExportError(
@@ -98,7 +98,7 @@ _Missing = dict[str, tuple[Graph, Canonical]]
 
 
 def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, CachedLibrary]:
-    """Lowers one graph after another while g++ compiles those already lowered."""
+    """Lower one graph after another while g++ compiles the finished ones."""
     lowered, commands, started = {}, {}, {}
     known = len(fake_mode.shape_env.guards)
     with gcc.Builder() as builder:
@@ -126,7 +126,7 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pro
 
 
 def _does_not_compile(graph: Graph, said: str) -> str:
-    """Of which operators and lines the code is that the compiler refuses; "" if ``said`` names none of Inductor's loops."""
+    """Return an error message with the operators and lines of the rejected code; "" if ``said`` names none of Inductor's loops."""
     fused = {f"_{name}_" for name in re.findall(r"\bcpp_fused_(\w+)_\d+\b", said)}
     calls = [n for n in graph.module.graph.nodes if isinstance(n.target, torch_api.OpOverload)]
     within = [n for n in calls if any(f"_{n.target.overloadpacket.__name__.strip('_')}_" in name for name in fused)]
@@ -143,7 +143,7 @@ def _does_not_compile(graph: Graph, said: str) -> str:
 
 
 def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, CachedLibrary]:
-    """Inductor builds each library: objects with the kernels' machine code come from other tools than g++."""
+    """Let Inductor build each library: other tools than g++ make the objects with the kernels' machine code."""
     entries = {}
     known = len(fake_mode.shape_env.guards)
     with gcc.adjust_commands(built_for.march):
@@ -158,12 +158,12 @@ def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pr
 
 
 def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
-    """Adds to ``shape_env`` what the compiler assumed, so that a cached library leaves the same guards as compiling does."""
+    """Add the compiler's assumptions to ``shape_env``, so that a cached library leaves the same guards as compiling does."""
     known = {str(new): symbol for symbol, new in form.symbols.items()}
     for guard in guards:
         written = sympy.sympify(guard, locals=vars(torch_api.sympy_functions))
         expression = written.xreplace({symbol: known[str(symbol)] for symbol in written.free_symbols})
-        if not shape_env.evaluate_expr(expression):  # which adds it as a guard
+        if not shape_env.evaluate_expr(expression):  # adds it as a guard
             raise ExportError(f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug")
 
 
@@ -204,7 +204,7 @@ def _artifact(graph: Graph, key: str, entry: CachedLibrary, folder: Path) -> Art
 
 
 def _key(form: Canonical, target: str, graph: Graph) -> str:
-    """What the library depends on: the graph, every setting of Inductor, and the versions of all that takes part."""
+    """Return the digest of everything that the library depends on: the graph, Inductor's settings, and all versions."""
     own = {"emulate_precision_casts": selections.is_rounded(graph.module), "cpp.enable_kernel_profile": graph.profiled}
     with torch_api.inductor_config.patch({**settings_for(processor(target)), **own}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)

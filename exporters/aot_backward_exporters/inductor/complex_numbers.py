@@ -1,7 +1,7 @@
-"""Complex numbers among the arguments of operators, as tensors: neither generated C++ nor the proxy executor can pass one to an operator.
+"""Converts complex arguments of operators to tensors: neither generated C++ nor the proxy executor can pass a complex number to an operator.
 
-A number becomes a 0-d tensor of the dtype that eager computes in, so the result has eager's dtype. Real numbers become tensors where an operator
-on complex tensors takes a tensor: generated C++ passes a float64 tensor there, which would make a complex128 scalar of a complex64 one.
+A number becomes a 0-d tensor of the dtype that eager computes in, so the result has eager's dtype. Real numbers become tensors if an operator
+on complex tensors takes a tensor: generated C++ would pass a float64 tensor, which would turn a complex64 scalar into a complex128 one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ aten = torch.ops.aten
 
 
 def complex_numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
-    """Replaces them in ``module`` and in the bodies of its control flow. :class:`ExportError` names an operator that has no other form."""
+    """Replace them in ``module`` and in its control-flow bodies. Raise :class:`ExportError` for an operator without another form."""
     _fold_numbers(module)
     waiting = list(module.graph.nodes)
     with fake_mode:
-        for node in waiting:  # which grows: what an operator is written out in may have numbers, too
+        for node in waiting:  # the list grows: replacements of an operator may have numbers, too
             if node.op == "call_function" and isinstance(node.target, torch_api.OpOverload):
                 waiting += _replaced(node)
     module.recompile()
@@ -40,7 +40,7 @@ def complex_numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _fold_numbers(module: GraphModule) -> None:
-    """Makes a number of an operator that takes only numbers where it could take tensors, as ``_conj`` in the gradient of a product with a number."""
+    """Fold tensor operators with only numbers as arguments, such as ``_conj`` in the gradient of a product with a number, into a number."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch_api.OpOverload) or node.all_input_nodes:
             continue
@@ -53,7 +53,7 @@ def _fold_numbers(module: GraphModule) -> None:
 
 
 def _replaced(node: Node) -> Sequence[Node]:
-    """Replaces the numbers of ``node``. Returns what it was written out in, if it was."""
+    """Replace the numbers of ``node``. Return the nodes that replace it, if it is written out."""
     target: Any = node.target
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
@@ -79,7 +79,7 @@ def _replaced(node: Node) -> Sequence[Node]:
         return ()
     other = _taking_tensors(target, places) if places and isinstance(node.meta["val"], torch.Tensor) else None
     if target is aten.scatter.value or (target is aten.pow.Tensor_Scalar and node.args[1].imag == 0):  # type: ignore[union-attr]
-        other = None  # scatter.src takes a tensor of the index's shape; eager has kernels of its own for a square or a root
+        other = None  # scatter.src takes a tensor of the index's shape; eager has separate kernels for a square or a root
     if other is None:
         return _written_out(node)
     least = torch.complex64 if has_number else torch.bool
@@ -92,7 +92,7 @@ def _replaced(node: Node) -> Sequence[Node]:
 
 
 def _given(node: Node) -> list[tuple[Any, Any]]:
-    """The arguments of a call in the order of its schema, with their types; an optional one has the type that it has if it is given."""
+    """Return the arguments of a call in schema order, with their types; an optional argument has its non-optional type."""
     kinds = [a.real_type for a in node.target._schema.arguments]  # type: ignore[union-attr]
     kinds = [kind.getElementType() if isinstance(kind, torch.OptionalType) else kind for kind in kinds]
     return list(zip(arguments(node).values(), kinds, strict=True))
@@ -103,7 +103,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _filled(graph: Any, size: Any, number: Any, like: torch.Tensor) -> Node:
-    """A tensor of the dtype and device of ``like`` whose elements all are ``number``; of a real number a real one, which promotes to the same."""
+    """Return a tensor filled with ``number``, of the dtype and device of ``like``; a real number stays real, which promotes to the same."""
     real = {"dtype": like.dtype.to_real(), "device": like.device}
     if not size and not isinstance(number, complex):
         return call(graph, aten.full.default, [], number, **real)
@@ -117,7 +117,7 @@ def _called(graph: Any, target: Any, values: Sequence[Any]) -> Node:
 
 
 def _taking_tensors(target: Any, places: set[int]) -> Any:
-    """``target``, or another overload of it, with the same arguments but tensors in ``places``; None if there is none."""
+    """Return ``target`` or another overload with the same arguments but tensors in ``places``; None if there is none."""
     kinds = [str(torch.TensorType.get()) if i in places else str(a.real_type) for i, a in enumerate(target._schema.arguments)]
     packet = target.overloadpacket
     for found in (target, *(getattr(packet, name) for name in packet.overloads())):
@@ -136,7 +136,7 @@ def _replace(node: Node, new: Node) -> None:
 
 
 def _written_out(node: Node) -> Sequence[Node]:
-    """Puts other operators in the place of ``node``, and returns them."""
+    """Replace ``node`` by other operators, and return them."""
     target: Any = node.target
     name = target._schema.name.removeprefix("aten::")
     form = _WRITTEN_OUT.get(target) or (functools.partial(_each, name) if name.startswith("_foreach_") else None)
@@ -164,7 +164,7 @@ def _written_out(node: Node) -> Sequence[Node]:
 
 
 def _each(name: str, **given: Any) -> list[Any]:
-    """``_foreach_NAME``, one element after another."""
+    """Apply the operator of ``_foreach_NAME`` to one element after another."""
     count = len(given["self"])
     operator = getattr(aten, name.removeprefix("_foreach_"))
     rows = [value if isinstance(value, (list, tuple)) else [value] * count for value in given.values()]
@@ -172,7 +172,7 @@ def _each(name: str, **given: Any) -> list[Any]:
 
 
 def _sum(self: torch.Tensor, product: torch.Tensor, beta: Any, alpha: Any) -> torch.Tensor:
-    return product * alpha if beta == 0 else self * beta + product * alpha  # as eager, which does not read ``self`` then
+    return product * alpha if beta == 0 else self * beta + product * alpha  # eager does not read ``self`` if beta is 0
 
 
 _WRITTEN_OUT: dict[Any, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""The JSON that Inductor writes of operators without a C function of their own, which torch's proxy executor reads where the library is loaded."""
+"""Inductor's JSON for operators without their own C function. torch's proxy executor reads it in the process that loads the library."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _DTYPE_NUMBERS = {n: n - 1 for n in range(1, 13)} | {13: 15, 28: 27, 29: 24, 30:
 
 
 def as_executed(data: bytes) -> bytes:
-    """``data`` as this version's proxy executor understands it.
+    """Return ``data`` in the form that this version's proxy executor understands.
 
-    Exported programs and C++ number the dtypes each their own way. The executor of torch 2.11 takes the one number for the other (``float64``, 8, for
-    ``complex32``), and 2.12 translates it: so for 2.11 C++'s numbers are written.
+    Exported programs and C++ number the dtypes differently. The executor of torch 2.11 confuses the two (``float64``, 8, with
+    ``complex32``), and 2.12 translates them: for 2.11 this function writes C++'s numbers.
     """
     return data if torch_api.at_least("2.12") else json.dumps(_renumbered(json.loads(data))).encode()
 

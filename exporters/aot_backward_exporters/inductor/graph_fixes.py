@@ -1,4 +1,4 @@
-"""What is changed in a graph before Inductor lowers it, because the code that Inductor generates for it would be slow, wrong or no valid C++."""
+"""Changes to a graph before Inductor lowers it. Without them the generated code would be slow, wrong or invalid C++."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..rewrites.graph_edit import call
 aten = torch.ops.aten
 
 KERNELS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool2d_with_indices_backward.default)
-"""Operators that eager's kernels do faster on a CPU than what Inductor generates: a step of two convolutions with pooling, 256 rows, takes 1.75 ms
+"""Operators with an eager CPU kernel that is faster than Inductor's code: a step of two convolutions with pooling, 256 rows, takes 1.75 ms
 with them and 2.7 to 3.7 with generated code. The pooling of most images, though not its gradient, is rewritten
 (``rewrites.max_pooling``)."""
 
 
 def copied(module: GraphModule) -> GraphModule:
-    """A copy for Inductor, which rewrites what it is given; tensors are shared."""
+    """Return a copy for Inductor, which modifies its input; tensors are shared."""
     out = GraphModule(module, copy.deepcopy(module.graph))
     for name, child in out.named_children():  # bodies of control flow
         if isinstance(child, GraphModule):
@@ -30,12 +30,12 @@ def copied(module: GraphModule) -> GraphModule:
 
 
 def calls_eager_kernels(module: GraphModule) -> bool:
-    """Whether an operator of ``module`` is left to eager's kernel because compiled code gave other numbers."""
+    """Return whether an operator of ``module`` uses eager's kernel because compiled code gave other numbers."""
     return any(node.meta.get(EAGER_KERNEL) for node in module.graph.nodes)
 
 
 def call_kernels(module: GraphModule) -> None:
-    """Marks the operators that Inductor is to call as they are."""
+    """Mark the operators that Inductor must call instead of compiling."""
     for node in module.graph.nodes:
         as_it_is = node.target in KERNELS or _miscompiled(node) or _would_fix_sizes(node)
         if node.meta.get(EAGER_KERNEL) or (as_it_is and node.args[0].meta["val"].device.type == "cpu"):
@@ -48,17 +48,17 @@ def call_kernels(module: GraphModule) -> None:
 
 
 def _miscompiled(node: Node) -> bool:
-    """Calls that Inductor generates wrong code for.
+    """Return whether Inductor generates wrong code for the call.
 
-    The backward of average pooling with ``ceil_mode`` divides by the whole window where it reaches beyond the padded input; eager by what of the
-    window lies in it.
+    The backward of average pooling with ``ceil_mode`` divides by the whole window if it reaches beyond the padded input; eager divides by the part
+    inside.
     """
     aten = torch.ops.aten
     return node.target in (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default) and bool(node.args[5])
 
 
 def _would_fix_sizes(node: Node) -> bool:
-    """Whether it is the backward of a convolution over open lengths: to order the strides, Inductor's lowering (torch 2.13) makes them numbers."""
+    """Return whether it is the backward of a convolution over dynamic lengths: to order the strides, Inductor's lowering (torch 2.13) fixes them."""
     return node.target is torch.ops.aten.convolution_backward.default and any(
         isinstance(s, torch.SymInt) for operand in node.all_input_nodes[:2] for s in operand.meta["val"].stride()
     )
@@ -68,11 +68,11 @@ _WRITES_INTO_FIRST = frozenset({
     aten.index_put.default, aten._unsafe_index_put.default, aten.select_scatter.default,
     aten.slice_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default,
 })  # fmt: skip
-"""Operators that Inductor turns into writes into their first argument, if nothing else reads that."""
+"""Operators that Inductor turns into writes into their first argument, if nothing else reads it."""
 
 
 def expanded_arguments_copied(module: GraphModule, fake_mode: Any) -> None:
-    """Copy what such an operator, or control flow, writes into, if it is expanded: one element would be written to for several."""
+    """Copy expanded inputs that such an operator, or control flow, writes into: a write to one element would change several."""
     for node in list(module.graph.nodes):
         if node.target in _WRITES_INTO_FIRST:
             written = [node.args[0]]
@@ -93,11 +93,11 @@ def expanded_arguments_copied(module: GraphModule, fake_mode: Any) -> None:
 
 
 _INDEXED = {torch.ops.aten.gather.default: 2, torch.ops.aten.embedding.default: 1}
-"""Operators to which a negative index is an error in eager, and the place of the index among their arguments."""
+"""Operators that raise for a negative index in eager, and the position of their index argument."""
 
 
 def refuse_negative_indices(module: GraphModule, fake_mode: Any) -> None:
-    """Makes a negative index one that is too large, which the generated code looks for: that of torch 2.11 and 2.12 counts it from the end."""
+    """Replace a negative index by a too large one, which the generated code checks: in torch 2.11 and 2.12 it counts negative ones from the end."""
     if torch_api.at_least("2.13"):
         return
     aten = torch.ops.aten
@@ -120,7 +120,7 @@ def refuse_negative_indices(module: GraphModule, fake_mode: Any) -> None:
 
 
 def pass_sizes_to_scans(module: GraphModule) -> None:
-    """Makes arguments of each scan of the open sizes of its stacked results, which Inductor looks for among the arguments alone; the scan's body does
+    """Pass the dynamic sizes of each scan's stacked results to it as arguments: Inductor searches only the arguments for them. The scan's body does
     not read them."""
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
         body, first, rows, others = node.args

@@ -1,4 +1,4 @@
-"""Inductor's part: one graph to C++ files, with every parameter and buffer a constant of the library that is bound by pointer."""
+"""Lowers one graph to C++ files with Inductor: every parameter and buffer is a constant of the library, bound by pointer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONSTANT = re.compile(r'constants_info_\[\d+\]\.(name|original_fqn) = "(.*)";')
 
 @dataclass(frozen=True)
 class GeneratedCode:
-    """What Inductor made of a graph."""
+    """Inductor's output for a graph."""
 
     wrapper: str  # the generated C++ around the kernels
     files: tuple[Path, ...]
@@ -37,7 +37,7 @@ class GeneratedCode:
     cacheable: bool
 
     def constants(self) -> dict[str, str]:
-        """The library's name of each constant -> the attribute it stands for."""
+        """Return the library's name of each constant -> the attribute that it represents."""
         found = _CONSTANT.findall(self.wrapper)
         names = [value for kind, value in found if kind == "name"]
         return dict(zip(names, [value for kind, value in found if kind == "original_fqn"], strict=True))
@@ -47,9 +47,9 @@ class GeneratedCode:
 
 
 def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor) -> GeneratedCode:
-    """``known``: how many guards the capture left. All later ones count as this graph's: an earlier graph's may have shaped its code.
+    """Lower ``graph``. ``known``: the capture's number of guards. All later ones count as this graph's: an earlier graph's may have shaped its code.
 
-    Sizes are left open; where Inductor cannot do without a comparison of two (``evaluate_min`` of a diagonal's sides), it is made, and is a guard."""
+    Sizes stay dynamic. If Inductor cannot avoid comparing two (``evaluate_min`` of a diagonal's sides), the comparison becomes a guard."""
     try:
         try:
             return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=True)
@@ -79,10 +79,10 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     graph_fixes.refuse_negative_indices(module, fake_mode)
     graph_fixes.expanded_arguments_copied(module, fake_mode)
     graph_fixes.pass_sizes_to_scans(module)
-    with torch.no_grad(), sizes_of_one_open():  # a question about a size would narrow it
+    with torch.no_grad(), sizes_of_one_open():  # comparing a size would narrow it
         if rounds := selections.is_rounded(module):
-            selections.round_as_eager(module, fake_mode)  # first: a rewrite replaces nodes, and what they are marked with
-        if not graph_fixes.calls_eager_kernels(module):  # one of these may be what was wrong
+            selections.round_as_eager(module, fake_mode)  # first: a rewrite replaces nodes, and their marks are lost
+        if not graph_fixes.calls_eager_kernels(module):  # a rewrite may have caused the wrong numbers
             rewrite(module, fake_mode)
         selections.store_what_is_compared(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
@@ -110,8 +110,8 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     lowered = GeneratedCode(
         wrapper=wrapper,
         files=files,
-        guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new],  # as text, torch's // would come back as a fraction
-        # A guard that ties this graph's sizes to another's can be told only by that other graph.
+        guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new],  # as text, torch's // would return as a fraction
+        # Only the other graph can interpret a guard that ties this graph's sizes to its own.
         cacheable=all(guard.free_symbols <= form.symbols.keys() for guard in new),
     )
     _check_constants(graph, lowered.constants())
@@ -122,14 +122,14 @@ def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
     for name, attribute in constants.items():
         if attribute not in graph.constants:
             raise ExportError(f"{graph.name}: the graph holds a tensor that is neither parameter nor buffer ({name}): register it as a buffer")
-    bound = {graph.constants[attribute][0] for attribute in constants.values()}  # a tie has two attributes and one weight
+    bound = {graph.constants[attribute][0] for attribute in constants.values()}  # tied weights have two attributes and one weight
     for weight, _ in graph.constants.values():
         if weight not in bound:
             raise ExportError(f"{graph.name}: the compiled code does not read {weight}, its value was folded into it: report this as a bug")
 
 
 def _operator_of(error: BaseException) -> str:
-    """The operator that Inductor was lowering when it raised, from the local variables of its frames; "" where none holds a node."""
+    """Return the operator that Inductor was lowering when it raised, from the local variables of its frames; "" if none holds a node."""
     found = ""
     for one in (error, error.__cause__, getattr(error, "inner_exception", None)):
         for frame, _ in traceback.walk_tb(one.__traceback__ if one is not None else None):

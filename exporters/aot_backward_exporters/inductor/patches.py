@@ -1,4 +1,4 @@
-"""Context managers within which Inductor lowers a graph: each replaces something process-wide, or a context of torch's, and puts it back."""
+"""Context managers for lowering a graph: each replaces process-wide state or a torch context, and restores it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .targets import Processor
 
 @contextlib.contextmanager
 def torch_warnings_ignored() -> Iterator[None]:
-    """Lowerings call functions that torch has deprecated since; where the caller's filters make warnings errors, no graph that has one compiles."""
+    """Ignore torch's own deprecation warnings: if the caller's filters turn them into errors, the affected graphs cannot compile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -32,9 +32,9 @@ def torch_warnings_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def missing_kernels_unlogged() -> Iterator[None]:
-    """A context in which Inductor does not log, for each operator, that it has no kernel of its own for it and calls PyTorch's, which is as intended.
+    """Keep Inductor from logging that an operator has no Inductor kernel and calls PyTorch's, which is intended.
 
-    The caller's log is left alone otherwise: in other threads, and where it asks for more than warnings (``TORCH_LOGS=+inductor``)."""
+    The caller's log stays the same in other threads, and if it asks for more than warnings (``TORCH_LOGS=+inductor``)."""
     logger, thread = torch_api.inductor_ir_log, threading.get_ident()
 
     def keep(record: logging.LogRecord) -> bool:
@@ -52,11 +52,11 @@ def missing_kernels_unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sizes_left_open() -> Iterator[None]:
-    """A context in which Inductor does not narrow a dynamic size to the example's side of a limit that matters only for speed.
+    """Keep Inductor from narrowing a dynamic size to the example's side of a limit that matters only for speed.
 
-    How to add up more than 4096 floats: the accurate way serves any number (a bias gradient adds up over the batch). Which library a
-    convolution would run on. Whether a product of at most 16 rows is better written out. Whether a size is 1, which matters not to a view's strides.
-    The smaller of two sizes is found by comparing those two alone.
+    Inductor has another way to sum more than 4096 floats; that accurate way serves any number (a bias gradient adds up over the batch). The size also
+    selects the library of a convolution, and whether a product of at most 16 rows is written out. A view's strides do not depend on whether a size
+    is 1. The smaller of two sizes is found by comparing only these two.
     """
     kernel, V, sizes = torch_api.CppKernel, torch_api.V, torch_api.SizeVarAllocator
     original, minimum = kernel.need_use_acc_helper, sizes.evaluate_min
@@ -64,7 +64,7 @@ def sizes_left_open() -> Iterator[None]:
     def evaluate_min(self: Any, left: Any, right: Any) -> Any:
         try:
             return minimum(self, left, right)
-        except TypeError:  # which of the two cannot be told from the ranges
+        except TypeError:  # the ranges do not decide which is smaller
             return left if self.evaluate_expr(sympy.Le(left, right)) else right
 
     def need_use_acc_helper(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
@@ -83,12 +83,12 @@ def sizes_left_open() -> Iterator[None]:
 
 
 def exact_expm1() -> contextlib.AbstractContextManager[None]:
-    """A context in which ``expm1`` is a call of the vector library's, as in eager. Inductor writes exp(x) - 1, which is 0 for x = 1e-8."""
+    """Compile ``expm1`` to a call of the vector library, as in eager. Inductor writes exp(x) - 1, which is 0 for x = 1e-8."""
     return patched(torch_api.CppVecOverrides, expm1=staticmethod(lambda x: f"{x}.expm1()"))
 
 
 def _strides_for_any_size() -> contextlib.AbstractContextManager[None]:
-    """A context in which a view's strides are those of sizes that are not 1, where there are some: of a size that is 1 no stride matters."""
+    """Compute a view's strides for sizes other than 1, if they exist: the stride of a size of 1 does not matter."""
     module, name = torch_api.strides_of_view()
     if not name:
         return contextlib.nullcontext()
@@ -103,10 +103,10 @@ def _strides_for_any_size() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
-    """A context in which Inductor may put its own values into the memory of the inputs that are donated. Whether there are any.
+    """Let Inductor write its own values into the memory of donated inputs. Yield whether there are any.
 
-    None of the inputs of a graph within the graph (of cond, of scan) is: before 2.15 Inductor takes the numbers of those that are for numbers of its
-    inputs, too, and code wrote the gradient of a weight over the weight."""
+    Subgraphs (of cond, of scan) donate no inputs: before 2.15 Inductor applies the outer graph's donated indices to their inputs, too, and
+    generated code overwrote a weight with its gradient."""
     if not graph.donated:
         yield False
         return
@@ -125,8 +125,7 @@ def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def generating_for(built_for: Processor) -> Iterator[None]:
-    """A context in which Inductor generates code for that processor whichever builds it, and compiles no probes to find out (10 s in a fresh
-    cache)."""
+    """Make Inductor generate code for that processor on any machine, without compiling probes for it (10 s in a fresh cache)."""
     isa = torch_api.cpu_vec_isa
     vectors = [getattr(isa, built_for.isa)()] if built_for.isa else []
     with patched(isa, valid_vec_isa_list=lambda: vectors):

@@ -1,8 +1,8 @@
-"""What compiled code must compute as eager does, so that comparisons, maxima and roundings select the same elements.
+"""Makes compiled code round and store like eager, so that comparisons, maxima and roundings select the same elements.
 
 **Rounding.** Inductor computes a fused loop in float32 and rounds to 16 bits when it stores. Eager rounds after every operator. Inductor's option
 ``emulate_precision_casts`` does not help on a CPU: the pass that makes loops over 16-bit values compute in float32 removes the conversions again. The
-capture marks the values that must be rounded (``graph.ROUNDED``). A call of :data:`ROUNDED` follows each of them whose result Inductor would keep in
+capture marks the values that must be rounded (``graph.ROUNDED``). A call of :data:`ROUNDED` follows each of them if Inductor would keep its result in
 float32. Values within one operator stay in float32, as in eager's kernels.
 
 **Storing.** The gradient of ``amax`` goes to the elements that equal the maximum. Inductor computes a cheap value again in each loop that reads
@@ -31,7 +31,7 @@ for _name in ("rounded", "stored"):
     _LIBRARY.impl(_name, torch.clone, "CompositeExplicitAutograd")
 
 ROUNDED = torch.ops.aot_backward.rounded.default
-"""A 16-bit tensor, rounded to its dtype. The calls exist in the graph that Inductor lowers, and nowhere else."""
+"""A 16-bit tensor, rounded to its dtype. The calls exist only in the graph that Inductor lowers."""
 
 STORED = torch.ops.aot_backward.stored.default
 """A tensor, computed once and kept in memory."""
@@ -39,7 +39,7 @@ STORED = torch.ops.aot_backward.stored.default
 _CALLED = frozenset({
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
 })  # fmt: skip
-"""Operators that have a lowering, and are calls of eager's kernels all the same: their results are in memory, and rounded."""
+"""Operators that have a lowering but still call eager's kernels: their results are in memory, and rounded."""
 
 _EXACT = frozenset({
     aten.view.default, aten.reshape.default, aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.squeeze.dim,
@@ -49,7 +49,7 @@ _EXACT = frozenset({
     aten.embedding.default, aten.neg.default, aten.abs.default, aten.relu.default, aten.maximum.default, aten.minimum.default,
     aten.amax.default, aten.amin.default, aten.copy_.default, aten.flip.default, ROUNDED,
 })  # fmt: skip
-"""Operators whose results are values that they are given. Rounding those again changes nothing and takes time."""
+"""Operators that only return values of their inputs. Rounding these again changes nothing and takes time."""
 
 _VIEWS = frozenset({
     aten.view.default, aten.permute.default, aten.expand.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.t.default,
@@ -61,16 +61,16 @@ _CONVERTED = _COMPARISONS | {aten.add, aten.sub, aten.rsub, aten.fmod, aten.rema
 
 
 def is_rounded(module: GraphModule) -> bool:
-    """Whether a node of ``module``, or of a graph within it, is marked."""
+    """Return whether a node of ``module``, or of a subgraph, is marked."""
     return any(node.meta.get(MARK) for node in module.graph.nodes) or any(
         is_rounded(child) for _, child in module.named_children() if isinstance(child, GraphModule)
     )
 
 
 def round_as_eager(module: GraphModule, fake_mode: Any) -> None:
-    """Put a call of :data:`ROUNDED` after each marked node of ``module`` and of the graphs within it, unless its result is rounded anyway.
+    """Put a call of :data:`ROUNDED` after each marked node of ``module`` and its subgraphs, unless its result is rounded anyway.
 
-    ``fake_mode``: of the values of its nodes."""
+    ``fake_mode``: the mode of its nodes' values."""
     _register_lowerings()
     for node in list(module.graph.nodes):
         if node.op != "call_function":
@@ -91,9 +91,9 @@ def round_as_eager(module: GraphModule, fake_mode: Any) -> None:
 
 
 def store_what_is_compared(module: GraphModule, fake_mode: Any) -> None:
-    """Put a call of :data:`STORED` after each floating-point value that is compared for equality, in ``module`` and the graphs within it.
+    """Put a call of :data:`STORED` after each floating-point value that is compared for equality, in ``module`` and its subgraphs.
 
-    ``fake_mode``: of the values of its nodes."""
+    ``fake_mode``: the mode of its nodes' values."""
     _register_lowerings()
     compared = [n for n in module.graph.nodes if n.target in (aten.eq.Tensor, aten.ne.Tensor)]
     for node in dict.fromkeys(_computed(a) for n in compared for a in n.args[:2] if isinstance(a, Node)):
@@ -113,7 +113,7 @@ def _put_behind(node: Node, operator: Any) -> None:
 
 
 def _computed(node: Node) -> Node:
-    """What ``node`` is a view of."""
+    """Return the node that ``node`` is a view of."""
     while node.target in _VIEWS:
         assert isinstance(node.args[0], Node)
         node = node.args[0]
@@ -121,25 +121,25 @@ def _computed(node: Node) -> Node:
 
 
 def _is_generated(node: Node) -> bool:
-    """Whether Inductor writes code for it that computes."""
+    """Return whether Inductor generates code that computes the node."""
     made_by = node.args[0] if node.target is operator.getitem else node
     assert isinstance(made_by, Node)
     return made_by.target not in _EXACT and not _is_called(made_by)
 
 
 def _is_called(node: Node) -> bool:
-    """Whether it is a call of an operator's own kernel, or the end of the graph: its arguments and results are in memory."""
+    """Return whether it calls an operator's own kernel, or ends the graph: its arguments and results are in memory."""
     lowering = torch_api.lowering
     return node.op == "output" or node.target in _CALLED or node.target not in lowering.lowerings or bool(node.meta.get("should_fallback"))
 
 
 def _users(node: Node) -> list[Node]:
-    """Those that read its values, of a view's users the users of the view."""
+    """Return the nodes that read its values, directly or through views."""
     return [reader for user in node.users for reader in (_users(user) if user.target in _VIEWS else [user])]
 
 
 def _round_numbers(graph: Graph, node: Node, fake_mode: Any) -> None:
-    """Round what eager converts to 16 bits before it uses it: the numbers of :data:`_CONVERTED`, and 0-d tensors of a wider dtype, but for the second
+    """Round inputs that eager converts to 16 bits before use: the numbers of :data:`_CONVERTED`, and 0-d tensors of a wider dtype, except the second
     operand of a product or quotient."""
     packet = getattr(node.target, "overloadpacket", None)
     values = [a.meta.get("val") if isinstance(a, Node) else None for a in node.args]
@@ -165,7 +165,7 @@ def _is_wide_number(value: Any) -> bool:
 
 
 def _narrowed(graph: Graph, wide: Node, dtype: torch.dtype) -> Node:
-    """``wide`` in 16 bits. Of a number the nearest one is written: Inductor would drop a rounding of it, as of any constant."""
+    """Return ``wide`` in 16 bits. For a constant, write the nearest number: Inductor would drop its rounding."""
     if wide.target is aten.full.default:
         size, number = wide.args[0], float(wide.args[1])  # type: ignore[arg-type]
         return graph_edit.call(graph, aten.full.default, size, _nearest(number, dtype), dtype=dtype, device=wide.meta["val"].device)

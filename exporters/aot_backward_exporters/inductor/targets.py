@@ -1,4 +1,4 @@
-"""What a target name stands for: the processors that native code compiled for it runs on."""
+"""Meaning of target names: the processors that native code compiled for them runs on."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ PROCESSORS = {
 }
 """The levels of the x86-64 psABI ("Micro-Architecture Levels"), with the flags beyond v1 as /proc/cpuinfo writes them (``abm`` is lzcnt)."""
 PLAIN = "avx2"
-"""What ``cpu`` alone means."""
+"""The level that ``cpu`` alone means."""
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")
-"""GPUs that code can be made for where there is none (:mod:`..cuda.cross_compile`)."""
+"""GPUs supported for cross-compilation (:mod:`..cuda.cross_compile`)."""
 KNOWN = ("cpu", *(f"cpu:{level}" for level in PROCESSORS), "cuda", *(f"cuda:{arch}" for arch in ARCHITECTURES))
 
 
 def parsed(targets: str) -> tuple[str, ...]:
-    """``targets``: names with commas between them, "cpu:avx2,cpu:avx512"; "cpu" is "cpu:avx2". :class:`ExportError` where one is unknown."""
+    """Return the names in ``targets``, separated by commas: "cpu:avx2,cpu:avx512"; "cpu" is "cpu:avx2". Raise :class:`ExportError` for unknown
+    ones."""
     names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else []
     for name in names or [str(targets)]:
         if name not in KNOWN:
@@ -51,12 +52,12 @@ def parsed(targets: str) -> tuple[str, ...]:
 
 
 def processor(target: str) -> Processor:
-    """The processor that the host's part of ``target``'s code is for."""
+    """Return the processor for the host part of ``target``'s code."""
     return PROCESSORS.get(target.partition(":")[2] or PLAIN) or PROCESSORS[PLAIN]
 
 
 def target_spec(target: str) -> Target:
-    """``target``: one of :data:`KNOWN`; "cuda" is this machine's GPU, "cuda:sm_90" one that need not be here."""
+    """Return the specification of ``target``, one of :data:`KNOWN`; "cuda" is this machine's GPU, "cuda:sm_90" may be absent."""
     known = processor(target)
     if target.startswith("cpu"):
         return Target("cpu", march=known.march, cpu_flags=known.flags, name=target if ":" in target else f"cpu:{PLAIN}")

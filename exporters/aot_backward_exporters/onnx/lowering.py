@@ -1,8 +1,8 @@
-"""A captured graph as one that PyTorch's ONNX translations know: functional, of operators that have a translation, with explicit casts.
+"""Lowers a captured graph for PyTorch's ONNX translations: functional, only operators that have a translation, explicit casts.
 
-Parameters, buffers and the numbers of an optimizer become placeholders behind the graph's own, and what is written into them in place becomes
-results behind the graph's own. Operators without a translation are decomposed, by :func:`.decompositions.table.ours` first, then by PyTorch's own.
-What is left without is refused by name.
+Parameters, buffers and the numbers of an optimizer become placeholders after the graph's own; new values of in-place writes become results after
+the graph's own. Operators without a translation are decomposed, by :func:`.decompositions.table.ours` first, then by PyTorch's table.
+Operators that still lack one raise an error with their name.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _CHECKS = {
     aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default, aten._assert_tensor_metadata.default,
     aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default, aten._linalg_check_errors.default,
 }  # fmt: skip
-"""Operators that only raise, which an ONNX graph cannot."""
+"""Operators that only raise. An ONNX graph cannot raise."""
 _PARAMETERS_NAMED = 3  # parameters in a message
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """``module``: placeholders are the graph's inputs, then ``constants``, then one float64 scalar for each element of ``vector`` that is read.
+    """A lowered graph. ``module`` takes the graph's inputs, ``constants``, and one float64 scalar per element of ``vector`` that it reads.
 
     Its results are the graph's, then the new values of ``updated``. ``constants`` and ``updated`` are attributes, as in ``Graph.constants``.
-    ``inputs``: which of the graph's inputs are left; one that only carries a size of another input is dropped. ``numbers``: the places in the vector
-    of the scalars.
+    ``inputs``: the indices of the graph's inputs that remain; an input that only carries another input's size is dropped. ``numbers``: the
+    positions of the scalars in the vector.
     """
 
     module: GraphModule
@@ -52,9 +52,9 @@ class Lowered:
 
 
 def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lowered:
-    """``known``: whether an operator has a translation. ``vector``: the attribute that is an optimizer's vector of numbers, where there is one.
+    """Lower ``graph``. ``known``: whether an operator has a translation. ``vector``: the attribute that is an optimizer's vector of numbers, if any.
 
-    :class:`ExportError` names the operator that cannot be translated, and the line of user code that calls it.
+    Raise :class:`ExportError` with the operator that cannot be translated, and the line of user code that calls it.
     """
     try:
         return _lowered(graph, known, vector)
@@ -63,13 +63,13 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
 
 
 def located(graph: Graph, error: ExportError) -> ExportError:
-    """``error`` with the gradient or value that its operator is part of, and the line of user code that calls it."""
+    """Return ``error`` with the gradient or value that its operator is part of, and the line of user code that calls it."""
     part, place = part_of(graph, error.operator), called_at(graph, error.operator)
     return ExportError.of(error.operator, f"{error}{part and f'; it is {part}'}{place and f'; it is called {place}'}")
 
 
 def called_at(graph: Graph, operator: str) -> str:
-    """Where user code calls the operator ("aten.mm.default"), as far as the capture recorded it."""
+    """Return the line of user code that calls the operator ("aten.mm.default"); "" if the capture did not record it."""
     lines = [n.meta[LINE] for n in graph.module.graph.nodes if str(n.target) == operator and LINE in n.meta]
     line = next((one for one in lines if one.file), None)
     if line is None:
@@ -78,7 +78,7 @@ def called_at(graph: Graph, operator: str) -> str:
 
 
 def part_of(graph: Graph, operator: str) -> str:
-    """What the operator's first call is part of: the gradients that depend on it, else what it is computed from."""
+    """Describe the first call of the operator: the gradients that depend on it, otherwise the values that it is computed from."""
     first = next((n for n in graph.module.graph.nodes if str(n.target) == operator), None)
     if first is None:
         return ""
@@ -97,7 +97,7 @@ def part_of(graph: Graph, operator: str) -> str:
 
 
 def _closure(found: Iterable[Node], further: Callable[[Node], Iterable[Node]]) -> list[Node]:
-    """``found`` and all nodes that ``further`` reaches from them, breadth first."""
+    """Return ``found`` and all nodes that ``further`` reaches from them, breadth first."""
     seen = dict.fromkeys(found)
     waiting = list(seen)
     for node in waiting:
@@ -108,7 +108,7 @@ def _closure(found: Iterable[Node], further: Callable[[Node], Iterable[Node]]) -
 
 
 def _parameter(graph: Graph, node: Any) -> str:
-    """The parameter or buffer whose value, or whose gradient, is kept in what ``node`` reads; "" for an optimizer's own state."""
+    """Return the parameter or buffer that ``node`` reads, directly or as its gradient; "" for an optimizer's own state."""
     attribute = str(node.target if node.op == "get_attr" else node.args[0].target)
     key = graph.constants[attribute][0] if attribute in graph.constants else ""
     return "" if key.startswith("optimizer.") or key == "numbers" else key.removeprefix("module.").removeprefix("gradient.")
@@ -125,7 +125,7 @@ def _lowered(graph: Graph, known: Callable[[Any], bool], vector: str) -> Lowered
     first: dict[str, str] = {}
     for attribute, (key, _) in graph.constants.items():
         first.setdefault(key, attribute)
-    alike = {a: first[key] for a, (key, _) in graph.constants.items()}  # one tensor may stand under several names
+    alike = {a: first[key] for a, (key, _) in graph.constants.items()}  # one tensor may have several names
     constants = tuple(a for a in first.values() if a != vector)
     length = graph.constants[vector][1].shape[0] if vector else 0
     fake_mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False, shape_env=torch_api.ShapeEnv())
@@ -164,9 +164,9 @@ def _traced(interpreter: _FunctionalInterpreter, table: Mapping[Any, Any], input
 
     try:
         return make_fx(run, decomposition_table=dict(table), tracing_mode="symbolic")(inputs, held, scalars)
-    except ExportError as error:  # to which FX adds what it was doing
+    except ExportError as error:  # FX appends its own context to the message
         raise ExportError.of(error.operator, str(error).partition("\n")[0]) from error
-    except Exception as error:  # whatever a decomposition, PyTorch's or ours, raises
+    except Exception as error:  # a decomposition, PyTorch's or ours, may raise anything
         first = (str(error).splitlines() or [""])[0]
         raise ExportError.of(
             interpreter.current,
@@ -175,8 +175,8 @@ def _traced(interpreter: _FunctionalInterpreter, table: Mapping[Any, Any], input
 
 
 def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.SymInt]:
-    """New symbols for the sizes, with example values that no constant of a program equals by chance: a decomposition may compare the two, and would
-    take a batch of 3 for the 3 channels of an image. The values have many divisors, as a program may ask for divisibility."""
+    """Return new symbols for the sizes. Their example values equal no constant of a program by chance: a decomposition may compare the two, and would
+    mistake a batch of 3 for the 3 channels of an image. The values have many divisors, because a program may test for divisibility."""
     names = sorted({name for spec in inputs for size in (*spec.shape, *spec.stride) for name in symbols_of(size)})
     out = {}
     for i, name in enumerate(names):
@@ -187,7 +187,7 @@ def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.Sy
 
 
 def _size_carriers(inputs: Sequence[TensorSpec]) -> dict[int, dict[str, tuple[int, int]]]:
-    """The empty inputs that only carry a size which other inputs have, too: for each of its symbols the input and the dimension."""
+    """Return the empty inputs that only carry a size which other inputs also have: for each symbol, the input and the dimension."""
     shown: dict[str, tuple[int, int]] = {}
     carriers = [i for i, spec in enumerate(inputs) if spec.name.startswith("size ") and len(spec.shape) == 2 and spec.shape[1] == 0]
     for i, spec in enumerate(inputs):
@@ -205,7 +205,7 @@ def _fake(spec: TensorSpec, symbols: Mapping[str, torch.SymInt]) -> torch.Tensor
 
 
 class _FunctionalInterpreter(torch.fx.Interpreter):
-    """Runs a graph for :func:`make_fx`, with tensors that are passed in for its constants, and without changing any in place."""
+    """Runs a graph for :func:`make_fx`. Constants are tensors that are passed in; no tensor changes in place."""
 
     def __init__(
         self, graph: Graph, carried: Mapping[int, Mapping[str, tuple[int, int]]], constants: Sequence[str], alike: Mapping[str, str], vector: str
@@ -237,7 +237,7 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
             return self.held[attribute]
         if n.op == "call_function" and n.target is aten.select.int and self._is_vector(n.args[0]) and n.args[1:] and n.args[1] == 0:
             return self.scalars[n.args[2]]  # type: ignore[index]
-        if n.op == "call_function" and n.target is aten.view.default:  # strides are not kept, and may not allow it
+        if n.op == "call_function" and n.target is aten.view.default:  # strides are not kept, and may not allow a view
             return aten.reshape.default(*self.fetch_args_kwargs_from_env(n)[0])
         if n.op == "call_function" and "as_strided" in str(n.target) and not n.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
             raise ExportError.of(n.target, f"{n.target} of a tensor that is not row-major has no ONNX translation: call .contiguous() first")
@@ -271,7 +271,7 @@ def _decompositions(known: Callable[[Any], bool]) -> dict[Any, Callable[..., Any
 
 
 def _refuse(graph: Graph) -> None:
-    """:class:`ExportError` for what no translation can serve: control flow, random numbers, complex numbers, other devices."""
+    """Raise :class:`ExportError` for unsupported features: control flow, random numbers, complex numbers, other devices."""
     for node in graph.module.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(graph.module, str(node.target), None), torch.nn.Module):
             user = next(iter(node.users))
@@ -300,7 +300,7 @@ def _refuse(graph: Graph) -> None:
 
 
 def _draws(node: Node) -> bool:
-    """Whether random numbers are drawn; attention says itself where its dropout is not 0."""
+    """Return whether the node draws random numbers. Attention has its own check for nonzero dropout."""
     tagged = isinstance(node.target, torch_api.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     return tagged and "scaled_dot_product" not in str(node.target)
 
@@ -323,7 +323,7 @@ def _drop_checks(module: GraphModule) -> None:
 
 
 def _without_unused(module: GraphModule, first: int, length: int) -> tuple[int, ...]:
-    """Erases the placeholders of numbers that are not read; the places of the others."""
+    """Erase the placeholders of unread numbers. Return the positions of the others."""
     placeholders: Iterable[Node] = list(module.graph.find_nodes(op="placeholder"))[first:]
     used = []
     for i, node in zip(range(length), placeholders, strict=True):

@@ -1,7 +1,7 @@
-"""One captured graph as an ONNX model: named inputs and outputs, weights that are defaults of inputs, dynamic dimensions by their names.
+"""One captured graph as an ONNX model: named inputs and outputs, weights as defaults of inputs, named dynamic dimensions.
 
-PyTorch's own translations (torchlib) write the nodes, for opset 18: the oldest for which it has them. What it lacks is decomposed
-(:mod:`.lowering`), translated (:mod:`.translations`), or refused by name.
+PyTorch's own translations (torchlib) write the nodes, for opset 18: the oldest that they support. Operators without a translation are decomposed
+(:mod:`.lowering`), translated here (:mod:`.translations`), or refused by name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .lowering import Lowered, located, lower
 
 OPSET = 18
 IR_VERSION = 8
-"""The oldest for that opset."""
+"""The oldest IR version for that opset."""
 
 
 @dataclass(frozen=True)
 class NumberInput:
-    """An element of an optimizer's vector of numbers as an input of its own."""
+    """An element of an optimizer's vector of numbers as a separate input."""
 
     name: str
     value: float
@@ -48,7 +48,7 @@ class NumberInput:
 class Names:
     """The names of the graph's inputs and outputs.
 
-    ``inputs``: one for each of the graph's. ``constants``: weight key -> name; what is not among them is no input. ``outputs``: name and
+    ``inputs``: one for each of the graph's. ``constants``: weight key -> name; other constants are not inputs. ``outputs``: name and
     source: ``result:I``, ``input:I`` or ``constant:KEY``. ``vector``: the weight key of an optimizer's vector of numbers, with ``numbers`` its
     elements. ``symbols``: "s0" -> "batch".
     """
@@ -63,7 +63,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Translated:
-    """A model without the values of its weights. ``defaults``: of its inputs; ``fixed``: of tensors that no caller may set, by name.
+    """A model without the values of its weights. ``defaults``: of its inputs; ``fixed``: values of tensors that no caller may set, by name.
 
     ``updated``: weight key -> name of the output that has its new value. ``keys``: name of a default or a fixed tensor -> weight key.
     """
@@ -79,7 +79,7 @@ class Translated:
         return frozenset(i.name for i in self.model.graph.input)
 
     def with_fixed(self) -> onnx.ModelProto:
-        """The model with the values of ``fixed``: it can be run where all other inputs are passed."""
+        """Return the model with the values of ``fixed``: it runs if all other inputs are passed."""
         out = onnx.ModelProto()
         out.CopyFrom(self.model)
         out.graph.initializer.extend(onnx.numpy_helper.from_array(numpy_of(t), name) for name, t in self.fixed.items())
@@ -87,14 +87,14 @@ class Translated:
 
 
 def translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translated:
-    """``about``: further entries of ``metadata_props``. :class:`ExportError` names what has no translation."""
+    """Translate ``graph``. ``about``: further entries of ``metadata_props``. Raise :class:`ExportError` with the name of an untranslatable part."""
     with _quiet():
         return _translate(graph, names, about)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what the translators log about a missing torchvision, nodes without a module, and values that are not folded."""
+    """Silence the translators' logs about a missing torchvision, nodes without a module, and values that are not folded."""
     logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     before = [log.level for log in logs]
     for log in logs:
@@ -110,7 +110,7 @@ def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translat
     registry = _registry()
     place = {key: i for i, key in enumerate(names.constants)}
     ordered = sorted(graph.constants.items(), key=lambda item: (place.get(item[1][0], len(place)), item[1][0], item[0]))
-    graph = dataclasses.replace(graph, constants=dict(ordered))  # in the module's order, also of a graph that was read from a package
+    graph = dataclasses.replace(graph, constants=dict(ordered))  # in the module's order, also for a graph that was read from a package
     vector = next((a for a, (key, _) in graph.constants.items() if names.vector and key == names.vector), "")
     lowered = lower(graph, registry.is_registered, vector)
     model = _nodes(graph, lowered, registry)
@@ -148,7 +148,7 @@ def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translat
 
 
 def numpy_of(tensor: torch.Tensor) -> Any:
-    """Row-major, as ONNX has no strides; bfloat16 as ``ml_dtypes`` has it."""
+    """Return a row-major array, as ONNX has no strides; bfloat16 as ``ml_dtypes.bfloat16``."""
     plain = tensor.detach().cpu().contiguous()
     if plain.dtype is torch.bfloat16:
         import ml_dtypes
@@ -158,13 +158,13 @@ def numpy_of(tensor: torch.Tensor) -> Any:
 
 
 def bits_of(tensor: torch.Tensor) -> Any:
-    """As :func:`numpy_of`, bfloat16 as its bits."""
+    """Return the same as :func:`numpy_of`, but bfloat16 as its bits."""
     plain = tensor.detach().cpu().contiguous()
     return plain.view(torch.int16).numpy().view(numpy.uint16) if plain.dtype is torch.bfloat16 else plain.numpy()
 
 
 def tensor_of(array: Any) -> torch.Tensor:
-    shape, array = numpy.shape(array), numpy.ascontiguousarray(array)  # which makes a row of a scalar
+    shape, array = numpy.shape(array), numpy.ascontiguousarray(array)  # ascontiguousarray turns a scalar into a row
     found = torch.from_numpy(array.view(numpy.int16)).view(torch.bfloat16) if array.dtype.name == "bfloat16" else torch.from_numpy(array)
     return found.reshape(shape)
 
@@ -182,7 +182,7 @@ def _nodes(graph: Graph, lowered: Lowered, registry: Any) -> Any:
         raise located(graph, _refused(lowered, error)) from error
     torch_api.add_opset_imports(model)
     onnxscript.optimizer.inline(model)
-    onnxscript.optimizer.fold_constants(model, output_size_limit=1024)  # without its rules for fusing, which take most of the time
+    onnxscript.optimizer.fold_constants(model, output_size_limit=1024)  # without its fusion rules, which take most of the time
     CommonSubexpressionEliminationPass()(model)
     onnxscript.optimizer.remove_unused_nodes(model)
     _document(model, graph)
@@ -229,7 +229,7 @@ def _name_inputs_and_outputs(model: Any, inputs: Sequence[str], outputs: Sequenc
 
 
 def _not_first(model: Any, name: str, first: Any, finite: Any) -> Any:
-    """``first`` after an update: 0, or unchanged where the gradients were not finite, since there was no update."""
+    """Return ``first`` after an update: 0, or unchanged if the gradients were not finite, since there was no update."""
     zero = ir.node("Constant", [], {"value": ir.tensor(numpy.zeros((), numpy.float64))}, name=f"node_{name}.zero")
     model.graph.append(zero)
     value = zero.outputs[0]
@@ -243,7 +243,7 @@ def _not_first(model: Any, name: str, first: Any, finite: Any) -> Any:
 
 
 def _describe(model: Any, inputs: Mapping[str, TensorSpec], outputs: Sequence[tuple[str, str]], results: Sequence[TensorSpec], names: Names) -> None:
-    """Types and shapes of inputs and outputs as the capture knows them; shape inference finds the others."""
+    """Set types and shapes of inputs and outputs from the capture; shape inference finds the others."""
     for value in _values(model):
         value.shape = None
         value.metadata_props.clear()
@@ -268,7 +268,7 @@ _TYPES = {"float32": "FLOAT", "float64": "DOUBLE"}
 
 
 def labelled(size: Size, symbols: Mapping[str, str]) -> Size:
-    """``(2 * s0)`` -> ``2 * batch``."""
+    """Return ``(2 * s0)`` as ``2 * batch``."""
     if isinstance(size, int):
         return size
     text = re.sub(r"\b[a-z]\w*\b", lambda m: symbols.get(m[0], m[0]), size)
@@ -280,7 +280,7 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
 
 
 def _document(model: Any, graph: Graph) -> None:
-    """Of each node: the operator of the captured graph that it is part of, and where it is known the line of user code."""
+    """Write into each node the operator of the captured graph that it belongs to, and the line of user code if it is known."""
     captured = {node.name: node for node in graph.module.graph.nodes}
     for node in model.graph:
         history = (node.meta["node"].meta.get("from_node") or []) if "node" in node.meta else []
@@ -302,7 +302,7 @@ def _values(model: Any) -> Iterator[Any]:
 
 
 def element_type(dtype: torch.dtype) -> int:
-    """ONNX's number for it."""
+    """Return ONNX's number for the dtype."""
     return int(_element_type(str(dtype).removeprefix("torch.")))
 
 

@@ -1,4 +1,4 @@
-"""What is rewritten in a lowered graph before it is translated: numbers that stand as tensors, 16-bit arithmetic, what only orders native code."""
+"""Rewrites of a lowered graph before its translation: numbers become tensors, 16-bit arithmetic is widened, ordering of native code is removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOVES = {
     prims.convert_element_type.default, aten._to_copy.default, aten.view.default, aten.permute.default, aten.unsqueeze.default,
     aten.squeeze.dim, aten.transpose.int, aten.clone.default, aten.alias.default,
 }  # fmt: skip
-"""Operators that onnxruntime's CPU kernels do for 16-bit numbers too."""
+"""Operators that onnxruntime's CPU kernels also support for 16-bit numbers."""
 
 
 def rewrite(module: GraphModule) -> None:
@@ -25,7 +25,7 @@ def rewrite(module: GraphModule) -> None:
 
 
 def _without_waiting(module: GraphModule) -> None:
-    """Takes out a False that is known only once certain tensors are: it orders native code that updates in place, and ONNX needs no order."""
+    """Remove a False that depends on tensors: it orders native code that updates in place, and ONNX needs no order."""
     false: set[Node] = set()
     for node in list(module.graph.nodes):
         if _is_never(node) or (node.target is aten.logical_or.default and false.issuperset(node.args)):
@@ -36,7 +36,7 @@ def _without_waiting(module: GraphModule) -> None:
 
 
 def _is_never(node: Node) -> bool:
-    """``a and not a``."""
+    """Return whether the node is ``a and not a``."""
     if node.target is not aten.logical_and.default:
         return False
     pairs = (node.args, node.args[::-1])
@@ -44,7 +44,7 @@ def _is_never(node: Node) -> bool:
 
 
 def _without_idle_squeezes(module: GraphModule) -> None:
-    """PyTorch's squeeze leaves a dimension of another size than one, which a dynamic one is; ONNX's is an error then."""
+    """Remove dimensions other than 1 from squeezes. PyTorch's squeeze keeps such dimensions, including dynamic ones; ONNX's raises an error."""
     for node in [n for n in module.graph.nodes if n.target in (aten.squeeze.dim, aten.squeeze.dims)]:
         source, dims = node.args
         before, after = source.meta["val"], node.meta["val"]
@@ -56,7 +56,7 @@ def _without_idle_squeezes(module: GraphModule) -> None:
 
 
 def _numbers_as_tensors(module: GraphModule) -> None:
-    """Sizes, and what is computed from them, stand as tensors where an operator wants one."""
+    """Turn sizes, and numbers computed from them, into tensors for operators that require one."""
     for node in [n for n in module.graph.nodes if n.op == "call_function"]:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not isinstance(node.meta.get("val"), torch.Tensor):
@@ -71,7 +71,7 @@ def _numbers_as_tensors(module: GraphModule) -> None:
 
 
 def widen(module: GraphModule) -> None:
-    """Arithmetic on 16-bit numbers is done in float32 and rounded once, as eager's CPU kernels do it; onnxruntime has hardly any for CPUs."""
+    """Compute 16-bit arithmetic in float32 and round once, as eager's CPU kernels do; onnxruntime has hardly any 16-bit kernels for CPUs."""
     for node in [n for n in module.graph.nodes if n.op == "call_function" and n.target not in _MOVES]:
         value = node.meta.get("val")
         low = [n for n in node.all_input_nodes if _dtype(n) in _LOW]

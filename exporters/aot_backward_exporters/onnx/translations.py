@@ -1,4 +1,4 @@
-"""Our own translations into ONNX, beside those of PyTorch's torchlib: where it has none, or one that is not what eager computes."""
+"""Our own translations into ONNX, for operators that PyTorch's torchlib lacks or translates differently from eager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INEXACT = (
     *("special_erfcx", "special_log_ndtr", "_linalg_det", "linalg_det"),
     *("glu", "silu", "mish", "elu", "celu", "selu", "log_sigmoid_forward", "softplus", "log1p", "expm1"),
 )
-"""Operators of which torchlib's translation is off by more than rounding, or no valid graph. Those of the second line are decomposed
+"""Operators with a torchlib translation that is off by more than rounding, or an invalid graph. Operators in the second line are decomposed
 (:mod:`..decompositions.exponentials`), the others refused."""
 
 
@@ -29,7 +29,7 @@ def _numel(x: Any) -> Any:
 
 
 def _number(value: Any, dtype: int) -> Any:
-    """torchlib takes a Python number for float32 first, and rounds it so, also where float64 is asked for."""
+    """Return the number as ``dtype``. torchlib converts a Python number to float32 first, even if float64 is requested, and rounds it."""
     if isinstance(value, (bool, int, float)):
         return op.Constant(value=helper.make_tensor("", dtype, [], [value]))
     return op.Cast(value, to=dtype)
@@ -50,7 +50,7 @@ def _full_like(x: Any, value: Any, dtype: int = -1, layout: str = "", device: st
 
 
 def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
-    """Integers exactly, which torchlib divides in float32; of floating-point numbers the floor of the true quotient, as Python's ``//``."""
+    """Divide integers exactly (torchlib uses float32); for floating-point numbers return the floor of the true quotient, as Python's ``//``."""
     if a.dtype.is_integer():
         if rounding_mode is None:
             return op.Div(op.Cast(a, to=TensorProto.FLOAT), op.Cast(b, to=TensorProto.FLOAT))
@@ -79,14 +79,14 @@ def _max_pool(spatial: int) -> Callable[..., Any]:
         dilation: Sequence[int] = (1,),
         ceil_mode: bool = False,
     ) -> Any:
-        """ONNX's indices count through the whole batch, eager's within one image."""
+        """Translate ``max_pool``. ONNX's indices count through the whole batch, eager's within one image."""
         kernel, pads, spread = (list(v) * spatial if len(v) == 1 else list(v) for v in (kernel_size, padding, dilation))
         steps = (list(stride) * spatial if len(stride) == 1 else list(stride)) if stride else kernel
         alone = len(x.shape) == spatial + 1
         batch = op.Unsqueeze(x, op.Constant(value_ints=[0])) if alone else x
         sizes = list(x.shape)[len(x.shape) - spatial :]
         behind = list(pads)
-        if ceil_mode:  # ONNX would count windows that begin behind the input, which eager does not
+        if ceil_mode:  # ONNX would count windows that begin after the input, which eager does not
             if not all(isinstance(n, int) for n in sizes):
                 raise ValueError("ceil_mode and images of dynamic size; make height and width static")
             reach = [d * (k - 1) + 1 for k, d in zip(kernel, spread, strict=True)]
@@ -107,12 +107,12 @@ def _max_pool(spatial: int) -> Callable[..., Any]:
 
 
 def _floordiv(a: Any, b: Any) -> Any:
-    """ONNX's division of integers cuts off; its remainder has the divisor's sign, as Python's."""
+    """Floor-divide: ONNX's integer division truncates; its remainder has the divisor's sign, as Python's."""
     return op.Div(op.Sub(a, op.Mod(a, b)), b)
 
 
 def registry() -> Any:
-    """torchlib's translations with ours before them, for opset 18."""
+    """Return torchlib's translations for opset 18, with ours taking precedence."""
     out = torch_api.ONNXRegistry.from_torchlib()
     aten = torch.ops.aten
     for name in [n for n in out.functions if isinstance(n, str) and n.startswith("aten::")]:

@@ -1,8 +1,8 @@
-"""A graph of ATen operators as JSON, and back: enough to compile it again, or to run it, where its source is absent.
+"""Writes a graph of ATen operators as JSON and reads it back. The JSON suffices to compile or run it without the source program.
 
 A node is ``[operator, args, kwargs]``; operators are ATen overloads (``aten.mm.default``), control flow (``higher_order.cond``) and the functions
-on sizes that torch's traces use (``operator.mul``, ``math.ceil``, ``torch.sym_max``). Shapes are what running the graph on fake inputs gives;
-those written beside the nodes are for readers of the file. ``docs/format.md``, section 6, states the form.
+on sizes that torch's traces use (``operator.mul``, ``math.ceil``, ``torch.sym_max``). The reader computes shapes by running the graph on fake
+inputs; the shapes stored with the nodes are for people who read the file. ``docs/format.md``, section 6, specifies the format.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..graph import EAGER_KERNEL, LINE, ROUNDED, Graph, Line
 from ..process_state import without_convolution_libraries
 
 VERSION = 1
-"""Of the form. 1: 2026-11-21, the first."""
+"""Version of this JSON format. 1: 2026-11-21, the first."""
 
 _ARITHMETIC = ("add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "index", "le", "lshift", "lt", "mod", "mul", "ne", "neg", "not_", "or_", "pos",
                "pow", "rshift", "sub", "truediv", "xor")  # fmt: skip
@@ -41,13 +41,13 @@ _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NEVER = {"aten::from_file", "debugprims::load_tensor"}
 
 Spell = Callable[[Any], int | str]
-"""A size as the package states it: a number, or an expression in its symbols."""
+"""Converts a size to its form in the package: a number, or an expression in the package's symbols."""
 
 
 def graph_to_bytes(graph: Graph, spell: Spell, sizes: Mapping[str, int]) -> bytes:
-    """``graph`` as a package holds it. ``spell`` words the sizes beside the nodes; ``sizes``: the value of each symbol at the example.
+    """Return ``graph`` as a package stores it. ``spell`` formats the sizes of the nodes; ``sizes``: the value of each symbol in the example.
 
-    :class:`ExportError` names what has no form."""
+    Raise :class:`ExportError` for a part that has no JSON form."""
     form = {
         "version": VERSION,
         **graph_to_json(graph.module, {name: key for name, (key, _) in graph.constants.items()}, spell),
@@ -58,7 +58,7 @@ def graph_to_bytes(graph: Graph, spell: Spell, sizes: Mapping[str, int]) -> byte
 
 
 def form_of(data: bytes, name: str) -> dict[str, Any]:
-    """What :func:`graph_to_bytes` wrote, as JSON, checked as far as it can be without running it."""
+    """Parse the output of :func:`graph_to_bytes` and check it as far as is possible without running the graph."""
     try:
         form = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -82,10 +82,10 @@ def graph_of(
     weights: Mapping[str, torch.Tensor],
     sizes: Mapping[str, Any],
 ) -> Graph:
-    """The graph that library ``name`` was compiled from.
+    """Return the graph that library ``name`` was compiled from.
 
-    ``form``: of :func:`form_of`. ``inputs``: fake tensors as ``spec.inputs`` describes them. ``sizes``: the symbols of the package as sizes of
-    them. :class:`PackageError` where the form is no graph, or one with other inputs, outputs or constants than the library has."""
+    ``form``: from :func:`form_of`. ``inputs``: fake tensors as ``spec.inputs`` describes them. ``sizes``: each symbol of the package as a size of
+    ``inputs``. Raise :class:`PackageError` if the form is not a graph, or if its inputs, outputs or constants differ from the library's."""
     try:
         module = graph_from_json(form, inputs, fake_mode, weights, sizes)
     except PackageError as error:
@@ -121,8 +121,9 @@ def graph_of(
 
 
 def graph_to_json(module: GraphModule, weights: Mapping[str, str], spell: Spell) -> dict[str, Any]:
-    """``module``: placeholders, operators, constants, and one output of a flat tuple of tensors. ``weights``: attribute -> weight key, of those
-    constants that are not part of the graph. :class:`ExportError` names what has no form."""
+    """Return ``module`` as JSON. It has placeholders, operators, constants, and one output: a flat tuple of tensors.
+
+    ``weights``: attribute -> weight key, for constants stored outside the graph. Raise :class:`ExportError` for a part that has no JSON form."""
     numbers: dict[Node, int] = {}
     nodes: list[Any] = []
     constants: dict[str, Any] = {}
@@ -163,14 +164,14 @@ def graph_from_json(
     weights: Mapping[str, torch.Tensor],
     sizes: Mapping[str, Any],
 ) -> GraphModule:
-    """The graph, its shapes from running it on ``inputs`` (fake, one for each placeholder). :class:`PackageError` where it is no graph."""
+    """Rebuild the graph; run it on ``inputs`` (fake, one per placeholder) for its shapes. Raise :class:`PackageError` if ``form`` is invalid."""
     try:
-        # without the Python dispatcher, operators that C++ makes of others (a Fourier transform's) would fix a dynamic size, and say nothing
+        # without the Python dispatcher, composite C++ operators (such as Fourier transforms) would silently fix a dynamic size
         with fake_mode, torch.no_grad(), without_convolution_libraries(), torch_api.enable_python_dispatcher():
             return _graph(form, inputs, fake_mode, weights, sizes)
     except PackageError:
         raise
-    except Exception as error:  # whatever an operator raises that is given what does not fit it
+    except Exception as error:  # an operator may raise anything if its arguments do not fit
         raise PackageError(f"this is no graph: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 
@@ -209,13 +210,13 @@ def _graph(
             node.meta["val"] = child
         elif kind == "output":
             results = _read(parts[0], made)
-            node = graph.output(tuple(results) if isinstance(results, list) else results)  # a body may give a single value
+            node = graph.output(tuple(results) if isinstance(results, list) else results)  # a body may return a single value
         else:
             target, args, kwargs = _target(kind), tuple(_read(parts[0], made)), {_identifier(k): v for k, v in _read(parts[1], made).items()}
             node = graph.create_node("call_function", target, args, kwargs, name=name)
             values = torch.fx.map_arg((args, kwargs), lambda m: m.meta["val"])
             node.meta["val"] = target(*values[0], **values[1])
-            if fresh := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):  # sizes that come from data
+            if fresh := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):  # data-dependent sizes
                 node.meta["unbacked_bindings"] = fresh
         if n in kernels:
             node.meta[EAGER_KERNEL] = True
@@ -247,8 +248,8 @@ def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], const
 
 
 def _looks(value: Any, spell: Spell, *, body: bool = False) -> Any:
-    """dtype, sizes and strides of a tensor; of several a list; of what is none, null. ``body``: they are what the body of a control-flow operator
-    takes, and will be run again."""
+    """Return dtype, sizes and strides of a tensor, a list for several values, and None for anything else. ``body``: ``value`` is an input of a
+    control-flow body, which the reader runs again."""
     if isinstance(value, (list, tuple)) and not body:
         return [_looks(v, spell) for v in value]
     if not isinstance(value, torch.Tensor):
@@ -279,7 +280,7 @@ def _name(target: Any) -> str:
 
 
 def _identifier(name: Any) -> str:
-    """``name``, which torch.fx writes into the Python code that it makes of a graph, and compiles."""
+    """Check and return ``name``: torch.fx writes it into the Python code that it generates and compiles."""
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise PackageError(f"{name!r} is no name for a node or an argument")
     return name
@@ -300,14 +301,14 @@ def _target(name: Any) -> Any:
         found = getattr(found, overload) if overload else found
     except AttributeError as error:
         raise PackageError(f"it calls {name!r}, which this process does not know; import the library that registers it") from error
-    # torch.ops has functions of its own beside the operators (load_library, import_module), and each has attributes that lead on
+    # torch.ops also has plain functions (load_library, import_module), and their attributes lead to other objects
     if not isinstance(found, (torch_api.OpOverload, torch_api.HigherOrderOperator)) or _name(found) != name or _has_side_effects(found):
         raise PackageError(f"it calls {name!r}, which is not allowed")
     return found
 
 
 def _has_side_effects(target: Any) -> bool:
-    """Whether the operator touches files, even on fake tensors, or is one of TorchScript's interpreter alone (``aten.save``, ``prim.Print``)."""
+    """Return whether the operator touches files, even on fake tensors, or exists only in TorchScript (``aten.save``, ``prim.Print``)."""
     if isinstance(target, torch_api.HigherOrderOperator):
         return False
     return target._schema.name in _NEVER or not torch_api._dispatch_has_kernel(target.name())

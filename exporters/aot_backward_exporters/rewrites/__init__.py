@@ -1,1 +1,1 @@
-"""What is rewritten in a graph before Inductor lowers it, because Inductor or eager's kernels would be slow at it."""
+"""Rewrites of a graph before Inductor lowers it, for patterns that Inductor or eager's kernels compute slowly."""

@@ -1,8 +1,8 @@
 """Sums along axes, one axis after the other, each as a sum of rows.
 
 Gradients of interpolation (``nn.Upsample``), of ``x[:, index]`` and of ``index_select`` along a later dimension are ``index_put`` with
-``accumulate=True``, whose indices each belong to an axis of their own. Inductor adds such numbers atomically, one by one. With that axis in front the
-same is a sum of rows, each of all the other axes, which :mod:`.row_sums` then leaves to eager's kernel.
+``accumulate=True``, with one index per axis. Inductor adds such numbers atomically, one by one. With the indexed axis in front, it is
+a sum of rows, each of all the other axes, which :mod:`.row_sums` then passes to eager's kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AxisSums:
-    """``values`` are added to ``to``; along each axis of ``indices`` to the places that its index says."""
+    """``values`` are added to ``to``, along each axis of ``indices`` at the positions in its index."""
 
     to: Node
     values: Node
@@ -33,7 +33,7 @@ class AxisSums:
 
 
 def by_rows(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
+    """Rewrite the graph of ``module``."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and (found := _sums(node)):
             with module.graph.inserting_before(node), fake_mode:
@@ -43,7 +43,7 @@ def by_rows(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _sums(node: Node) -> AxisSums | None:
-    """None where ``node`` adds no floats on a CPU, or an index belongs to several axes, or there is but a sum of rows as it stands."""
+    """Return the sums of ``node``; None if it does not add floats on a CPU, if an index belongs to several axes, or if it already sums rows."""
     arguments: Any = node.args
     if node.target not in (aten.index_put.default, aten._unsafe_index_put.default) or len(arguments) < 4 or not arguments[3]:
         return None
@@ -60,7 +60,7 @@ def _sums(node: Node) -> AxisSums | None:
         own = index.ndim - 1 - (axes[-1] - axis)  # indices are broadcast against each other: the last one's only dimension is the last
         if own < 0 or index.dtype not in (torch.int64, torch.int32) or any(not _is(n, 1) for i, n in enumerate(index.shape) if i != own):
             return None
-        if str(index.shape[own]) != str(added.shape[axis]):  # compared as such, sizes would become a guard
+        if str(index.shape[own]) != str(added.shape[axis]):  # comparing the sizes themselves would create a guard
             return None
         found[axis] = indices[axis]
     if any(str(a) != str(b) for i, (a, b) in enumerate(zip(added.shape, value.shape, strict=True)) if i not in found):

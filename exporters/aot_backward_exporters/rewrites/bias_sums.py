@@ -1,8 +1,8 @@
-"""A product of matrices to which something is added, in float32 on a CPU, as a product and a sum.
+"""A matrix product with an addition, in float32 on a CPU, as separate product and sum.
 
-``addmm`` first copies what is added, repeated for each row, into its result, and then adds the product to it: 1.0 to 1.6 µs of a layer of a small
-network, 5 of one of 192 by 256. A sum of its own becomes part of the loop that reads the result, where there is one, and costs no more where there
-is none: what it reads and writes is what the copy does.
+``addmm`` first copies the added tensor, repeated for each row, into its result, and then adds the product to it: 1.0 to 1.6 µs of a layer of a
+small network, 5 of one of 192 by 256. A separate sum fuses into the loop that reads the result. Without such a loop it costs no more: it reads
+and writes the same memory as the copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def apart(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
+    """Rewrite the graph of ``module``."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and _is_matrix(node.meta.get("val")) and (found := _added(node)):
             with module.graph.inserting_before(node), fake_mode:
@@ -32,7 +32,7 @@ def _is_matrix(value: Any) -> bool:
 
 
 def _added(node: Node) -> tuple[Any, Node | None] | None:
-    """What ``node`` adds to a product of matrices, and the product where there is one; None where it is no such sum."""
+    """Return the tensor that ``node`` adds to a matrix product, and the product if it is a node; None if ``node`` is not such a sum."""
     if node.target is aten.addmm.default:
         given = arguments(node)
         return (given["self"], None) if given["alpha"] == given["beta"] == 1 else None
@@ -48,7 +48,7 @@ def _is_float(node: Any) -> bool:
 
 
 def _sum(graph: Graph, node: Node, added: Node, product: Node | None) -> Node:
-    """In three dimensions: of two, Inductor would make an ``addmm`` of it. In the order of ``node``, which its strides may follow."""
+    """Add in three dimensions: Inductor would turn a 2-d sum into an ``addmm``. Keep the operand order of ``node``: its strides may follow it."""
     made = product if product is not None else call(graph, aten.mm.default, *(arguments(node)[name] for name in ("mat1", "mat2")))
     lifted = call(graph, aten.unsqueeze.default, made, 0)
     terms = (lifted, added) if product is None or node.args[0] is product else (added, lifted)

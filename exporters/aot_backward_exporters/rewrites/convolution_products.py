@@ -1,4 +1,4 @@
-"""A convolution and its gradients as products of matrices: what the kernel covers at each of its places is copied side by side (im2col).
+"""A convolution and its gradients as matrix products: the numbers under the kernel at each position are copied side by side (im2col).
 
 Channels are not grouped, and the convolution is not transposed. Tensors are batch, channels, positions along each axis.
 """
@@ -13,12 +13,12 @@ import torch
 
 aten = torch.ops.aten
 _RUN = 16
-"""Numbers that lie beside each other in a row of windows, from which on rows pay: the gradient of a weight is one product then, not one for each
-image and their sum. Of 512 images of 8 channels and 4 by 4, 523 µs by rows and 2,257 without; of one channel and 8 by 8, 506 and 390."""
+"""Minimum length of a contiguous run in a row of windows for using rows: the weight gradient is then one product, instead of one for each
+image and their sum. For 512 images of 8 channels and 4 by 4, 523 µs by rows and 2,257 without; for one channel and 8 by 8, 506 and 390."""
 
 
 class Shape(NamedTuple):
-    """Of a convolution, along each axis."""
+    """Parameters of a convolution, along each axis."""
 
     kernel: Sequence[int]
     stride: Sequence[int]
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     dilation: Sequence[int]
 
     def places(self, sizes: Sequence[int]) -> list[int]:
-        """How many places the kernel has in an input of such sizes."""
+        """Return how many positions the kernel has in an input of these sizes."""
         return [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in zip(sizes, *self, strict=True)]
 
 
@@ -42,8 +42,8 @@ def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sh
 
 
 def of_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """The gradient of ``weight``, which is read, as a package says of a backward and eager's check of versions counts it; but no number depends on
-    it."""
+    """Return the gradient of ``weight``. It reads ``weight``, as the package declares for a backward and eager's version check counts, but no number
+    depends on it."""
     out, channels, *kernel = weight.shape
     if kernel[-1] * channels >= _RUN:
         rows = grad.permute(0, *range(2, grad.dim()), 1).reshape(-1, out)
@@ -54,20 +54,20 @@ def of_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, shape: 
 
 
 def of_input(grad: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """The gradient of the input, of a convolution whose stride is 1: the incoming gradient convolved with the flipped weights."""
+    """Return the gradient of the input, for stride 1: the incoming gradient convolved with the flipped weights."""
     around = [d * (k - 1) - p for k, _, p, d in zip(*shape, strict=True)]
     flipped = weight.flip(list(range(2, weight.dim()))).transpose(0, 1)
     return forward(grad, flipped, None, shape._replace(padding=around))
 
 
 def _two(rows: torch.Tensor, axis: int) -> torch.Tensor:
-    """``rows``, of which there are two where there is one: a batched product by one row would not be left to the library, but lowered to a loop that
-    adds one number at a time, and computes each place of what it reads by divisions (8 times as long, of 16 channels of 28 by 28 to one)."""
+    """Return ``rows``, duplicated if there is only one: Inductor would lower a batched product by one row to a loop instead of a library call. The
+    loop adds one number at a time, and computes each address by divisions (8 times as long, from 16 channels of 28 by 28 to one)."""
     return torch.cat([rows, rows], axis) if rows.shape[axis] == 1 else rows
 
 
 def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Batch, channels × numbers of the kernel, places: what the kernel covers, zeros where it reaches beyond ``x``."""
+    """Return batch, channels × numbers of the kernel, positions: the numbers under the kernel, zeros outside ``x``."""
     batch, channels, *sizes = x.shape
     padded, inner, outer = _steps(sizes, shape, 1)
     plane = math.prod(padded)
@@ -78,7 +78,7 @@ def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def _rows_of_windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """The same as batch × places, numbers of the kernel × channels."""
+    """Return the same as batch × positions, numbers of the kernel × channels."""
     batch, channels, *sizes = x.shape
     padded, inner, outer = _steps(sizes, shape, channels)
     images = _with_zeros(x.permute(0, *range(2, x.dim()), 1), [*shape.padding, 0])
@@ -87,15 +87,15 @@ def _rows_of_windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def _steps(sizes: Sequence[int], shape: Shape, unit: int) -> tuple[list[int], list[int], list[int]]:
-    """The sizes of the padded input, and what lies in memory between numbers of the kernel and between its places, along each axis. ``unit``: between
-    neighbours along the last one."""
+    """Return the sizes of the padded input, and the memory strides between numbers of the kernel and between its positions, along each axis.
+    ``unit``: the stride of the last axis."""
     padded = [size + 2 * p for size, p in zip(sizes, shape.padding, strict=True)]
     strides = [unit * math.prod(padded[d + 1 :]) for d in range(len(padded))]
     return padded, [t * d for t, d in zip(strides, shape.dilation, strict=True)], [t * s for t, s in zip(strides, shape.stride, strict=True)]
 
 
 def _with_zeros(x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
-    """``x`` in memory of its own, with zeros around its last axes."""
+    """Return ``x`` in new memory, with zeros around its last axes."""
     if any(padding):
         x = aten.constant_pad_nd.default(x, [size for p in reversed(padding) for size in (p, p)])
     return x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Calls that are put into an FX graph, with their fake values, and nodes that are taken out."""
+"""Inserts calls with their fake values into an FX graph, and erases nodes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.fx.node import map_arg
 
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call at the graph's insertion point. The fake mode of its arguments must be entered where it makes a tensor of none."""
+    """Return a call at the graph's insertion point. Enter the fake mode of its arguments if the call creates a tensor without tensor arguments."""
     made = graph.call_function(target, args, kwargs)
     made.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
     return made
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Of a call of an operator, by name, with the defaults; None where one without a default is not given."""
+    """Return the arguments of an operator call by name, with the defaults; None for a missing argument without a default."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     return {**{a.name: a.default_value for a in schema}, **dict(zip([a.name for a in schema], node.args, strict=False)), **node.kwargs}
 
 
 def erase(graph: Graph, node: Node, targets: Collection[Any]) -> set[Node]:
-    """Takes ``node`` out, which nothing may use, and what only it used, as far as those call one of ``targets``. Returns what is gone."""
+    """Erase ``node``, which must have no users, and its inputs that only it used and that call one of ``targets``. Return the erased nodes."""
     gone: set[Node] = set()
     waiting = [node]
     while waiting:

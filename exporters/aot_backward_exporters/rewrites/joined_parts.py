@@ -1,8 +1,8 @@
-"""Sums of parts that lie beside each other, each padded with zeros, become one ``cat``.
+"""Turns a sum of adjacent parts, each padded with zeros, into one ``cat``.
 
-The gradient of a tensor of which every ``x[i]`` was used, as the packed projection of ``nn.MultiheadAttention`` is, comes as a sum of
-``select_scatter`` into zeros. Inductor computes every element of each part for every element of the whole, and with a dynamic size the indices of
-views that it puts into that are divisions in the innermost loop: 13.7 ms of a backward of 27 ms.
+If every ``x[i]`` of a tensor is used, as in the packed projection of ``nn.MultiheadAttention``, its gradient is a sum of
+``select_scatter`` into zeros. Inductor computes every element of each part for every element of the whole. With a dynamic size, the indices of
+fused views are divisions in the innermost loop: 13.7 ms of a backward of 27 ms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ERASED = (aten.add.Tensor, aten.select_scatter.default, aten.full.default)
 
 @dataclass
 class _Sum:
-    """What a term is, or adds: parts along one dimension, and at most one further term. With two of these the order of additions would change."""
+    """The summands of a term: parts along one dimension, and at most one further term. Two further terms would change the order of additions."""
 
     dim: int = -1
     parts: dict[int, Node] = field(default_factory=dict)  # the number of a part -> the part
@@ -30,7 +30,7 @@ class _Sum:
 
 
 def by_cat(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
+    """Rewrite the graph of ``module``."""
     if module.graph.find_nodes(op="call_function", target=aten.select_scatter.default):
         _rewrite(module.graph, fake_mode)
     module.recompile()
@@ -58,7 +58,7 @@ def _rewrite(graph: Graph, fake_mode: Any) -> None:
 
 
 def _total(node: Node, sums: dict[Node, _Sum]) -> _Sum:
-    """What ``node`` adds up. Each sum is looked at once: it becomes part of the sum that uses it."""
+    """Return the summands of ``node``. Each sum is read once: it becomes part of the sum that uses it."""
     alone = _Sum(further=node)
     if len(node.args) != 2 or node.kwargs or node.meta["val"].device.type != "cpu" or node.args[0] is node.args[1]:
         return alone
@@ -84,11 +84,11 @@ def _joined(graph: Graph, total: _Sum) -> Node:
 
 def _looks(node: Node) -> tuple[torch.dtype, list[str]]:
     value = node.meta["val"]
-    return value.dtype, [str(n) for n in value.shape]  # two sizes compared as such would become a guard
+    return value.dtype, [str(n) for n in value.shape]  # comparing the sizes themselves would create a guard
 
 
 def _part(node: Node) -> _Sum | None:
-    """A part that ``node``, a ``select_scatter``, pads with zeros; None where it pads with something else."""
+    """Return the part that ``node``, a ``select_scatter``, pads with zeros; None if it pads with something else."""
     if len(node.args) != 4:
         return None
     zeros, part, dim, index = node.args

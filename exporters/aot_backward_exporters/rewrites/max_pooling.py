@@ -1,8 +1,8 @@
-"""Maximum pooling of images in compiled code, with the channels last, in the place of eager's kernel.
+"""Maximum pooling of images in compiled code, with the channels last, instead of eager's kernel.
 
-The kernel takes 25 ns for each window of 2 by 2: it looks at one number after the other, and each comparison is a branch that is hard to predict.
-With the channels last a vector of them is compared at once, in 6 ns a window with what it takes to reorder. The gradient is left to the kernel, which
-is fast at it.
+The kernel takes 25 ns for each window of 2 by 2: it reads one number after the other, and each comparison is a branch that is hard to predict.
+With the channels last a whole vector is compared at once, in 6 ns a window including the reordering. The gradient stays with the kernel, which
+computes it fast.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .graph_edit import arguments
 
 aten = torch.ops.aten
 CHANNELS = 4
-"""At least: fewer leave most of a vector empty. 32 images of 8 by 8: 0.61 of the kernel's time with 4 channels, 0.23 with 5."""
+"""Minimum channels: fewer leave most of a vector empty. 32 images of 8 by 8: 0.61 of the kernel's time with 4 channels, 0.23 with 5."""
 WINDOW = 16
-"""Numbers in a window, at most: each is a load and a comparison of its own in the code. One image of 128 channels and 20 by 20, stride 1: 0.96 of the
+"""Maximum numbers in a window: each is a separate load and comparison in the code. One image of 128 channels and 20 by 20, stride 1: 0.96 of the
 kernel's time with 16, 1.22 with 25."""
 _POOL = aten.max_pool2d_with_indices.default
 
 
 def by_channels(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
+    """Rewrite the graph of ``module``."""
     for node in module.graph.find_nodes(op="call_function", target=_POOL):
         given = _arguments(node)
         if _is_served(given):
@@ -54,7 +54,7 @@ def _is_served(given: dict[str, Any]) -> bool:
 
 def _replace(node: Node, given: dict[str, Any]) -> None:
     like = node.meta["val"]
-    node.meta.pop("should_fallback", None)  # what takes its place is compiled
+    node.meta.pop("should_fallback", None)  # the replacement is compiled
 
     def called(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         images = x if x.dim() == 4 else x.unsqueeze(0)
@@ -68,10 +68,10 @@ def _replace(node: Node, given: dict[str, Any]) -> None:
 def pooled(
     x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], places: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of ``x``, batch by channels by height by width: the largest number of each window, and where in its image it is, as eager has it: the first of
-    equal ones, the last NaN, and the window's first where all are minus infinity. ``places``: height and width of the results."""
+    """Return the largest number of each window of ``x``, batch by channels by height by width, and its index in its image. Ties follow eager: the
+    first of equal ones, the last NaN, and the window's first if all are minus infinity. ``places``: height and width of the results."""
     batch, channels, *sizes = x.shape
-    ends = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(places, stride, dilation, kernel, strict=True)]  # of the last windows
+    ends = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(places, stride, dilation, kernel, strict=True)]  # ends of the last windows
     after = [max(0, end - size - p) for end, size, p in zip(ends, sizes, padding, strict=True)]  # padding that they reach into
     images = x.permute(0, 2, 3, 1)
     if any(padding) or any(after):
@@ -81,7 +81,7 @@ def pooled(
     strides = [rows * (sizes[0] + padding[0] + after[0]), stride[0] * rows, stride[1] * channels, 1]
     corners = [torch.arange(n, dtype=torch.int32, device=x.device) * s - p for n, s, p in zip(places, stride, padding, strict=True)]
     top, left = corners[0].view(-1, 1, 1), corners[1].view(-1, 1)
-    first = [torch.where(t < 0, t.remainder(d), t) for t, d in zip((top, left), dilation, strict=True)]  # that lies in the image
+    first = [torch.where(t < 0, t.remainder(d), t) for t, d in zip((top, left), dilation, strict=True)]  # the first that lies in the image
     best = images.as_strided([batch, *places, channels], strides, 0)
     where = (first[0] * sizes[1] + first[1]).expand(best.shape)
     for i in range(kernel[0]):
@@ -95,6 +95,6 @@ def pooled(
 
 
 def _realized(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in memory of its own, which Inductor gives to what ``as_strided`` reads: what comes after, in another order, is another loop."""
+    """Return ``tensor`` in new memory, which Inductor allocates for inputs of ``as_strided``: later operators, in another order, are another loop."""
     tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.as_strided(tensor.shape, tensor.stride())

@@ -1,10 +1,10 @@
-"""Views that merge a dynamic dimension with another one, only for a later view to divide them again, are taken apart.
+"""Removes views that merge a dynamic dimension with another one, only for a later view to split them again.
 
-Inductor indexes through views by division and remainder. For numbers it sees which of them do nothing; of a dynamic size it does not, and they stay
-in the innermost loop. The heads of an attention come so: ``(batch, 4, n, 16)`` as ``(4·batch, n, 16)``, transposed, as ``(n, batch, 64)``.
+Inductor indexes through views by division and remainder. It removes unnecessary ones for constant sizes but not for dynamic ones, so they stay
+in the innermost loop. The heads of an attention are an example: ``(batch, 4, n, 16)`` as ``(4·batch, n, 16)``, transposed, as ``(n, batch, 64)``.
 
-Where tensors whose last two sizes are merged are put side by side, as the gradients of queries, keys and values are, they are so before they are
-merged, since a loop over what is merged divides even where all sizes are numbers.
+If a ``cat`` joins tensors with merged last sizes, such as the gradients of queries, keys and values, this module joins them before they are
+merged: a loop over merged sizes divides even if all sizes are constant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def apart(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``: a view of a transposed view becomes a view of what was transposed without being merged before."""
+    """Rewrite the graph of ``module``: a view of a transposed, merged view becomes a view of the transposed original."""
     for node in module.graph.find_nodes(op="call_function", target=aten.cat.default):
         with fake_mode:
             _merge_after(module, node)
@@ -41,7 +41,7 @@ def apart(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _merge_after(module: GraphModule, node: Node) -> None:
-    """Makes ``node``, a ``cat`` of views that merge their last two sizes, a view of a ``cat``."""
+    """Turn ``node``, a ``cat`` of views that merge their last two sizes, into a view of a ``cat``."""
     given, value = arguments(node), node.meta["val"]
     parts, dim = given["tensors"], given["dim"]
     if value.device.type != "cpu" or dim not in (-1, value.dim() - 1) or type(value.shape[-1]) is not int:
@@ -61,10 +61,10 @@ def _merge_after(module: GraphModule, node: Node) -> None:
 
 
 def _merged_before(node: Node) -> tuple[Node, list[int]] | None:
-    """What ``node`` is a view of, before it was merged and transposed, and how to transpose that; None where nothing dynamic was merged."""
+    """Return the tensor that ``node`` views, before merging and transposing, and its permutation; None if nothing dynamic was merged."""
     viewed = node.args[0]
     if not isinstance(viewed, Node) or not torch_api.is_contiguous_or_false(viewed.meta["val"]):
-        return None  # its strides might be others then
+        return None  # its strides might differ then
     transposed = _through_copies(viewed)
     if transposed is None or transposed.target is not aten.permute.default:
         return None
@@ -82,7 +82,7 @@ def _merged_before(node: Node) -> tuple[Node, list[int]] | None:
 
 
 def _through_copies(node: Any) -> Node | None:
-    """``node``, or what it is a copy of: a copy changes strides, and views here are of sizes."""
+    """Return ``node``, or the node that it copies: a copy changes strides, and views here depend only on sizes."""
     while isinstance(node, Node) and node.target is aten.clone.default:
         node = node.args[0]
     return node if isinstance(node, Node) else None
@@ -93,7 +93,7 @@ def _sizes(node: Node) -> list[sympy.Expr]:
 
 
 def _groups(before: list[sympy.Expr], after: list[sympy.Expr]) -> list[list[int]] | None:
-    """For each size in ``after`` the places in ``before`` whose product it is, in order; None where some size is divided instead."""
+    """Return for each size in ``after`` the positions in ``before`` that it is the product of, in order; None if some size is split instead."""
     out: list[list[int]] = []
     place = 0
     for size in after:

@@ -1,8 +1,8 @@
-"""Sums of rows by eager's kernel, in the place of Inductor's loops, which add numbers atomically, one by one.
+"""Sums of rows by eager's kernel instead of Inductor's loops, which add numbers atomically, one by one.
 
-Gradients of embeddings, of ``x[index]``, ``index_select`` and ``index_add`` are ``index_put`` with ``accumulate=True``. As ``scatter_add`` with an
-index that is the same along the row, Inductor leaves them to ``scatter_reduce``, whose kernel sorts the index and adds whole rows as vectors, where a
-row has at least 8 numbers.
+Gradients of embeddings, of ``x[index]``, ``index_select`` and ``index_add`` are ``index_put`` with ``accumulate=True``. For ``scatter_add`` with a
+constant index along the row, Inductor calls ``scatter_reduce``. Its kernel sorts the index and adds whole rows as vectors if a row has at least
+8 numbers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from . import graph_edit
 aten = torch.ops.aten
 
 WIDTH = 8
-"""Shorter rows are added faster one number at a time: a package with rows of 3 needed 201 µs by ``scatter_reduce`` and 166 without. With rows of 12 a
-graph network of 1,032 nodes takes 0.88 of eager's time, and 1.65 one number at a time."""
+"""Minimum row length. Shorter rows are faster one number at a time: a package with rows of 3 needed 201 µs by ``scatter_reduce`` and 166 without.
+With rows of 12 a graph network of 1,032 nodes takes 0.88 of eager's time, and 1.65 one number at a time."""
 
 
 def by_scatter_add(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
+    """Rewrite the graph of ``module``."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and (found := _added_rows(node)):
             with module.graph.inserting_before(node), fake_mode:
@@ -36,8 +36,8 @@ def by_scatter_add(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
-    """Where the rows are added, which of them count (None: all), their index, and the rows; None where ``node`` adds no rows of floats on a CPU, or
-    where ``scatter_add`` might give something else: other strides, or an error."""
+    """Return the target of the addition, the mask of the rows that count (None: all), their index, and the rows. Return None if ``node`` does not add
+    rows of floats on a CPU, or if ``scatter_add`` might differ: other strides, or an error."""
     arguments: Any = node.args
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default) and len(arguments) > 3 and arguments[3]:
         (to, indices, rows), mask = arguments[:3], None
@@ -56,7 +56,7 @@ def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
     if index.ndim == 0 or index.dtype not in (torch.int64, torch.int32):
         return None
     if sum(type(n) is not int for n in index.shape) > 1 and not torch_api.at_least("2.13"):
-        return None  # Inductor asks for their product whether it is at least 2
+        return None  # Inductor would compare their product with 2
     whole = [*index.shape, *value.shape[1:]]
     if added.ndim != len(whole) or not all(_same(a, b) or _is(a, 1) for a, b in zip(added.shape, whole, strict=True)):
         return None
@@ -64,12 +64,12 @@ def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
         chosen = mask.meta["val"].shape
         of_rows = len(chosen) == len(whole) and all(_same(a, b) for a, b in zip(chosen, index.shape, strict=False))
         if not of_rows or not all(_is(n, 1) for n in chosen[index.ndim :]) or type(value.shape[0]) is not int or value.shape[0] == 0:
-            return None  # it chooses within rows, or there is no row that could stand for those left out
+            return None  # the mask chooses within rows, or there is no row to replace the masked ones
     return to, mask, indices[0], rows
 
 
 def _same(one: Any, other: Any) -> bool:
-    return str(one) == str(other)  # two sizes compared as such would become a guard
+    return str(one) == str(other)  # comparing the sizes themselves would create a guard
 
 
 def _is(size: Any, number: int) -> bool:

@@ -33,11 +33,11 @@ REWRITES = (
     merged_sizes.apart,
     bias_sums.apart,
 )
-"""Those that make products, copies and views come before those that look at them."""
+"""Rewrites that create products, copies and views come before the ones that match them."""
 
 
 def rewrite(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites ``module`` and the graphs within it, the bodies of control flow. ``fake_mode``: of the values of its nodes."""
+    """Rewrite ``module`` and its subgraphs, the bodies of control flow. ``fake_mode``: the mode of its nodes' values."""
     for one in REWRITES:
         one(module, fake_mode)
     for _, child in module.named_children():

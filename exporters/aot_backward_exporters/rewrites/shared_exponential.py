@@ -1,7 +1,8 @@
-"""``erf(c·x)`` beside ``exp(-c²·x²)``, which the gradient of GELU has, with one exponential for both.
+"""Computes ``erf(c·x)`` and ``exp(-c²·x²)``, which both occur in the gradient of GELU, with one exponential.
 
-On a CPU torch computes ``erf`` of float32 as 1 - t·P(t)·exp(-x²), where t = 1 / (1 + p·|x|) (Abramowitz and Stegun, 7.1.26: to 1.5e-7). Inductor
-calls that as a function, and the exponential a second time: GELU's gradient takes 1.8 ns a number so on one thread with AVX2, and 1.4 with one.
+On a CPU torch computes ``erf`` of float32 as 1 - t·P(t)·exp(-x²), with t = 1 / (1 + p·|x|) (Abramowitz and Stegun, 7.1.26: to 1.5e-7). Inductor
+calls that as a function, and computes the exponential again: GELU's gradient then takes 1.8 ns a number on one thread with AVX2, and 1.4 with
+one exponential.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from . import graph_edit
 aten = torch.ops.aten
 P = 0.3275911
 COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-"""Of t⁰, t¹, … in P(t)."""
+"""Coefficients of t⁰, t¹, … in P(t)."""
 
 
 def by_one(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
+    """Rewrite the graph of ``module``."""
     exponentials = [(found, node) for node in module.graph.find_nodes(op="call_function", target=aten.exp.default) if (found := _of_square(node))]
     made: dict[tuple[Node, float], Node] = {}
     for node in module.graph.find_nodes(op="call_function", target=aten.erf.default):
@@ -46,7 +47,7 @@ def by_one(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _scaled(node: Any) -> tuple[Node, float] | None:
-    """``x`` and the number, of ``x`` times a number."""
+    """Return ``x`` and the number if ``node`` is ``x`` times a number."""
     if not isinstance(node, Node) or node.target is not aten.mul.Tensor:
         return None
     x, factor = node.args
@@ -54,7 +55,7 @@ def _scaled(node: Any) -> tuple[Node, float] | None:
 
 
 def _of_square(node: Node) -> tuple[Node, float] | None:
-    """``x`` and ``k`` of ``exp(x·x·k)``."""
+    """Return ``x`` and ``k`` if ``node`` is ``exp(x·x·k)``."""
     scaled = _scaled(node.args[0])
     if scaled is None or scaled[0].target is not aten.mul.Tensor or len(set(scaled[0].args)) != 1:
         return None
@@ -68,7 +69,7 @@ def _power(graph: Graph, x: Node, factor: float) -> Node:
 
 
 def _erf(graph: Graph, x: Any, power: Node) -> Node:
-    """``erf(x)``. ``power``: ``exp(-x·x)``."""
+    """Return ``erf(x)``. ``power``: ``exp(-x·x)``."""
     call = functools.partial(graph_edit.call, graph)
     size = call(aten.abs.default, x)
     t = call(aten.reciprocal.default, call(aten.add.Tensor, call(aten.mul.Tensor, size, P), 1))

@@ -1,7 +1,7 @@
-"""Attention between few positions, and its gradient, as batched products and a softmax in the place of eager's kernel.
+"""Attention between few positions, and its gradient, as batched products and a softmax instead of eager's kernel.
 
-The kernel (``_scaled_dot_product_flash_attention_for_cpu``) goes through batch and heads one by one, and calls several products for each, which take
-longer to call than to compute where they are of 12 by 8 numbers. It is made for long sequences, whose scores would not fit into the caches.
+The kernel (``_scaled_dot_product_flash_attention_for_cpu``) processes batch and heads one by one, with several products for each. For 12 by 8
+numbers these take longer to call than to compute. The kernel is made for long sequences: their scores would not fit into the caches.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .graph_edit import arguments
 
 aten = torch.ops.aten
 LENGTH = 32
-"""Positions of queries, and of keys, at most. 16 rows of 4 heads with 16 numbers each, forward and backward in one graph, by products over by the
-kernel: 0.44 with 8 positions, 0.67 with 16, 0.58 with 24, 0.71 with 32, 1.10 with 64 (code for AVX2 beside products and a kernel for AVX-512)."""
+"""Maximum positions of queries, and of keys. 16 rows of 4 heads with 16 numbers each, forward and backward in one graph, time by products over time
+by the kernel: 0.44 with 8 positions, 0.67 with 16, 0.58 with 24, 0.71 with 32, 1.10 with 64 (products with AVX2, the kernel with AVX-512)."""
 VECTOR = 16
-"""A forward alone gains where the kernel's softmax is not of whole vectors: 0.53 with 8 positions, 0.64 with 24, but 0.90 with 16, 1.16 with 32."""
+"""A forward alone gains if the kernel's softmax does not fill whole vectors: 0.53 with 8 positions, 0.64 with 24, but 0.90 with 16, 1.16 with 32."""
 NUMBERS = 256
-"""Of a head's keys, at most, where forward and backward are graphs of their own: the backward computes the softmax again. Module's backwards took
+"""Maximum numbers in a head's keys if forward and backward are separate graphs: the backward computes the softmax again. Module's backwards took
 0.82 with 96 numbers, 0.85 with 128, 1.01 with 256, 1.06 with 384."""
 _FORWARD, _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FACTORS = ("grad_out", "query", "key", "value")
-"""What is part of several batched products, each of which would copy it into order."""
+"""Operands of several batched products. Each product would copy a non-contiguous one."""
 
 
 def by_products(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
+    """Rewrite the graph of ``module``."""
     weights: dict[Node, Node] = {}
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
@@ -43,23 +43,24 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _is_short(given: dict[str, Any]) -> bool:
-    """Of queries, keys and values in float32, alike in batch and heads: half precision is left to the kernel, which some processors compute it by.
-    So is a scale that is not positive: the kernel multiplies by it what causal attention has masked by then, which gives NaN."""
+    """Return whether queries, keys and values are short float32 tensors with equal batch and heads. Half precision stays with the kernel, because
+    some processors have instructions for it. So does a scale that is not positive: the kernel applies it after the causal mask, which gives NaN."""
     known = torch_api.statically_known_true
     query, key = (given[name].meta["val"] for name in ("query", "key"))
     scale, depth = given["scale"], query.shape[3]
     if query.device.type != "cpu" or query.dtype != torch.float32 or given["dropout_p"]:
         return False
     if type(depth) is not int or depth == 0 or (scale is not None and (type(scale) is not float or scale <= 0)):
-        return False  # the root of an open depth would be its example's
+        return False  # the root of a dynamic depth would be its example's
     if not all(known(a == b) for a, b in zip(query.shape[:2], key.shape[:2], strict=True)):
         return False
     return bool(known(query.shape[2] <= LENGTH) and known(key.shape[2] <= LENGTH))
 
 
 def _has_backward(node: Node, given: dict[str, Any]) -> bool:
-    """Whether the graph has a forward's gradient, too, that reads the forward's softmax. With a mask it does not: of a row that sees nothing but
-    the least float32, as padding is masked, the logarithm of the sum is rounded, and the kernel's gradients are those of weights that are all 1."""
+    """Return whether the graph also has the forward's gradient, which can reuse the forward's softmax. With a mask it cannot: in a row with nothing
+    but the least float32, as for masked padding, the logarithm of the sum is rounded, and the kernel's gradients correspond to weights that are all
+    1."""
     return node.target is _FORWARD and given["attn_mask"] is None and any(user.target is _BACKWARD for result in node.users for user in result.users)
 
 
@@ -70,7 +71,7 @@ def _pays_alone(node: Node, given: dict[str, Any]) -> bool:
 
 
 def _replace(node: Node, given: dict[str, Any], weights: dict[Node, Node]) -> None:
-    """``weights``: the softmax of each forward in the graph, by its ``logsumexp``, for its backward."""
+    """Replace ``node``. ``weights``: the softmax of each forward in the graph, by its ``logsumexp``, for its backward."""
     function: Any = attention.with_weights if node.target is _FORWARD else attention.backward
     if node.target is _BACKWARD:
         given = {**given, "weights": weights.get(given["logsumexp"])}

@@ -1,11 +1,11 @@
-"""Convolutions of little data, and their gradients, as batched products in the place of eager's kernel.
+"""Small convolutions and their gradients, as batched products instead of eager's kernel.
 
-The kernel (oneDNN's) puts input, weight and result into an order of its own at each call, and the weight of a model that is trained is another one
-each time: some 50 µs before anything is computed, and 50 to 100 for a gradient. Copying the windows of the input side by side, which is all that the
-products need, takes less where there is little to copy. Of an open batch there may be little or much: then the call chooses, by its rows.
+The kernel (oneDNN's) reorders input, weight and result at each call, and a weight in training changes each time: some 50 µs before it computes
+anything, and 50 to 100 for a gradient. The products only need the windows of the input copied side by side, which takes less time for small
+inputs. A dynamic batch may be small or large: then each call chooses, by its rows.
 
-Zeros around the input are multiplied like other numbers, which the kernel leaves out: where a weight or an incoming gradient is Inf or NaN, results
-at the border may be NaN that are finite or Inf in eager. They are so in tensors that hold an Inf or a NaN in eager, too.
+The products multiply the zeros around the input, which the kernel skips: if a weight or an incoming gradient is Inf or NaN, results at the border may
+be NaN that are finite or Inf in eager. This only affects tensors that contain an Inf or a NaN in eager, too.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .graph_edit import arguments
 
 aten = torch.ops.aten
 NUMBERS = 256 << 10
-"""In the windows of the input, at most; where the gradient of the input is wanted, too, the mean of those and of the windows of the incoming
+"""Maximum numbers in the windows of the input; if the input's gradient is needed, too, the mean of these and of the windows of the incoming
 gradient. With half as many a convolution and its gradients take 0.2 to 0.8 of the kernel's time (two threads: 0.2 to 0.9), with as many 0.3 to 1.0,
 with half more 0.5 to 1.2."""
 WEIGHT = 16 << 10
-"""Numbers in the weight, at most, which the gradients copy and reorder. From 128 channels to as many, 3 by 3 and 147,456 numbers, on one image of 4
-by 4 took 1.3 times as long as by the kernel."""
+"""Maximum numbers in the weight, which the gradients copy and reorder. A 3 by 3 convolution from 128 channels to 128 (147,456 numbers) on one image
+of 4 by 4 took 1.3 times as long as by the kernel."""
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
 _LISTS = ("stride", "padding", "dilation", "output_padding")
 _OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
 def by_products(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
-    if SPLICED in module.meta:  # the convolution in it is for many rows
+    """Rewrite the graph of ``module``."""
+    if SPLICED in module.meta:  # its convolution is for many rows
         return
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
@@ -55,8 +55,8 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _is_plain(given: dict[str, Any]) -> bool:
-    """Whether it is in float32 on a CPU, neither grouped nor transposed, in the order of batch, channels and positions, of which the batch may be
-    open."""
+    """Return whether it is in float32 on a CPU, neither grouped nor transposed, in the order of batch, channels and positions. The batch may be
+    dynamic."""
     x, weight = given["input"].meta["val"], given["weight"].meta["val"]
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or given["groups"] != 1 or given["transposed"]:
         return False
@@ -66,11 +66,11 @@ def _is_plain(given: dict[str, Any]) -> bool:
 
 
 def _most_rows(given: dict[str, Any]) -> float:
-    """Up to how many rows it is to be products: 0 where never, or where the example has more; infinity where all that there can be."""
+    """Return the maximum rows for products: 0 for none, also if the example has more; infinity if every possible number is below the limit."""
     rows, channels, *sizes = given["input"].meta["val"].shape
     out, _, *kernel = given["weight"].meta["val"].shape
     if math.prod(kernel) == 1 or given["weight"].meta["val"].numel() > WEIGHT or not has_hints(given["input"].meta["val"]):
-        return 0  # of one number a kernel: the library's is a product already
+        return 0  # for a kernel of one number, the library's is a product already
     of_input = math.prod(kernel) * channels * math.prod(_shape(given).places(sizes))
     of_grad = math.prod(kernel) * out * math.prod(sizes)
     wants_input = "output_mask" in given and given["output_mask"][0]
@@ -81,8 +81,8 @@ def _most_rows(given: dict[str, Any]) -> float:
 
 
 def _can_be_products(given: dict[str, Any]) -> bool:
-    """Of a backward: whether the gradient of the input, where it is wanted, is a convolution of the incoming one. Asked for the bias's alone, eager's
-    kernel gives the weight's as well, and is left to do so."""
+    """Return whether a backward can be products: the input's gradient, if needed, must be a convolution of the incoming one. If only the bias's is
+    requested, eager's kernel also returns the weight's, so it stays."""
     shape, mask = _shape(given), given["output_mask"]
     fits = all(p <= d * (k - 1) and s == 1 for k, s, p, d in zip(*shape, strict=True))
     return fits if mask[0] else mask[1]
@@ -133,7 +133,7 @@ _Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def _by_rows(most: float, few: _Function, many: _Function) -> _Function:
-    """``few`` where the first argument has at most ``most`` rows, else ``many``: settled here, or by each call."""
+    """Return ``few`` if the first argument has at most ``most`` rows, else ``many``: decided here, or by each call."""
     if most == math.inf:
         return few
     return lambda *operands: torch.ops.higher_order.cond(operands[0].shape[0] <= most, few, many, operands)

@@ -1,7 +1,7 @@
 """``tanh`` of 32-bit and 16-bit floats on a CPU, by ``exp`` and a polynomial.
 
-Inductor calls Sleef's ``tanh``, whose double-length arithmetic takes 2.7 ns a number on one thread with AVX2, where eager calls MKL's (0.3 ns).
-Written out it takes 1.0 ns within the loop around it, and is about as exact: at most 1.05 units in the last place from the true value (Sleef's 1.0,
+Inductor calls Sleef's ``tanh``: its double-length arithmetic takes 2.7 ns a number on one thread with AVX2; eager calls MKL's (0.3 ns).
+Written out it takes 1.0 ns within the surrounding loop, with similar accuracy: at most 1.05 units in the last place from the true value (Sleef's 1.0,
 MKL's 0.6). It is odd, and never more than 1.
 """
 
@@ -18,7 +18,7 @@ from . import graph_edit
 aten = torch.ops.aten
 
 SMALL = 0.7
-"""Below, 1 - 2 / (exp(2x) + 1) would cancel, and the polynomial takes its place."""
+"""Below this, 1 - 2 / (exp(2x) + 1) would cancel, so the polynomial is used."""
 
 COEFFICIENTS = (
     float.fromhex("-0x1.5554f6p-2"),
@@ -27,12 +27,12 @@ COEFFICIENTS = (
     float.fromhex("0x1.492fc8p-6"),
     float.fromhex("-0x1.50c446p-8"),
 )
-"""Of x³, x⁵, … in tanh(x) - x, each a float32: least squares of the relative error over [0, 0.7], weighted anew until its extremes were equal
-(1.6e-8)."""
+"""Coefficients of x³, x⁵, … in tanh(x) - x, each a float32: least squares of the relative error over [0, 0.7], reweighted until its extremes
+were equal (1.6e-8)."""
 
 
 def by_exp(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
+    """Rewrite the graph of ``module``."""
     for node in module.graph.find_nodes(op="call_function", target=aten.tanh.default):
         value = node.meta["val"]
         if value.device.type == "cpu" and value.dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -1,8 +1,8 @@
 """Variances of floats on a CPU, by a sum for the mean and a sum of squares.
 
-Inductor computes them by Welford's algorithm, one pass whose every step waits for the one before it, wherever the number of elements is open or more
+Inductor uses Welford's algorithm (every step waits for the one before it) if the number of elements is dynamic or more
 than 1,024 (before torch 2.13 than 8): 64 rows of 8 channels of 8 by 8, normalised, took 1.4 times as long as by two passes, and rows of 2,000 numbers
-1.7 times. What is read twice was still in a cache, or was 6 MB and took no longer. Both are as exact.
+1.7 times. The second read hit a cache, or was 6 MB and took no longer. Both are equally accurate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def by_two_sums(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrites the graph of ``module``."""
+    """Rewrite the graph of ``module``."""
     for target in (aten.var_mean.correction, aten.var.correction):
         for node in module.graph.find_nodes(op="call_function", target=target):
             value = node.all_input_nodes[0].meta["val"]

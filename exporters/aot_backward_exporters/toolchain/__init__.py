@@ -1,1 +1,1 @@
-"""The C++ compiler, and the cache of what it has made."""
+"""The C++ compiler, and the cache of its output."""

@@ -1,7 +1,7 @@
-"""The exporter's cache on disk: folders named by the digest of what they were made from, written whole or not at all.
+"""The exporter's cache on disk: folders named by the digest of their inputs, written completely or not at all.
 
 ``compiled/`` holds a library per graph and version of the exporter. ``objects/`` holds an object per C++ file: it is not compiled again if a change
-of the exporter leaves the text as it was. ``shared/`` holds what all libraries of one torch and compiler have in common. Processes may share them.
+of the exporter leaves the text the same. ``shared/`` holds the common parts of all libraries of one torch and compiler. Processes may share them.
 Libraries and objects are verified when they are read; anything may be deleted at any time.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from aot_backward_runtime.errors import ExportError
 
-LARGEST = 2 << 30  # bytes below compiled/, and below objects/; the least recently used go first
+LARGEST = 2 << 30  # bytes below compiled/, and below objects/; the least recently used are deleted first
 MOST_SHARED = 12  # folders below shared/, up to 150 MB each; a torch, a compiler and a set of flags need three
 
 _ABANDONED = 24 * 3600  # seconds
@@ -34,8 +34,8 @@ _FILES = ("library", "metadata", "extern")
 
 @dataclass(frozen=True)
 class CachedLibrary:
-    """One compiled graph. ``extern``: empty where no operator needs it. ``constants``: the library's name of each -> the graph's attribute.
-    ``guards``: what the compiler assumed about sizes, in the symbols of the graph's canonical form."""
+    """One compiled graph. ``extern``: empty if no operator needs it. ``constants``: the library's name of each -> the graph's attribute.
+    ``guards``: the compiler's assumptions about sizes, in the symbols of the graph's canonical form."""
 
     library: bytes
     metadata: bytes
@@ -49,27 +49,27 @@ def cache_root() -> Path:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of anything that is JSON."""
+    """Return the SHA-256 of any JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache
 def digest_of_sources(folder: Path) -> str:
-    """SHA-256 of every file below ``folder``, by its path there, but for the bytecode that Python keeps: part of the key, as any of them may
-    change the library that is made."""
+    """Return the SHA-256 of every file below ``folder``, by its relative path, except Python bytecode. It is part of the key, as any file may
+    change the library."""
     sources = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc")
     return digest({str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sources})
 
 
 def fetch(key: str) -> CachedLibrary | None:
-    """What was stored under ``key``; None where there is nothing, or where it is not what was stored."""
+    """Return the entry stored under ``key``; None if it is missing or corrupt."""
     folder = cache_root() / "compiled" / key
     try:
         expected, _, text = (folder / _ENTRY).read_bytes().partition(b"\n")
         files = {name: (folder / name).read_bytes() for name in _FILES}
         os.utime(folder)
     except FileNotFoundError:
-        return None  # never stored, or pruned while it was read
+        return None  # never stored, or pruned during the read
     if expected.decode(errors="replace") != _checksum(text, files):
         shutil.rmtree(folder, ignore_errors=True)  # another process may be doing the same
         return None
@@ -90,7 +90,7 @@ def store(key: str, entry: CachedLibrary) -> None:
 
 
 def stored_object(key: str, build: Callable[[Path], None]) -> bytes:
-    """The object under ``key``. If there is none, or it is not what was stored, ``build`` writes :data:`OBJECT` into the folder that it is given."""
+    """Return the object under ``key``. If it is missing or corrupt, ``build`` writes :data:`OBJECT` into the folder that it receives."""
     folder = cache_root() / "objects" / key
 
     def build_and_sign(new: Path) -> None:
@@ -99,7 +99,7 @@ def stored_object(key: str, build: Callable[[Path], None]) -> bytes:
 
     while True:
         store_folder(folder, build_and_sign)
-        with contextlib.suppress(FileNotFoundError):  # another process pruned it, or found it spoilt
+        with contextlib.suppress(FileNotFoundError):  # another process pruned it, or found it corrupt
             data, expected = (folder / OBJECT).read_bytes(), (folder / _ENTRY).read_text(errors="replace")
             if hashlib.sha256(data).hexdigest() == expected:
                 return data
@@ -111,7 +111,7 @@ def _checksum(text: bytes, files: Mapping[str, bytes]) -> str:
 
 
 def store_folder(folder: Path, build: Callable[[Path], None]) -> Path:
-    """``folder``, made by ``build`` in a temporary place and renamed, unless it is there. One process builds, the others wait."""
+    """Return ``folder``; if it is missing, ``build`` makes it in a temporary place and it is renamed. One process builds, the others wait."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f".{folder.name[:16]}.lock").open("w")
@@ -143,6 +143,6 @@ def _prune() -> None:
                 count += 1
                 if enough(size, count):
                     shutil.rmtree(folder, ignore_errors=True)
-            for killed in (cache_root() / name).glob(".new-*"):  # by a signal, while it was written
+            for killed in (cache_root() / name).glob(".new-*"):  # killed by a signal during the write
                 if time.time() - killed.stat().st_mtime > _ABANDONED:
                     shutil.rmtree(killed, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Divides Inductor's generated C++ into what is compiled for each graph and what is compiled once for all.
+"""Splits Inductor's generated C++ into a part compiled for each graph and a part compiled once for all.
 
 Inductor pastes the same C interface (``interface.cpp``, 600 lines that instantiate the model container) into every wrapper. Compiled
-apart and linked in, with the regular expression that names a device, it takes 5 s once and 5 of 6.8 s off every graph (g++ 12, -O2).
+separately and linked in, with the regular expression that parses a device, it takes 5 s once and saves 5 of 6.8 s per graph (g++ 12, -O2).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _OMP = re.compile(r"^[ \t]*#pragma omp (parallel|for).*$", re.MULTILINE)
 _PRINTED = re.compile(r'^ *std::cerr << "Error: " << e\.what\(\)[^;]*;[ \\]*\n', re.MULTILINE)
 _CHECKS_WANTED = "static bool _check_aoti_runtime_check_inputs_env() {"
 _MAY_HAVE_THREADS = 'extern "C" char __libc_single_threaded = 0;\n'
-"""libstdc++ reads this variable of glibc 2.32 to count references without atomic operations where a process has one thread. With one of the
-library's own that says no, it always counts with them."""
+"""libstdc++ reads this variable of glibc 2.32 to skip atomic reference counting in single-threaded processes. The library defines its own as 0, so
+it always counts atomically."""
 PARALLEL = "GOMP_parallel"
 _WITHOUT_A_TEAM = f"""
 extern "C" int omp_get_max_threads(void);
@@ -42,20 +42,20 @@ extern "C" void __wrap_{PARALLEL}(void (*body)(void*), void* data, unsigned thre
     else __real_{PARALLEL}(body, data, threads, flags);
 }}
 """
-"""What compiled loops call where they are parallel, in the place of libgomp's function of that name (``ld --wrap``). For one thread, that makes a
-team of one, which makes a system call at the end of each loop to wake the others: 0.3 µs, 191 times in a training step of a transformer of 110
-thousand parameters. Within another team a loop would be divided among its threads, so that is left to libgomp."""
+"""The function that compiled parallel loops call instead of libgomp's of that name (``ld --wrap``). For one thread, libgomp makes a team of one and
+wakes the others by a system call at the end of each loop: 0.3 µs, 191 times in a training step of a transformer of 110 thousand parameters.
+Inside another team libgomp would divide the loop among its threads, so libgomp still runs it."""
 _OLD_SYMBOLS = ["pthread_rwlock_rdlock", "pthread_rwlock_wrlock", "pthread_rwlock_unlock", "pow", "exp", "exp2", "hypot", "fmod"]
-"""Functions that a newer glibc exports under a newer version, too (2.29 to 2.38), of which the older gives the same bits. Not of them: ``log`` and
-``log2``, whose older ones give NaN another sign."""
+"""Functions that a newer glibc also exports under a newer version (2.29 to 2.38). The older version gives the same bits. The list excludes ``log``
+and ``log2``: their older versions give NaN another sign."""
 _CHECKS_UNWANTED = "static constexpr bool _check_aoti_runtime_check_inputs_env() { return false; }\n"
 
 
 def model_source(wrapper: str) -> str:
-    """The part of a generated wrapper that belongs to its graph.
+    """Return the part of a generated wrapper that belongs to its graph.
 
-    The checks that ``AOTI_RUNTIME_CHECK_INPUTS`` would switch on go too: our runtime checks every input itself, and they
-    take 5 kB of code an input and a branch on the hot path.
+    The checks that ``AOTI_RUNTIME_CHECK_INPUTS`` would switch on are removed too: our runtime checks every input itself, and they take 5 kB of code
+    an input and a branch on the hot path.
     """
     interface = _INTERFACE.read_text().strip()
     before, found, after = wrapper.partition(interface)
@@ -71,8 +71,8 @@ def model_source(wrapper: str) -> str:
 
 
 def _looks(wrapper: str) -> str:
-    """A symbol that says of each constant which dtype, shape and strides the code was compiled for: the C interface gives a name, a dtype and a size
-    in bytes alone. A reader compares it with the manifest, where a layout that the code does not have would give wrong numbers."""
+    """Return a symbol with the dtype, shape and strides that the code was compiled for, for each constant: the C interface gives only name, dtype and
+    size in bytes. A reader compares it with the manifest: another layout than the code's would give wrong numbers."""
     known: dict[str, dict[str, str]] = {}
     for number, field, value in _CONSTANT_INFO.findall(wrapper):
         known.setdefault(number, {})[field] = value.strip('"{}').replace(" ", "").removeprefix("cached_torch_dtype_")
@@ -81,7 +81,7 @@ def _looks(wrapper: str) -> str:
 
 
 def kernel_source(kernels: str) -> str:
-    """Kernels that check an index (embeddings, gathers, class labels) run on one thread each, others on several where there is work for them.
+    """Return kernel source. Kernels that check an index (embeddings, gathers, class labels) are single-threaded; others are parallel if that pays.
 
     The check throws, and an exception that leaves an OpenMP region ends the process; outside of one it becomes the error of that call.
     """
@@ -90,27 +90,27 @@ def kernel_source(kernels: str) -> str:
 
 
 def wrapper_header() -> str:
-    """What every model source includes first."""
+    """Return the header that every model source includes first."""
     return WRAPPER_HEADER + _interface_includes()
 
 
 def interface_source() -> str:
-    """The C interface, and the one definition of ``parse_device_str`` (see :func:`write_patched_headers`)."""
+    """Return the C interface, and the one definition of ``parse_device_str`` (see :func:`write_patched_headers`)."""
     keep = "\nauto* const aot_backward_keep __attribute__((used)) = &torch::aot_inductor::parse_device_str;\n"
     text = _INTERFACE.read_text()
-    if "g_aoti_last_error = e.what();" in text:  # the error that the caller gets has the text (torch 2.13): it need not be on stderr, too
+    if "g_aoti_last_error = e.what();" in text:  # the error returned to the caller has the text (torch 2.13): stderr need not repeat it
         text = _PRINTED.sub("", text)
     return _for_older_glibc() + WRAPPER_HEADER + text + keep + _MAY_HAVE_THREADS + _WITHOUT_A_TEAM
 
 
 def _for_older_glibc() -> str:
-    """Binds to the oldest version of glibc's functions (x86-64's ABI begins at 2.2.5), so that the library loads on systems older than this one."""
+    """Bind to the oldest version of glibc's functions (x86-64's ABI begins at 2.2.5), so that the library loads on older systems."""
     lines = "".join(f'__asm__(".symver {name},{name}@GLIBC_2.2.5");\n' for name in _OLD_SYMBOLS)
     return f"#ifdef __x86_64__\n{lines}#endif\n"
 
 
 def write_patched_headers(folder: Path) -> None:
-    """``model_base.h`` in which ``parse_device_str`` is only declared: its body alone instantiates std::regex, 3 s in every graph."""
+    """Write ``model_base.h`` with ``parse_device_str`` only declared: its body alone instantiates std::regex, 3 s in every graph."""
     patched = _PARSE_DEVICE.sub(r"void parse_device_str(\g<parameters>);\n", (TORCH_INCLUDE / _MODEL_BASE).read_text())
     (folder / _MODEL_BASE).parent.mkdir(parents=True)
     (folder / _MODEL_BASE).write_text(patched)

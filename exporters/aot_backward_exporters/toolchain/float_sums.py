@@ -1,8 +1,8 @@
-"""Sums of more floats than one accumulator adds up exactly enough, or of a number that is open, by chunks and pairs of chunks.
+"""Sums of more floats than one accumulator adds accurately, or of an unknown number, by chunks and pairs of chunks.
 
-Inductor's own helper for them (``CascadeSumHelper``) adds to what it keeps in memory from the heap, three pieces for each sum: 16 sums of 64 numbers,
-in vectors of 4, took 4.6 µs where those of a known number take 0.3, and all such sums a third of a small convolutional network's time. Ours adds to a
-register, and takes memory when the first chunk is full, after 1,024 steps: 0.6 µs.
+Inductor's helper for these (``CascadeSumHelper``) accumulates in heap memory, three allocations per sum: 16 sums of 64 numbers, in vectors
+of 4, took 4.6 µs, against 0.3 if the number is known, and all such sums took a third of a small convolutional network's time. Our helper
+accumulates in a register, and allocates when the first chunk is full, after 1,024 steps: 0.6 µs.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ template <typename T> inline T sum_final(Sum<T>* of) {
 }
 }  // namespace aot_backward
 """
-"""Level k holds the sum of 2^k chunks wherever the number of chunks has that bit. Only functions that are inlined get the address of a ``Sum``: else
-it would be in memory, too."""
+"""Level k holds the sum of 2^k chunks if the number of chunks has that bit. Only inlined functions get the address of a ``Sum``: otherwise it
+would be in memory, too."""
 
 
 def in_registers(kernels: str) -> str:
-    """``kernels``, the text of a file of them, with our helper in the place of Inductor's, where it has any."""
+    """Return ``kernels``, the text of a kernel file, with our helper instead of Inductor's."""
     ours, found = _HELPER.subn(r"aot_backward::Sum<\1>", kernels)
     return _OURS + _CALLS.sub(r"aot_backward::sum_\1(", ours) if found else kernels

@@ -1,8 +1,8 @@
-"""Runs g++: what Inductor would run one by one, in parallel, and what all graphs share only once.
+"""Runs g++ for Inductor: in parallel instead of one by one, and only once for the parts that all graphs share.
 
 While a graph is lowered, :func:`record_commands` keeps the commands that Inductor's ``CppBuilder`` would run. :class:`Builder` runs them on all
 usable cores, with two precompiled headers (6 s each to build; 1.4 s off every wrapper and 1.5 s off every kernel file) and the C interface
-of the library compiled beforehand. Those three parts and every object live in the cache, by content.
+of the library compiled beforehand. The cache stores these three parts and every object by content.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .compile_cache import OBJECT, cache_root, digest, store_folder, stored_obje
 
 _LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
 _UNUSED = "-ltorch"
-"""A library that only names others. In torch's build for CUDA (2.15) it has functions of the C++ library, too, for whose sake the linker would take
-it along, and where packages run without PyTorch there is none."""
+"""A library that only refers to others. In torch's CUDA build (2.15) it also has functions of the C++ library, so the linker would keep the
+dependency. Packages that run without PyTorch do not have it."""
 _HEADERS = {"wrapper.cpp": "wrapper.h", "kernel.cpp": "kernel.h"}
-_LINES_SHOWN = 15  # of what a failing compiler says
+_LINES_SHOWN = 15  # the last lines of a failing compiler's output
 
 
 class CompilerFailed(ExportError):
-    """The compiler refused a file. ``said``: everything that it said."""
+    """The compiler rejected a file. ``said``: its complete output."""
 
     said = ""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One run of g++ that Inductor asked for. ``sources``: names and contents of C++ and assembler files, empty for the link."""
+    """One run of g++ that Inductor requested. ``sources``: names and contents of C++ and assembler files, empty for the link."""
 
     compiler: tuple[str, ...]
     flags: tuple[str, ...]
@@ -52,7 +52,7 @@ class Command:
 
 @contextlib.contextmanager
 def record_commands(folder: Path, march: str) -> Iterator[list[Command]]:
-    """A context in which what Inductor would build below ``folder`` is recorded instead; targets are empty files, which Inductor then removes."""
+    """Return a context that records builds below ``folder`` instead of running them; targets are empty files, which Inductor then removes."""
     builder = torch_api.CppBuilder
     original = builder.build
     commands: list[Command] = []
@@ -81,13 +81,13 @@ def _parse(line: str) -> Command:
 
 
 def _short(path: str) -> str:
-    """``…/c4cc2kw6….wrapper.cpp`` as ``wrapper.cpp``: relative and the same for every graph, because it ends up in the library."""
+    """Return ``…/c4cc2kw6….wrapper.cpp`` as ``wrapper.cpp``: relative and equal for all graphs, because the library contains it."""
     return ".".join(Path(path).name.split(".")[-2:])
 
 
 @contextlib.contextmanager
 def adjust_commands(march: str) -> Iterator[None]:
-    """A context in which Inductor runs its own builds with the flags of :meth:`Builder.link`, and for ``march`` instead of this machine."""
+    """Make Inductor's own builds use the flags of :meth:`Builder.link`, and ``march`` instead of this machine's."""
     builder = torch_api.CppBuilder
     original = builder.get_command_line
 
@@ -100,7 +100,7 @@ def adjust_commands(march: str) -> Iterator[None]:
 
 
 def compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler that Inductor would use."""
+    """Return the command of the C++ compiler that Inductor would use."""
     try:
         return tuple(shlex.split(torch_api.get_cpp_compiler()))
     except torch_api.InvalidCxxCompiler as error:
@@ -113,8 +113,8 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 class Builder:
-    """Runs recorded commands in a pool of threads; leave it with ``with``, which waits for what runs and drops what does not. An interrupt ends what
-    runs: Python would wait for it before it ends."""
+    """Runs recorded commands in a thread pool. Leaving its ``with`` block waits for running commands and drops queued ones. An interrupt kills
+    running commands: otherwise Python would wait for them before it exits."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="g++")
@@ -132,19 +132,19 @@ class Builder:
         self._pool.shutdown(cancel_futures=True)
 
     def compile(self, name: str, commands: Sequence[Command], folder: Path) -> list[Future[None]]:
-        """Starts compiling the files of the graph ``name`` in ``folder``; parts that are not in the cache come first in the queue."""
+        """Start compiling the files of the graph ``name`` in ``folder``; shared parts that are not in the cache come first in the queue."""
         compiles = commands[:-1]  # the last is the link
         for command in compiles:
             for file, text in command.sources.items():
                 prepare = {"wrapper.cpp": cpp_source.model_source, "kernel.cpp": cpp_source.kernel_source}.get(file)
-                # Inductor names its folder, another in each export, in a comment of the kernels.
+                # Inductor writes the name of its folder, which differs in each export, into a comment of the kernels.
                 text = "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
                 (folder / file).write_text(prepare(text) if prepare else text)
                 self._start_parts(file, command)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
 
     def link(self, name: str, commands: Sequence[Command], folder: Path, library: Path) -> Future[None]:
-        """Links what :meth:`compile` has made. No build id, no symbol table, no executable stack: the same graph gives the same bytes."""
+        """Link the objects of :meth:`compile`. No build id, no symbol table, no executable stack: the same graph gives the same bytes."""
         command = commands[-1]
         objects = [_object(file) for c in commands for file in c.sources]
         interface = str(self._parts["interface"].result() / "interface.o")
@@ -154,7 +154,7 @@ class Builder:
         return self._pool.submit(self._run, name, argv, folder)
 
     def _compile(self, name: str, command: Command, folder: Path) -> None:
-        """Compile one file, or take the object that was compiled from the same text with the same flags, whatever graph it was for."""
+        """Compile one file, or reuse the cached object of the same text and flags from any graph."""
         (file,) = command.sources
         before: list[str] = []
         part = ""
@@ -190,7 +190,7 @@ class Builder:
 
 
 def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence[str], Path], None]) -> Path:
-    """The folder of a precompiled header or of the C interface's object, built if no process has built it with these flags yet."""
+    """Return the folder of a precompiled header or of the C interface's object; build it if the cache has none for these flags."""
     text = {
         "wrapper.h": cpp_source.wrapper_header,
         "kernel.h": lambda: cpp_source.KERNEL_HEADER,
@@ -210,7 +210,7 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
 
 
 def _versions(command: Command) -> list[str]:
-    """What compiles, and whose headers."""
+    """Return the versions of torch and the compiler, and the path of torch's headers."""
     return [torch.__version__, str(torch.version.git_version), str(cpp_source.TORCH_INCLUDE), compiler_version(command.compiler)]
 
 

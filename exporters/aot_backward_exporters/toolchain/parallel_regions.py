@@ -1,8 +1,8 @@
-"""Which of Inductor's loops run on several threads.
+"""Decides which of Inductor's loops run on several threads.
 
-With a number of threads that is known only where the code runs, Inductor makes each loop parallel, however short. Waking threads and waiting for them
-takes 1 to 2 µs a loop with two of them, and more with many: as long as a loop over some thousand numbers takes on one. So a region is parallel where
-there is work for it, by the sizes that it is called with.
+If the number of threads is known only at run time, Inductor makes each loop parallel, however short. Waking threads and waiting for them
+takes 1 to 2 µs per loop with two threads, and more with many: as long as a single-threaded loop over some thousand numbers. So a region is
+parallel only if the sizes of the call give it enough work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 WORK = 60_000
-"""Operations on one number each, in each loop of a region on average, from which on it is parallel."""
+"""Minimum operations on one number, per loop of a region on average, for the region to be parallel."""
 FUNCTION = 15
 """Operations that a call of a mathematical function counts as."""
 SPECIAL = 300
@@ -18,7 +18,7 @@ SPECIAL = 300
 MEMORY = 4
 """Operations that reading and writing a number counts as."""
 SCALAR = 6
-"""How much longer an operation takes where it is not on vectors."""
+"""Factor for the cost of an operation that is not vectorized."""
 _REGION = re.compile(r"^[ \t]*#pragma omp parallel$", re.MULTILINE)
 _LOOP = re.compile(r"^[ \t]*#pragma omp for\b.*$", re.MULTILINE)
 _RANGE = re.compile(r"for\(int64_t (x\d+)=static_cast<int64_t>\(.*?\); \1<static_cast<int64_t>\((.*)\); \1\+=")
@@ -28,13 +28,13 @@ _SPECIAL = re.compile(r"(?:gamma|bessel|zeta|polynomial|ndtri|erfinv|airy|erfcx|
 
 
 def where_it_pays(function: str) -> str:
-    """``function``, the text of one kernel, whose regions say from what sizes on they are parallel."""
+    """Return ``function``, the text of one kernel, with a condition on the sizes at each parallel region."""
     before, *regions = _REGION.split(function)
     return before + "".join(f"    #pragma omp parallel{_condition(region)}{region}" for region in regions)
 
 
 def _condition(region: str) -> str:
-    """The clause of a region; none where its loops are not known."""
+    """Return the clause of a region; "" if its loops are unknown."""
     loops = _LOOP.split(region)[1:]
     works = [_work(loop) for loop in loops]
     if not works or None in works:
@@ -43,11 +43,11 @@ def _condition(region: str) -> str:
 
 
 def _work(loop: str) -> str | None:
-    """An expression for how many operations ``loop`` makes; None where the range of one within it is not known."""
+    """Return an expression for the number of operations in ``loop``; None if the range of an inner loop is unknown."""
     found = _RANGE.findall(loop)
     if not found or len(found) < loop.count("for("):
         return None
-    ranges: dict[str, dict[str, None]] = {}  # loops that follow each other have one name, and ends of their own
+    ranges: dict[str, dict[str, None]] = {}  # consecutive loops have one name, and different ends
     for name, end in found:
         ranges.setdefault(name, {})[f"static_cast<double>({end})"] = None
     values = _VALUE.findall(loop)

@@ -1,7 +1,7 @@
-"""Takes the building machine's paths out of a library.
+"""Removes the building machine's paths from a library.
 
-``__FILE__`` in torch's headers leaves their full path in error messages. Lengths stay, so nothing else moves: only the part that tells
-where torch was installed or built becomes ``/./././``, and the message still names the header and the line.
+``__FILE__`` in torch's headers leaves their full path in error messages. Lengths stay, so nothing else moves: only folders that identify this
+machine become ``/./././``, and the message still names the header and the line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .compile_cache import cache_root
 
 
 def erase_paths(library: bytes, folders: Iterable[Path]) -> bytes:
-    """``library`` with each occurrence of ``folders``, or of a folder that names this machine, filled up at equal length."""
+    """Return ``library`` with each occurrence of ``folders``, or of a folder that identifies this machine, overwritten at equal length."""
     named = {*folders, Path(torch.__file__).parent / "include", Path(sys.prefix), Path(sys.base_prefix), Path.cwd(), cache_root()}
     deep = {p for p in named if len(p.parts) > 2} | {Path.home()}  # "/usr" or "/tmp" say nothing about this machine
     spellings = {str(p.absolute()) for p in deep} | {str(p.resolve()) for p in deep}

@@ -1,1 +1,1 @@
-"""What ``Package.module()`` and ``Package.grad()`` return: a call is matched to a variant and run, also by autograd."""
+"""Entry objects returned by ``Package.module()`` and ``Package.grad()``. Each call, also by autograd, is matched to a variant and run."""

@@ -1,4 +1,4 @@
-"""``LoadedModule.attach(net)``: a module of the caller's own whose ``forward`` is compiled code, over its own parameters and buffers."""
+"""``LoadedModule.attach(net)``: compiled code as the ``forward`` of your module, on its own parameters and buffers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from .named_tensors import slot_of, state_of
 
 Otherwise = Literal["error", "eager"]
 OTHER_REASONS = "(other reasons)"
-_REASONS = 64  # that are kept: a size that changes in each call is in the words of each
+_REASONS = 64  # limit: a size that changes in each call makes a new reason each time
 _AVERAGING = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 _EXPORT_AGAIN = "Change it back, or export the module as it is now."
 
 
 class Attachment:
-    """What stands in the place of ``net.forward`` until :meth:`detach`; as a context manager, until the block ends.
+    """The replacement of ``net.forward`` until :meth:`detach`; as a context manager, until the block ends.
 
-    ``calls``: how many ran compiled; ``in_eager``: how many ran the module's own forward, by reason. Copies and pickles of ``net`` have that one.
+    ``calls``: how many ran compiled. ``in_eager``: how many ran the module's own forward, by reason. Copies and pickles of ``net`` have its own
+    forward.
     """
 
     def __init__(self, entry: Entry, net: nn.Module, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0):
@@ -51,7 +52,7 @@ class Attachment:
         self.__signature__ = inspect.signature(net.forward)
         self._check_layers(net)
         bound = self._bind(net)
-        self._bounds = {net.training: bound}  # by the mode, which some training loops set in every step
+        self._bounds = {net.training: bound}  # keyed by mode, because some training loops set the mode in every step
         self._entry.state.check(bound.tensors())
         self._check_trained(bound.tensors())
         net.__dict__["forward"] = self
@@ -86,10 +87,10 @@ class Attachment:
         self._to_compare -= 1
 
     def detach(self) -> None:
-        """``net`` has its own forward again."""
+        """Restore the forward of ``net``."""
         net = self._net()
         if net is not None and net.__dict__.get("forward") is self:
-            net.__dict__.pop("forward", None)  # another thread may have done it
+            net.__dict__.pop("forward", None)  # another thread may have removed it
 
     def __enter__(self) -> Attachment:
         net = self._net()
@@ -101,11 +102,12 @@ class Attachment:
         self.detach()
 
     def __reduce__(self) -> Any:
-        """A copy of ``net`` gets the forward of its class, which is found on it as long as nothing else was copied to it."""
+        """Make a copy of ``net`` get the forward of its class: ``getattr`` runs before other attributes are copied."""
         return getattr, (self._net(), "forward")
 
     def _check_layers(self, net: nn.Module) -> None:
-        """:class:`InputError` where ``net`` has other layers than were exported; what may mean nothing is a warning, or with ``strict`` an error."""
+        """Raise :class:`InputError` if the layers of ``net`` differ from the exported ones. Warn, or raise with ``strict``, if the difference may
+        be harmless."""
         spec = self._entry.spec
         if not spec.layers:
             self._unsure("the package was written before packages held the layers of modules, and they cannot be compared. Export it again.")
@@ -116,11 +118,11 @@ class Attachment:
                 (_raise if sure else self._unsure)(f"{words}. {_EXPORT_AGAIN}")
 
     def _bind(self, net: nn.Module) -> _Bound:
-        """What the next calls must find; :class:`InputError` where no exported variant has the modes that ``net`` is in."""
+        """Return the state that later calls must find. Raise :class:`InputError` if no exported variant has the submodule modes of ``net``."""
         bound = _Bound(net, self._entry.state.names)
         apart = {name for name, part in bound.parts if part.training != net.training}
         exported = [set(v.spec.set_apart) for v in self._entry.variants if v.spec.mode == bound.mode]
-        if exported and apart not in exported:  # of a mode that was not exported, the call says so
+        if exported and apart not in exported:  # if the mode was not exported, the call raises
             name = min(apart ^ exported[0])
             expected = "another mode than" if name in exported[0] else "the same mode as"
             raise InputError(
@@ -137,12 +139,12 @@ class Attachment:
 
 
 class _Bound:
-    """A module as it was found: its tensors by the names of the package, and what a call must find unchanged. It does not keep the module alive."""
+    """A snapshot of a module: its tensors by the package's names, and the attributes that must stay unchanged. It does not keep the module alive."""
 
     def __init__(self, net: nn.Module, names: Sequence[str]):
-        """``names``: of the tensors of the exported module."""
+        """``names``: names of the exported module's tensors."""
         self.parts = [(name, part) for name, part in net.named_modules(remove_duplicate=False) if name]
-        self._handles = RemovableHandle.next_id  # a hook is a handle, of whatever kind
+        self._handles = RemovableHandle.next_id  # every kind of hook takes a handle
         for name, part in self.parts:
             if hook := torch_api.call_hooks(part):
                 raise InputError(
@@ -160,7 +162,7 @@ class _Bound:
         self._slots = [slot_of(net, name) for name in names]
         every = [net, *(part for _, part in self.parts)]
         averages = {id(t) for part in every if isinstance(part, _AVERAGING) for t in (part.running_mean, part.running_var)}
-        self.averages = [i for i, t in enumerate(self.tensors()) if id(t) in averages]  # eager writes these without autograd seeing it
+        self.averages = [i for i, t in enumerate(self.tensors()) if id(t) in averages]  # eager writes these without autograd noticing
         self.mode = "train" if net.training else "eval"
         slots = [d for part in every for d in (part._parameters, part._buffers, part._modules)]
         self._empty, self._names = [d for d in slots if not d], [(d, list(d)) for d in slots if d]
@@ -175,8 +177,8 @@ class _Bound:
         return [tensors[name] for tensors, name in self._slots]
 
     def has_same_layers(self, net: nn.Module) -> bool:
-        """Whether ``net`` is as it was found, but for the tensors in its slots and the modes: no other names, submodules, classes, forwards, settings
-        of PyTorch's layers, and no hook since."""
+        """Return whether ``net`` is unchanged, apart from the tensors in its slots and the modes: no other names, submodules, classes, forwards,
+        settings of PyTorch's layers, and no new hook."""
         return (
             RemovableHandle.next_id == self._handles
             and not any(self._empty)
@@ -204,12 +206,12 @@ class _Bound:
     def _has_same_settings(self, net: nn.Module) -> bool:
         try:
             return self._read(net) == self._values
-        except (AttributeError, RuntimeError):  # one is gone, or a tensor now
+        except (AttributeError, RuntimeError):  # a setting was removed, or is a tensor now
             return False
 
 
 def detach(net: nn.Module) -> None:
-    """``net`` has its own forward again; :class:`InputError` where nothing is attached to it."""
+    """Restore the forward of ``net``. Raise :class:`InputError` if nothing is attached to it."""
     attachment = net.__dict__.get("forward")
     if not isinstance(attachment, Attachment):
         raise InputError(f"expected a module that compiled code is attached to, got a {type(net).__qualname__} with its own forward. Attach first.")
@@ -232,7 +234,7 @@ def _refuse_other_forward(net: nn.Module) -> None:
 
 
 def _getter(layer: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """Reads the settings of a layer of PyTorch's; of other classes, attributes may change and mean nothing."""
+    """Return a function that reads the settings of a PyTorch layer. Attributes of other classes may change harmlessly."""
     names = setting_names(layer) if is_of_torch(layer) else ()
     return attrgetter(*names) if names else None
 

@@ -1,4 +1,4 @@
-"""The ``autograd.Function`` of a loaded module: forward and backward are native code, and autograd knows of one node."""
+"""The ``autograd.Function`` of a loaded module: forward and backward are native code in one autograd node."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class DifferentiableCall:
     def __init__(self, matched: MatchedCall, differentiated: Differentiated, binding: Binding, current: Sequence[torch.Tensor]):
         """``current``: the entry's state."""
         self.matched, self.differentiated, self.binding, self.current = matched, differentiated, binding, current
-        self.shared = False  # whether hooks have got hold of the saved tensors
+        self.shared = False  # whether hooks hold the saved tensors
         self.consumed = False  # whether a backward may have overwritten them
-        self.pooled: PooledOutputs | None = None  # the saved tensors, where they stay in a memory pool
-        self.random: Sequence[torch.Tensor] = ()  # the generators' states before the forward, where a second derivative draws the same numbers
+        self.pooled: PooledOutputs | None = None  # the saved tensors, if they stay in a memory pool
+        self.random: Sequence[torch.Tensor] = ()  # the generators' states before the forward, if a second derivative draws the same numbers
 
     sources: Sequence[torch.Tensor]
     memory: Sequence[tuple[int, int, torch.Size]]
-    """Of saved inputs: their place among what was saved, address and shape; of none where hooks may give back copies."""
+    """For each saved input: its index among the saved tensors, address and shape. Empty if hooks may return copies."""
 
 
 RECORDED_MODULE = "aot_backward_runtime.module"
-"""Where the two functions below say that they are. A recorded backward pass is known by the names of the custom functions in it: passes that were
-recorded through a loaded module would no longer be found if a function, or what it says here, were called otherwise."""
+"""The module name of the two functions below. A recorded backward pass is identified by the names of its custom functions, so a renamed function or
+another value here would make passes recorded through a loaded module unfindable."""
 
 
 class _Native(torch.autograd.Function):
-    """One node of the autograd graph for the whole compiled program. Its tensor arguments are what gradients are asked for."""
+    """One node of the autograd graph for the whole compiled program. Its tensor arguments are the tensors that need gradients."""
 
     __module__ = RECORDED_MODULE
 
@@ -69,7 +69,7 @@ class _Native(torch.autograd.Function):
         if double is not None and double.spec.random:
             call.random = _generator_states(double)
         forward.increment_versions(current)
-        hooked = torch_api.saved_tensors_hooks(False) is not None  # they may give back copies, and keep what they got
+        hooked = torch_api.saved_tensors_hooks(False) is not None  # they may return copies, and keep the originals
         if forward.pools_outputs:
             results, call.pooled = forward.call_forward(call.binding, flat, sizes, call, hooked)
             shown = results if call.pooled is None else call.pooled.with_copies(forward.results)
@@ -80,10 +80,10 @@ class _Native(torch.autograd.Function):
         lists = results, flat, current
         kept = [lists[where][i] for where, i in of.kept]
         if double is None:
-            call.current = ()  # not to keep the parameters alive beside autograd's own references
+            call.current = ()  # do not keep the parameters alive in addition to autograd's references
         if call.pooled is not None:
             kept += [shown[i] for i in forward.kept_results if shown[i] is not results[i]]
-        if double is not None:  # what is differentiated again comes back with its history, which only autograd knows
+        if double is not None:  # second derivatives need the sources with their history, which only autograd has
             kept += sources
         ctx.save_for_backward(*kept)
         call.sources = sources
@@ -122,7 +122,7 @@ class _Native(torch.autograd.Function):
 def _gradients(
     call: DifferentiableCall, saved: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """The gradients by the compiled backward, of what is ``needed``. ``given``: the incoming gradients."""
+    """Return the compiled backward's gradients, if ``needed``. ``given``: the incoming gradients."""
     of, matched = call.differentiated, call.matched
     cotangents = of.variant.fit_cotangents(given, matched.sizes)
     places = of.places if cotangents is given else of.reached(given)
@@ -139,17 +139,17 @@ def _gradients(
 
 
 _apply = super(torch.autograd.Function, _Native).apply
-"""``_Native.apply`` without its search for what a transform of torch.func left wrapped: a matched call has no such tensors."""
+"""``_Native.apply`` without its search for wrapped tensors left by a torch.func transform: a matched call has none."""
 
 
 def apply(call: DifferentiableCall, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The results of a forward whose backward is native, too. ``sources``: what gradients are asked for, as :func:`differentiated` gives them."""
-    outside = _Native.apply if torch_api.in_functorch() else _apply  # within a transform it refuses
+    """Return the results of a forward with a native backward. ``sources``: the tensors that need gradients, as :func:`differentiated` orders them."""
+    outside = _Native.apply if torch_api.in_functorch() else _apply  # _Native.apply refuses tensors inside a transform
     return outside(call, *sources)
 
 
 def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The backward of a forward whose library pools outputs. Where it did, inputs are read from the forward's static inputs: they still have the same
+    """Run the backward of a forward whose library pools outputs. If it did, read inputs from the forward's static inputs: they still have the same
     values, as autograd has checked."""
     inputs, sizes, pooled, of = call.matched.flat, call.matched.sizes, call.pooled, call.differentiated
     if pooled is None:
@@ -165,7 +165,8 @@ def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], co
 def _differentiable_gradients(
     call: DifferentiableCall, sources: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """The gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: of the forward, as autograd knows them."""
+    """Compute the gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: the forward's, with their
+    autograd history."""
     of = call.differentiated
     variant, double = of.variant, of.double
     assert double is not None
@@ -194,7 +195,7 @@ def _generator_states(variant: Variant) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _generators_at(states: Sequence[torch.Tensor], variant: Variant) -> Iterator[None]:
-    """A context in which random numbers are drawn from ``states``, if any; the generators' own states are restored afterwards."""
+    """Draw random numbers from ``states``, if any, inside the context; restore the generators' own states afterwards."""
     if not states:
         yield
         return
@@ -206,7 +207,7 @@ def _generators_at(states: Sequence[torch.Tensor], variant: Variant) -> Iterator
 
 
 class _Refusing(torch.autograd.Function):
-    """The same gradients, with a node behind them that raises when they are differentiated again."""
+    """The same gradients, followed by a node that raises when they are differentiated again."""
 
     __module__ = RECORDED_MODULE
 
@@ -220,8 +221,8 @@ class _Refusing(torch.autograd.Function):
 
 
 def differentiated(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], matched: MatchedCall) -> tuple[list[int], list[int]]:
-    """What gradients are asked for in this call: places in the state, and among the inputs. :class:`GradientError` where the package has no gradient
-    of one."""
+    """Return the places of the tensors that need gradients in this call, in the state and among the inputs. Raise :class:`GradientError` if the
+    package lacks the gradient of one."""
     known, covered = variant.wrt, variant.covered
     state, inputs = [], []
     for i, target in entry.state.wrt:

@@ -1,4 +1,4 @@
-"""Parameters that native code reads through pointers, and that a call does not compare one by one: changes to them are noticed all the same."""
+"""Parameters that native code reads through pointers. Changes to them are noticed although a call does not compare them one by one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..native.memory import HeldStorages
 
 
 class BoundParameter(nn.Parameter):
-    """A parameter or buffer of a gradient function or a training step. Writing into it is seen by the next call; giving it other memory has it
-    bound anew; hooks on its gradient are run by the call.
+    """A parameter or buffer of a gradient function or a training step. The next call sees values written into it, binds it again if it was given
+    other memory, and runs the hooks on its gradient.
 
-    The properties intercept torch's registration of hooks, by whatever name it is called (``p.register_hook``,
-    ``torch.Tensor.register_hook(p, …)``). The weak reference that the owner holds makes ``torch.utils.swap_tensors`` refuse.
+    The properties intercept every way to register hooks in torch (``p.register_hook``, ``torch.Tensor.register_hook(p, …)``). The owner's weak
+    reference makes ``torch.utils.swap_tensors`` refuse.
     """
 
     _touched: list[bool]
@@ -46,10 +46,10 @@ class BoundParameter(nn.Parameter):
         )
 
     def _refuse_hook(self) -> None:
-        """:class:`InputError` where a hook on this one's gradient could not be run."""
+        """Raise :class:`InputError` if a hook on this parameter's gradient could not be run."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter of the caller's own, without hooks, as of any ``Parameter``."""
+        """Return an independent parameter without hooks, as for any ``Parameter``."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
         return memo[id(self)]
@@ -59,9 +59,9 @@ class BoundParameter(nn.Parameter):
 
 
 class StepParameter(BoundParameter):
-    """A parameter that compiled code trains: whether it does, and with which gradient, was settled at export."""
+    """A parameter of a compiled step. The export fixed whether it is trained, and with which gradient."""
 
-    _no_hook = ""  # why none is run, if none is
+    _no_hook = ""  # the reason why hooks cannot run, if so
 
     @property
     def requires_grad(self) -> bool:
@@ -82,17 +82,17 @@ class StepParameter(BoundParameter):
 
 
 class Watch:
-    """The tensors of an owner that other code has references to, and whether memory or form of one changed since native code was last bound to them.
+    """The owner's tensors that other code references, and whether memory or metadata of one changed since native code was last bound to them.
 
-    Any of them can be given other memory or another form by functions that bypass :class:`BoundParameter` (``torch.Tensor.set_(p, …)``), or by
-    another tensor of the same storage. A tensor that no other code can reach costs a call nothing.
+    Functions that bypass :class:`BoundParameter` (``torch.Tensor.set_(p, …)``), or another tensor of the same storage, can give any of them other
+    memory or metadata. A tensor that no other code can reach costs a call nothing.
     """
 
     __slots__ = ("_addresses", "_check", "_storages", "tensors", "touched")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.touched = [True]  # whether the next call compares all, whatever the addresses are; parameters share this list, not the watch: no cycle
+        self.touched = [True]  # True: the next call compares all, even if addresses are equal; parameters share this list, not the watch: no cycle
         self._addresses: list[int] = []
         self._storages = HeldStorages()
         self._check: Callable[..., bool] = lambda *_: False
@@ -105,7 +105,7 @@ class Watch:
             self.touched[0] = True
 
     def settle(self, hooks: bool) -> None:
-        """Native code has been bound to the tensors as they are. ``hooks``: whether some have hooks, for which each call compares all."""
+        """Record that native code is now bound to the tensors. ``hooks``: whether some have hooks; then each call compares all."""
         self._addresses = list(map(_data_ptr, self.tensors))
         self._storages = HeldStorages(self.tensors)
         if self.tensors:
@@ -113,7 +113,7 @@ class Watch:
         self.touched[0] = hooks
 
     def changed(self) -> bool:
-        """Whether the next call must compare all again."""
+        """Return whether the next call must compare all again."""
         if self.touched[0] or list(map(_data_ptr, self.tensors)) != self._addresses:
             return True
         return self._storages.resized() or not self._check(*self.tensors)
@@ -129,13 +129,12 @@ def bound(kind: type[BoundParameter], tensor: torch.Tensor, requires_grad: bool,
 
 
 def resizable(tensor: torch.Tensor) -> bool:
-    """Whether another tensor of the same memory could take it away. Memory that is mapped from a file cannot be resized."""
+    """Return whether another tensor of the same memory could resize it. Memory that is mapped from a file cannot be resized."""
     return tensor.untyped_storage().resizable()
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has hooks on its gradient. Where the last was removed, the next registration is noticed again, as of a tensor
-    without any."""
+    """Return whether ``tensor`` has hooks on its gradient. If the last one was removed, reset the tensor so that the next registration is noticed."""
     hooks = torch_api.backward_hooks.__get__(tensor)
     if hooks is not None and not hooks and isinstance(tensor, BoundParameter):
         torch_api.backward_hooks.__set__(tensor, None)
@@ -143,8 +142,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def apply_hooks(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """``gradients`` as the hooks on ``tensors`` change them. Autograd runs the hooks: in its order, in one pass, with its checks of what they return.
-    Each gets a copy, which it may change or keep."""
+    """Return ``gradients`` as changed by the hooks on ``tensors``. Autograd runs the hooks: in its order, in one pass, with its checks of their
+    results. Each gets a copy, which it may change or keep."""
     with torch.inference_mode(False), torch.enable_grad():
         views = [t.view_as(t) for t in tensors]
     return torch.autograd.grad(views, tensors, [g.clone() for g in gradients])

@@ -1,4 +1,4 @@
-"""A call that was matched to a variant, kept so that the next ones like it need only a check in C."""
+"""A call that was matched to a variant, kept so that similar calls need only a check in C."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .dispatch import Entry, MatchedCall
 
 
 class CachedCall:
-    """What a call of an entry's variant was found to need. Once :meth:`remember` has seen arguments, others like them can be handed to :attr:`native`
-    as they are (:meth:`fits`), in the order :attr:`order`."""
+    """The data to repeat a call of an entry's variant. Once :meth:`remember` has seen arguments, similar ones (:meth:`fits`) can be passed to
+    :attr:`native` unchanged, in the order :attr:`order`."""
 
     __slots__ = ("_count", "_held", "_holds", "_index", "_sizes", "_tree", "_types", "_variant", "_written", "native", "order", "plain", "runnable")
 
@@ -32,14 +32,14 @@ class CachedCall:
         self._count = len(matched.variant.spec.inputs)
         where = [i for _, i in runnable.operands]
         self.order = None if where == list(range(self._count)) else where
-        """The arguments that native code takes, by their numbers; None: all, in their own order."""
+        """The numbers of the arguments that native code takes; None: all, in their own order."""
         self.plain = self._tree.kind == "tensor" and runnable.outputs == [("result", 0)]
-        """Whether the first result is the value as it is, so that :meth:`value` need not be asked."""
+        """True if the first result is the value, so that :meth:`value` is not needed."""
         self._holds: Callable[[Sequence[torch.Tensor]], bool] = _never
 
     def remember(self, matched: MatchedCall, args: Sequence[torch.Tensor]) -> bool:
-        """Has :meth:`fits` look for calls like this one; False where that cannot be: an argument was copied for native code, or is no tensor, or
-        native code takes more than arguments. The library must have been bound."""
+        """Make :meth:`fits` accept calls like this one. Return False if that is impossible: an argument was copied for native code, or is not a
+        tensor, or native code takes more than arguments. The library must have been bound."""
         runnable = self.runnable
         if runnable.library is None or any(kind != "input" for kind, _ in runnable.operands):
             return False
@@ -49,7 +49,7 @@ class CachedCall:
         return True
 
     def fits(self, args: Sequence[torch.Tensor]) -> bool:
-        """Whether native code may have ``args``, which may be anything, as they are; an error where one lies in memory that the call writes."""
+        """Return whether native code can take ``args``, which may be anything, unchanged. Raise if one lies in memory that the call writes."""
         if len(args) != self._count or torch_api.is_watched() or not self._holds(args):
             return False
         self._variant.check_ambient()
@@ -58,7 +58,7 @@ class CachedCall:
         return True
 
     def value(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
-        """What the program returned. ``given``: the caller's tensors."""
+        """Return the program's result. ``given``: the caller's tensors."""
         if self.plain:
             return results[0]
         self._variant.share(self.runnable, results, self._sizes)

@@ -1,4 +1,4 @@
-"""One call of a live module made twice, by its own forward and by compiled code, on copies: results, buffers and gradients compared."""
+"""A check of one call of a live module: its own forward and compiled code run on copies; results, buffers and gradients are compared."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .named_tensors import state_of
 
 _RESULTS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 _OTHERS = 1e-4
-"""How far results may be off, relative to their norm: what rounding in another order explains in networks of some hundred layers."""
+"""Allowed error of results relative to their norm. Rounding in another order explains this much in networks of some hundred layers."""
 _GRADIENTS = 10
-"""Times that, for gradients, which pass through twice as many operations, and are compared after sums over the batch."""
+"""Factor for gradients, which pass through twice as many operations, and are compared after sums over the batch."""
 _SMALL = {torch.float16: 0.1, torch.bfloat16: 0.1}
 _OTHERS_SMALL = 1e-3
-"""Of the largest gradient's norm: what is smaller may be as far off as one of that size, because its own terms may cancel (a bias before a batch
-normalization has a gradient of rounding errors alone)."""
+"""Fraction of the largest gradient's norm. A smaller gradient may have the error of one of that size, because its own terms may cancel (the
+gradient of a bias before a batch normalization consists of rounding errors)."""
 
 Values = Mapping[str, "torch.Tensor | None"]
 
 
 def compare_call(entry: Entry, net: nn.Module, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], served: Callable[[], object]) -> None:
-    """:class:`ExecutionError` names the first result, buffer or gradient that compiled code and the forward of ``net``'s class do not agree on.
+    """Raise :class:`ExecutionError`, which names the first result, buffer or gradient that differs between compiled code and the class's forward.
 
     Both run on deep copies of ``net`` and of the arguments, from the same random state, with the same random incoming gradients; ``net``, its
-    ``.grad``\\ s and the random state stay as they are. Needs memory for two copies. ``served``: called where compiled code serves the call."""
+    ``.grad``\\ s and the random state are unchanged. Needs memory for two copies. ``served``: called if compiled code serves the call."""
 
     def by_eager(twin: nn.Module, args: Any, kwargs: Any) -> Any:
         return type(net).forward(twin, *args, **kwargs)
@@ -51,7 +51,7 @@ def compare_call(entry: Entry, net: nn.Module, mode: str, args: tuple[Any, ...],
 
 
 def _run(call: Callable[..., Any], net: nn.Module, args: Any, kwargs: Any) -> tuple[Values, Values]:
-    """Results and buffers, and gradients of what requires some."""
+    """Return results and buffers, and the gradients of tensors that require some."""
     try:
         twin = copy.deepcopy(net)
     except Exception as error:
@@ -73,7 +73,7 @@ def _run(call: Callable[..., Any], net: nn.Module, args: Any, kwargs: Any) -> tu
 
 
 def _apart(value: Any, given: dict[int, torch.Tensor]) -> Any:
-    """A tensor as a leaf of its own, the same for the same; anything else as it is."""
+    """Return a tensor as a new leaf, one for each tensor; anything else unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     if id(value) not in given:
@@ -82,7 +82,7 @@ def _apart(value: Any, given: dict[int, torch.Tensor]) -> Any:
 
 
 def _incoming(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Random gradients, the same for the same shapes."""
+    """Return random gradients, the same for the same shapes."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype).to(o.device) for o in outputs]
 
@@ -109,7 +109,7 @@ def _compared(found: torch.Tensor | None, expected: torch.Tensor | None, factor:
 
 
 def _infinities(tensor: torch.Tensor) -> torch.Tensor:
-    """Which of Inf, -Inf, NaN and finite numbers each element is."""
+    """Return masks of the elements that are NaN, Inf and -Inf."""
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return torch.stack([parts.isnan(), parts.isposinf(), parts.isneginf()])
 

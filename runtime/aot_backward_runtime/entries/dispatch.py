@@ -1,4 +1,4 @@
-"""Matches a call of a loaded module, gradient function or step to a variant of its entry, and its arguments to the tensors that native code takes."""
+"""Matching of calls of a loaded module, gradient function or step to variants, and of arguments to native code's tensors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..native.library import Library
 from ..native.pytree import Types, signature
 from ..native.variant import Variant
 
-_MAX_SIGNATURES = 8  # signatures with a fast check; each costs one failing check for the ones behind it
-_RESOLVED = 1024  # signatures whose variant is known
+_MAX_SIGNATURES = 8  # signatures with a fast check; each adds one failing check to calls of later ones
+_RESOLVED = 1024  # signatures with a known variant
 
 
 class MatchedCall:
-    """A call whose arguments a variant accepts."""
+    """A call with arguments that a variant accepts."""
 
     __slots__ = ("flat", "given", "sizes", "variant")
 
     def __init__(self, variant: Variant, given: Sequence[torch.Tensor], flat: Sequence[torch.Tensor], sizes: Mapping[str, int]):
         self.variant = variant
         self.given = given  # the caller's own tensors
-        self.flat = flat  # what native code gets
+        self.flat = flat  # the tensors passed to native code
         self.sizes = sizes
 
 
@@ -45,24 +45,24 @@ class Entry:
         for v in self.variants:
             by_mode.setdefault(v.spec.mode, set()).add(v.covered)
         self.specialised = any(len(kinds) > 1 for kinds in by_mode.values())
-        """Whether variants differ in what they give gradients of."""
+        """True if variants differ in the tensors that they differentiate."""
         self.index = {name: i for i, name in enumerate(state.names)}
-        """Places in the state, by name."""
+        """Indices in the state, by name."""
         for variant in self.variants:
             variant.index_state(self.index)
         self._fast: list[tuple[Fast, Variant, Mapping[str, int], frozenset[str]]] = []
         self._resolved: dict[Any, Variant] = {}
         self.known_calls: Any = None
-        """What the last calls with gradients found that they were asked for."""
+        """Tensors that the last calls with gradients differentiated (``KnownCalls``)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         libraries = {n: copy.deepcopy(lib, memo) for n, lib in self.libraries.items()}
         return Entry(self.name, self.spec, libraries, self.state.copy(), self.types, self.device)
 
     def match(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None = None) -> MatchedCall:
-        """Finds the variant that serves these arguments; :class:`InputError` says why none does.
+        """Find the variant that serves these arguments. :class:`InputError` gives the reason if none does.
 
-        ``asked``, where the entry is :attr:`specialised` and gradients are recorded: the parameters that require one."""
+        ``asked``, if the entry is :attr:`specialised` and gradients are recorded: the parameters that require gradients."""
         if torch_api.is_watched():
             return self._match_watched(mode, args, kwargs, asked)
         for fast, variant, sizes, served in self._fast:
@@ -93,7 +93,7 @@ class Entry:
             candidates.sort(key=lambda v: v is not self._resolved[key])
         elif self.specialised:
             candidates.sort(key=lambda v: (len(v.wrt), len(v.covered)))
-        short: MatchedCall | None = None  # what serves the arguments, and has not all gradients that are asked for
+        short: MatchedCall | None = None  # a match that lacks some requested gradients
         for variant in candidates:
             try:
                 matched, untouched = self._try(variant, args, kwargs)
@@ -102,7 +102,7 @@ class Entry:
                 continue
             wanted = _asked(asked, matched.given)
             if self.specialised and not wanted <= variant.covered:
-                short = matched  # the largest is the last
+                short = matched  # the last one is the largest
                 continue
             if len(self._resolved) < _RESOLVED:
                 self._resolved[key] = variant
@@ -131,7 +131,7 @@ class Entry:
         return MatchedCall(variant, given, flat, sizes), untouched
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], strict: bool) -> None:
-        """Copies ``tensors`` into ``own`` in place; nothing is changed where one of them does not fit."""
+        """Copy ``tensors`` into ``own`` in place; change nothing if one of them does not fit."""
         if not isinstance(tensors, Mapping):
             raise WeightsError(
                 f"the state of entry {self.name!r} is a {type(tensors).__name__}; expected tensors by name, as state_dict() gives them"
@@ -142,12 +142,12 @@ class Entry:
 
 
 def _asked(parameters: frozenset[str] | None, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
-    """What gradients a call asks for, as the manifest names it; nothing where none are recorded."""
+    """Return the tensors that a call needs gradients of, as the manifest names them; empty if gradients are not recorded."""
     return frozenset() if parameters is None else parameters.union(f"input:{i}" for i, t in enumerate(tensors) if t.requires_grad)
 
 
 def _leaves(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
-    """The flat tensors where the arguments have the variant's structure; None where the slow path must say."""
+    """Return the flat tensors if the arguments have the variant's structure; None if the slow path must decide."""
     if variant.flat_arguments:
         return args if not kwargs and len(args) == len(variant.spec.inputs) else None
     try:

@@ -20,17 +20,16 @@ from .dispatch import Entry, MatchedCall
 
 
 class LoadedGrad:
-    """Call it as the exported function or module is called: ``value, grads = f(...)``.
+    """A compiled value-and-gradient function. Call it like the exported function or module: ``value, grads = f(...)``.
 
-    ``value`` is what the function returned (a 0-d tensor; ``(loss, aux)`` where it was exported with ``has_aux``), detached. ``grads`` is one
-    tensor where ``wrt`` named one, else a dict by the names that were asked for; a gradient is None where eager's is.
-    ``parameters``: the parameters and buffers by name; write into them in place, or with :meth:`load_state_dict`. Hooks on their gradients, and
-    on those of arguments, are run, as by ``torch.autograd.grad``.
-    Raises :class:`InputError` where an argument does not fit.
+    ``value`` is the function's result (a 0-d tensor; ``(loss, aux)`` if it was exported with ``has_aux``), detached. ``grads`` is one tensor if
+    ``wrt`` named one, else a dict by the requested names. A gradient is None if eager's is. ``parameters``: the parameters and buffers by name;
+    write into them in place, or with :meth:`load_state_dict`. Hooks on their gradients, and on gradients of arguments, are run, as by
+    ``torch.autograd.grad``. Raises :class:`InputError` if an argument does not fit.
     """
 
     def __init__(self, entry: Entry, tensors: dict[str, torch.Tensor], shared: bool = False):
-        """``tensors``: the entry's state by weight key. ``shared``: whether others hold its memory too."""
+        """``tensors``: the entry's state by weight key. ``shared``: whether other entries hold its memory too."""
         self._entry = entry
         self._watch = Watch()
         made: dict[str, torch.Tensor] = {}
@@ -62,7 +61,7 @@ class LoadedGrad:
             return self._look_closely(args, kwargs)
         inputs: Any = args if last.order is None else [args[i] for i in last.order]
         if last.writes:
-            torch.autograd.graph.increment_version(last.writes)  # before, so that an interrupt behind it cannot hide that they were written
+            torch.autograd.graph.increment_version(last.writes)  # before the call, so that an interrupt after it cannot hide the writes
         try:
             results = last.native(inputs)
         except RuntimeError as error:
@@ -70,7 +69,7 @@ class LoadedGrad:
         return last.finish(results, args)
 
     def train(self, mode: bool = True) -> LoadedGrad:
-        """Serves calls from the variants exported in training mode (of a module; a plain function has no mode)."""
+        """Serve calls from the variants exported in training mode (of a module; a plain function has no mode)."""
         self._last, self.training = None, mode
         return self
 
@@ -78,11 +77,11 @@ class LoadedGrad:
         return self.train(False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by name, sharing memory with the loaded ones."""
+        """Return parameters and persistent buffers by name, sharing memory with the loaded ones."""
         return {s.name: t.detach() for s, t in zip(self._entry.spec.state, self.parameters.values(), strict=True) if s.persistent}
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Copies values in place. :class:`WeightsError` names a tensor that does not fit; the old values then stay, all of them."""
+        """Copy values in place. :class:`WeightsError` names a tensor that does not fit; then all old values stay."""
         own = {s.name: self._named[s.name] for s in self._entry.spec.state if s.persistent}
         self._entry.load_state(tensors, own, strict)
 
@@ -90,7 +89,7 @@ class LoadedGrad:
         return f"LoadedGrad(entry={self._entry.name!r}, wrt={list(self._entry.spec.names)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadedGrad:
-        """One of its own, on copies of the tensors; without their hooks, as copies of any ``Parameter``."""
+        """Return an independent function on copies of the tensors, without their hooks, as for copies of any ``Parameter``."""
         tensors = {s.weight: t.detach().clone() for s, t in zip(self._entry.spec.state, self._held, strict=True)}
         out = LoadedGrad(copy.deepcopy(self._entry, memo), tensors)
         for mine, theirs in zip(self._held, out._held, strict=True):
@@ -121,7 +120,7 @@ class LoadedGrad:
             torch.autograd.graph.increment_version(call.writes)
         with torch.no_grad():
             results = runnable.call(binding, matched.flat, matched.sizes)
-        hooks = any(list(map(has_hooks, self._named.values())))  # a list: asking each tensor has its next registration noticed
+        hooks = any(list(map(has_hooks, self._named.values())))  # a list: has_hooks must visit each tensor, so that its next registration is noticed
         self._watch.settle(hooks)
         if call.remember(matched, args):
             self._last = call
@@ -129,7 +128,7 @@ class LoadedGrad:
         return value, self._hooked(gradients, matched) if hooks or any(t.requires_grad for t in matched.given) else gradients
 
     def _hooked(self, gradients: Any, matched: MatchedCall) -> Any:
-        """``gradients`` after the hooks on what they are the gradients of."""
+        """Return ``gradients`` after running the hooks on the differentiated tensors."""
         spec = self._entry.spec
         named = {spec.names[0]: gradients} if spec.single else gradients
         sources: dict[str, torch.Tensor] = {}
@@ -144,7 +143,7 @@ class LoadedGrad:
 
 
 class _GradCall(CachedCall):
-    """A cached call with the places of its gradients among the results."""
+    """A cached call, with the indices of its gradients among the results."""
 
     __slots__ = ("_gradients", "_names", "_single", "may_have_hooks", "writes")
 
@@ -154,7 +153,7 @@ class _GradCall(CachedCall):
         self._names, self._single = spec.names, spec.single
         self._gradients = [runnable.gradients.get(t) for t in spec.wrt]
         self.writes = [held[i] for i in runnable.writes]
-        # of the inputs: one that requires no gradient has no hook on it, and the check in C compares whether it requires one
+        # An input that does not require a gradient has no hook, and the check in C compares requires_grad.
         inputs = [int(t.removeprefix("input:")) for t in spec.wrt if t.startswith("input:")]
         self.may_have_hooks = [i for i in inputs if matched.given[i].requires_grad]
 

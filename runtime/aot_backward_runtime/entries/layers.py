@@ -1,4 +1,4 @@
-"""What a module is beside its tensors: the classes of its layers, their settings, their hooks, and the source of classes that are not PyTorch's."""
+"""A module's description without its tensors: layer classes, their settings and hooks, and the source of classes outside PyTorch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..format.manifest import LayerSpec
 
 _PLAIN = bool, int, float, str, type(None), torch.dtype
 _NAMED = type, types.FunctionType, types.BuiltinFunctionType
-_NO_SETTINGS = "training", "forward"  # the mode; what is attached
+_NO_SETTINGS = "training", "forward"  # the mode, and the attached forward
 
 
 def layers_of(module: nn.Module) -> tuple[LayerSpec, ...]:
-    """Of ``module`` (name "") and each submodule, by each of its names."""
+    """Describe ``module`` (name "") and each submodule, under each of its names."""
     return tuple(
         LayerSpec(
             name,
@@ -35,18 +35,19 @@ def layers_of(module: nn.Module) -> tuple[LayerSpec, ...]:
 
 
 def is_of_torch(layer: nn.Module) -> bool:
-    """Whether a layer is of a class of PyTorch's."""
+    """Return whether the layer's class is one of PyTorch's."""
     return type(layer).__module__.partition(".")[0] == "torch"
 
 
 def setting_names(layer: nn.Module) -> list[str]:
-    """The attributes of a layer that can be told by their words: ``p`` of a dropout, ``eps`` of a normalization, the activation of a transformer."""
+    """Return a layer's attributes with a comparable text: ``p`` of a dropout, ``eps`` of a normalization, the activation of a transformer."""
     return [name for name, value in _attributes(layer) if _words(value) is not None]
 
 
 def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[tuple[bool, str]]:
-    """Where ``module`` is not what was exported: whether it surely computes something else, and the words. Sure are layers that are new, gone or of
-    another class, and settings of PyTorch's own layers; attributes and source of other classes may differ and mean the same."""
+    """Yield the differences between ``module`` and the exported one: whether each surely changes results, and a text. Layers that are new, gone, of
+    another class or with a replaced forward are sure, and so are settings of PyTorch's layers. Attributes and source of other classes may differ
+    harmlessly."""
     before, now = {layer.name: layer for layer in exported}, {layer.name: layer for layer in layers_of(module)}
     for name in {**before, **now}:
         where = name or "the module"
@@ -71,13 +72,14 @@ def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[
 
 
 def has_other_forward(layer: nn.Module) -> bool:
-    """Whether the layer alone was given another ``forward`` than its class has, and not by ``attach``."""
+    """Return whether the layer itself was given another ``forward`` than its class has, except by ``attach``."""
     own = vars(layer).get("forward")
     return own is not None and not hasattr(own, "in_eager") and getattr(own, "__func__", None) is not type(layer).forward
 
 
 def _kind(layer: nn.Module) -> str:
-    """Of PyTorch's classes with their module: one's own may be called like them, and lie in ``__main__`` or elsewhere."""
+    """Return the class name, with its module only for PyTorch's classes: yours may share a name with one, and move between ``__main__`` and other
+    modules."""
     return f"{type(layer).__module__}.{type(layer).__qualname__}" if is_of_torch(layer) else type(layer).__qualname__
 
 
@@ -95,7 +97,7 @@ _sources: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
 def _source(kind: type) -> str:
-    """SHA-256 of the source of a class and of its bases that are not PyTorch's; "" of PyTorch's own, and where there is no source to read."""
+    """Return the SHA-256 of the source of a class and of its bases outside PyTorch; "" for PyTorch's classes, and if the source cannot be read."""
     if kind not in _sources:
         bases = [base for base in kind.__mro__ if base is not object and base.__module__.partition(".")[0] != "torch"]
         try:

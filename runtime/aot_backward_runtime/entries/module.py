@@ -1,4 +1,4 @@
-"""``load(path).module()``: a package's entry as an ``nn.Module`` whose forward and backward are native code."""
+"""``load(path).module()``: a package's entry as an ``nn.Module`` with native forward and backward code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .named_tensors import slot_of
 
 
 class LoadedModule(nn.Module):
-    """Behaves as the exported module does: parameters, buffers, ``state_dict``, ``train``/``eval`` and autograd.
+    """A module that behaves like the exported one: parameters, buffers, ``state_dict``, ``train``/``eval`` and autograd.
 
     Submodules are empty ``nn.Module``\\ s that carry the names. Inputs and outputs have the shapes and dtypes that
-    ``aot-backward inspect`` lists; :class:`InputError` names what does not fit. Incoming gradients may be any, of any strides.
+    ``aot-backward inspect`` lists; :class:`InputError` names an argument that does not fit. Incoming gradients may have any strides.
     """
 
     def __init__(self, entry: Entry, tensors: dict[str, torch.Tensor]):
@@ -54,7 +54,8 @@ class LoadedModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module.load_state_dict``, but all or nothing: :class:`StateDictError` names what does not fit before anything is changed."""
+        """Load like ``nn.Module.load_state_dict``, but all or nothing: :class:`StateDictError` names a tensor that does not fit before anything
+        changes."""
         if isinstance(state_dict, Mapping) and not torch_api.has_loading_hooks(self):
             self._aot_check_state(state_dict, strict, assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -65,7 +66,7 @@ class LoadedModule(nn.Module):
         persistent = {s.name: own[s.name] for s in entry.spec.state if s.persistent}
         if problem := tensor_values.unlike(persistent, {n: v for n, v in given.items() if n in persistent}, strict=strict):
             raise StateDictError(f"state of entry {entry.name!r}: {problem}; nothing was changed")
-        added = tuple(f"{n}." for n, m in self.named_children() if type(m) is not _Part)  # the caller's own
+        added = tuple(f"{n}." for n, m in self.named_children() if type(m) is not _Part)  # submodules added by the caller
         others = {*dict(self.named_parameters(remove_duplicate=False)), *dict(self.named_buffers(remove_duplicate=False))} - own.keys()
         unexpected = sorted(map(str, given.keys() - persistent.keys() - others))
         if strict and (unexpected := [n for n in unexpected if not n.startswith(added)]):
@@ -112,26 +113,26 @@ class LoadedModule(nn.Module):
         return out
 
     def attach(self, net: nn.Module, *, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0) -> Attachment:
-        """From here on ``net(x)`` runs this entry's compiled code, on the parameters and buffers that ``net`` has itself.
+        """Make ``net(x)`` run this entry's compiled code, on the parameters and buffers of ``net``.
 
-        ``net`` is a live module like the one that was exported: with the same tensors (names, shapes, dtypes, strides, device), the same layers, and
-        no more of them trained. Its ``forward`` alone is replaced: its hooks, ``train()``, ``state_dict()``, ``.to()``, optimizers and
-        ``DistributedDataParallel`` work as before, and a copy or pickle of it has its own forward. Tensors that move are bound again.
+        ``net`` is a live module like the exported one. It must have the same tensors (names, shapes, dtypes, strides, device) and layers, and train
+        no more of them. Only its ``forward`` is replaced: its hooks, ``train()``, ``state_dict()``, ``.to()``, optimizers and
+        ``DistributedDataParallel`` work as before. A copy or pickle of it has its own forward. Tensors that move are bound again.
 
-        :class:`InputError`, :class:`WeightsError` or :class:`GradientError` name what does not fit, when it is attached or in a later call.
-        Where the source or the attributes of classes that are not PyTorch's differ from those that were exported, which may mean nothing, there is a
-        warning; with ``strict`` it is an error. Attributes of such classes are not looked at again: after a change, attach anew.
+        :class:`InputError`, :class:`WeightsError` or :class:`GradientError` name the mismatch, when ``net`` is attached or in a later call. If
+        source or attributes of classes outside PyTorch differ from the exported ones, which may be harmless, attaching warns; with ``strict`` it
+        raises. Later calls do not check these attributes: after a change, attach again.
 
         ``otherwise="eager"``: a call that no exported variant serves runs the module's own forward, and is counted by reason in
-        :attr:`Attachment.in_eager`. ``compare``: so many calls are first made both ways, on copies, and :class:`ExecutionError` names the result,
-        buffer or gradient that differs; for tests.
+        :attr:`Attachment.in_eager`. ``compare``: this many calls first run both ways, on copies; :class:`ExecutionError` names the result,
+        buffer or gradient that differs. It is meant for tests.
 
-        Returns the :class:`Attachment`, which is a context manager, too: compiled code runs until the block ends.
+        Returns the :class:`Attachment`. It is also a context manager: compiled code runs until the block ends.
         """
         return Attachment(self._aot_entry, net, otherwise, strict, compare)
 
     def detach(self, net: nn.Module) -> None:
-        """``net`` has its own forward again; :class:`InputError` where nothing is attached to it."""
+        """Restore the forward of ``net``. Raise :class:`InputError` if nothing is attached to it."""
         detach(net)
 
     def extra_repr(self) -> str:
@@ -141,7 +142,7 @@ class LoadedModule(nn.Module):
 
 
 class _Slots:
-    """Where the state is looked up. A type of its own, so that tools that walk through a module's lists and dicts leave it alone."""
+    """The dict and key of each state tensor. This is a class because tools that walk through a module's lists and dicts must not enter it."""
 
     __slots__ = ("pairs",)
 
@@ -150,7 +151,7 @@ class _Slots:
 
 
 class _Part(nn.Module):
-    """A submodule of a loaded module: it holds names and tensors. What it did is compiled into the whole, so that a change to it is an error."""
+    """A submodule of a loaded module: it holds names and tensors. Its code is compiled into the whole, so that changing it is an error."""
 
     def train(self, mode: bool = True) -> _Part:
         if mode != self.training:

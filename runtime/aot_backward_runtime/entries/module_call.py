@@ -1,4 +1,4 @@
-"""One call of a ``module`` entry on given tensors: matched to a variant, bound, run, and its results put together."""
+"""One call of a ``module`` entry on given tensors: match it to a variant, bind, run, and assemble the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .dispatch import Entry, MatchedCall
 
 
 def call_entry(entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``current``: the entry's state. :class:`InputError`, :class:`WeightsError` and :class:`GradientError` come before anything runs."""
+    """Run a call. ``current``: the entry's state. :class:`InputError`, :class:`WeightsError` and :class:`GradientError` are raised before anything
+    runs."""
     matched, binding, runnable = _bound_call(entry, current, mode, args, kwargs)
     variant = matched.variant
     if torch.is_grad_enabled():
@@ -36,7 +37,7 @@ def call_entry(entry: Entry, current: Sequence[torch.Tensor], mode: str, args: t
 def _bound_call(
     entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[MatchedCall, Binding, Runnable]:
-    """What serves a call."""
+    """Return the match, binding and runnable that serve a call."""
     if torch_api.in_forward_mode():
         torch_api.refuse_duals(current)
     if torch.jit.is_tracing():
@@ -48,7 +49,7 @@ def _bound_call(
     variant = matched.variant
     binding = entry.state.refresh(current)
     runnable = variant.called
-    assert runnable is not None  # of a module
+    assert runnable is not None  # module entries have one
     if runnable.writes:
         runnable.refuse_overlap(runnable.written(binding, current), matched.given, variant.spec.inputs)
     return matched, binding, runnable
@@ -58,8 +59,8 @@ _MAX_CALLS = 32
 
 
 class KnownCalls(dict[tuple[int, int], "_KnownSources"]):
-    """By the identity of binding and sizes, which they keep. Of one memory alone: a binding keeps its tensors, and what a parameter had before
-    (``.data = …``) is to be freed."""
+    """Known calls by the identity of binding and sizes, which they keep alive. They cover one set of addresses only: a binding keeps its tensors
+    alive, and a parameter's old memory (``.data = …``) should be freed."""
 
     def __init__(self, addresses: tuple[int, ...]):
         super().__init__()
@@ -67,8 +68,8 @@ class KnownCalls(dict[tuple[int, int], "_KnownSources"]):
 
 
 class _KnownSources:
-    """What gradients were asked for in a call, and where their tensors are: the same in a later one if state and arguments are bound and matched by
-    the same checks, which compare what requires gradients."""
+    """The tensors that needed gradients in a call, by place. They are the same in a later call with the same binding and sizes, because the checks
+    of state and arguments compare requires_grad."""
 
     __slots__ = ("binding", "differentiated", "inputs", "sizes", "state")
 
@@ -79,7 +80,7 @@ class _KnownSources:
 def _differentiated(
     entry: Entry, current: Sequence[torch.Tensor], matched: MatchedCall, binding: Binding
 ) -> tuple[Differentiated | None, list[torch.Tensor]]:
-    """How gradients are computed, or None where none are asked for, and the tensors they are asked of."""
+    """Return how gradients are computed (None if no tensor needs one), and the tensors that need them."""
     every = entry.known_calls
     if every is None or every.addresses is not binding[1]:
         every = entry.known_calls = KnownCalls(binding[1])
@@ -92,7 +93,7 @@ def _differentiated(
             every.clear()
         known = _KnownSources(binding, matched.sizes, of, state, inputs)
         asked = entry.state.asked(binding)
-        if asked is not None and state == [i for i in asked if entry.state.targets[i] in matched.variant.wrt]:  # no thread has set it meanwhile
+        if asked is not None and state == [i for i in asked if entry.state.targets[i] in matched.variant.wrt]:  # no thread has changed it meanwhile
             every[id(binding), id(matched.sizes)] = known
     sources = [current[i] for i in known.state]
     if known.inputs:

@@ -1,4 +1,4 @@
-"""A module's parameters and buffers by their names, and where each is looked up."""
+"""A module's parameters and buffers by name, and the dict that holds each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, then buffers; a tied tensor by each of its names."""
+    """Return parameters, then buffers; a tied tensor appears under each of its names."""
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def slot_of(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where the tensor of that name is looked up at each call: whatever is put there is what the call uses."""
+    """Return the dict and key from which each call reads the tensor of that name, so that a replaced tensor is used."""
     path, _, last = name.rpartition(".")
     owner = root.get_submodule(path)
     return (owner._parameters if last in owner._parameters else owner._buffers), last

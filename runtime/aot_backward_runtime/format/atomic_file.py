@@ -1,4 +1,4 @@
-"""A file that is replaced whole or not at all, whatever kills the writer, and of which no killed writer's remains pile up."""
+"""Atomic replacement of a file, even if the writer is killed. The next writer removes the temporary files of killed ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` when the block ends well, and goes away when it does not. OSError where the disk refuses.
+    """Yield a file that replaces ``path`` if the block succeeds, and is removed if it raises. Raise OSError if the disk fails.
 
-    A link is replaced itself: resolve ``path`` first where its target is meant. The writer holds a lock on its temporary file, which the
-    kernel drops with the process, so that the next writer of ``path`` can tell what was left behind, and removes it."""
+    If ``path`` is a link, the link is replaced: resolve it first to replace its target. The writer holds a lock on its temporary file. The kernel
+    drops the lock when the process ends, so the next writer of ``path`` recognises and removes abandoned files."""
     if path.is_dir():
         raise IsADirectoryError(None, "it is a folder")
     if path.exists() and not path.is_file():
-        raise OSError(None, "it is not a plain file")  # who is root could rename over /dev/null
+        raise OSError(None, "it is not a plain file")  # root could rename over /dev/null
     _remove_abandoned(path)
     temporary, fd = _locked(path)
     try:
@@ -29,11 +29,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(fd)
-            temporary.replace(path)  # while locked: what has no lock may be removed at any time
+            temporary.replace(path)  # while locked: an unlocked file may be removed at any time
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    # The file is in place; some file systems cannot sync a folder, and then only a power cut could still undo the rename.
+    # The file is in place. Some file systems cannot sync a folder; then only a power cut could still undo the rename.
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -43,11 +43,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _locked(path: Path) -> tuple[Path, int]:
-    """A new file beside ``path``, under a name that is never used again, and its descriptor, locked."""
+    """Create a file in the folder of ``path`` with a unique name. Return its path and its locked descriptor."""
     while True:
         temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # the mode is the umask's, as for any new file
-        with contextlib.suppress(OSError):  # a file system without locks, where nobody else gets one either, and nothing is removed
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # the umask sets the mode, as for any new file
+        with contextlib.suppress(OSError):  # without locks in the file system, no writer removes anything
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return temporary, fd
@@ -55,7 +55,7 @@ def _locked(path: Path) -> tuple[Path, int]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Removes temporary files of ``path`` that no living process holds. None of this matters enough to fail a write."""
+    """Remove temporary files of ``path`` that no living process holds. Ignore errors: they must not fail a write."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     with contextlib.suppress(OSError):
         for temporary in [p for p in path.parent.iterdir() if name.fullmatch(p.name)]:

@@ -1,4 +1,4 @@
-"""What the dtypes of tensors can hold, by their names under ``torch.*``, computed without torch."""
+"""The ranges of dtypes, by their names under ``torch.*``, computed without torch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether it is a floating-point or complex one, as a tensor that requires a gradient must be."""
+    """Return whether the dtype is floating-point or complex, as a tensor that requires a gradient must be."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def can_hold(dtype: str, number: float) -> bool:
-    """Whether a tensor of ``dtype`` can be filled with ``number``: a float within its range, an integer of its bits, a bool 0 or 1."""
+    """Return whether a tensor of ``dtype`` can be filled with ``number``: a float within its range, an integer of its bits, a bool 0 or 1."""
     if is_floating(dtype):
         return abs(number) <= _LARGEST[_PARTS.get(dtype, dtype)]
     if dtype == "bool":

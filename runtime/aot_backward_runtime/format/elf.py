@@ -1,8 +1,8 @@
-"""What the headers of a shared library say, read with :mod:`struct` before the dynamic linker may see the file.
+"""The headers of a shared library, read with :mod:`struct` before the dynamic linker sees the file.
 
-Layouts are those of the System V ABI (ELF-64) and, for symbol versions, of the Linux Standard Base, chapter "Symbol Versioning".
-Program headers and the dynamic section are read, as the linker does; section headers play no part in loading and are only checked
-to lie within the file, because a cut library fails there first.
+Layouts are those of the System V ABI (ELF-64) and, for symbol versions, of the Linux Standard Base, chapter "Symbol Versioning". Program headers
+and the dynamic section are read, as the linker does. Section headers play no part in loading. They are only checked to lie within the file, because
+a cut library fails there first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PT_LOAD, _PT_DYNAMIC, _PT_GNU_STACK = 1, 2, 0x6474E551
 _PF_X = 1
 _SHT_NOBITS = 8
 _DT_NULL, _DT_STRTAB, _DT_STRSZ = 0, 5, 10
-_DT_NEEDED, _DT_AUXILIARY, _DT_FILTER = 1, 0x7FFFFFFD, 0x7FFFFFFF  # the linker opens what any of the three names
+_DT_NEEDED, _DT_AUXILIARY, _DT_FILTER = 1, 0x7FFFFFFD, 0x7FFFFFFF  # the linker opens the libraries of all three tags
 _DT_VERDEF, _DT_VERDEFNUM, _DT_VERNEED, _DT_VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
@@ -31,13 +31,13 @@ _DYNAMIC = struct.Struct("<qQ")
 _VERNEED, _VERNAUX = struct.Struct("<HHIII"), struct.Struct("<IHHII")
 _VERDEF, _VERDAUX = struct.Struct("<HHHHIII"), struct.Struct("<II")
 _MAX_HEADERS = 1 << 16  # headers, tags or versions of one kind; the largest of libtorch_cpu.so is about 100
-# A version without a number that came with a numbered glibc: packed relative relocations.
+# A version without a number, introduced with a numbered glibc: packed relative relocations.
 _UNNUMBERED = {"GLIBC_ABI_DT_RELR": ("GLIBC", "2.36")}
 
 
 @dataclass(frozen=True)
 class Elf:
-    """``versions`` and ``defines``: the highest version that the file asks for and that it offers, by family: ``{"GLIBC": "2.34"}``."""
+    """The parsed headers. ``versions`` and ``defines``: the highest versions that the file requires and offers, by family: ``{"GLIBC": "2.34"}``."""
 
     machine: int
     needed: tuple[str, ...]
@@ -53,22 +53,22 @@ class _Segment:
     offset: int
     address: int
     size: int  # in the file
-    entry: int  # where its header lies
+    entry: int  # offset of its header
 
 
 def numeric(version: str) -> tuple[int, ...]:
-    """``"2.34"`` as ``(2, 34)``, so that 2.9 comes before 2.34."""
+    """Return ``"2.34"`` as ``(2, 34)``, so that 2.9 comes before 2.34."""
     return tuple(int(part) for part in version.split("."))
 
 
 def read_elf(path: Path) -> Elf:
-    """Reads the headers of an x86-64 shared library; :class:`PackageError` says what is wrong with any other file."""
+    """Read the headers of an x86-64 shared library. :class:`PackageError` describes the problem of any other file."""
     with path.open("rb") as file:
         return _File(path, file).parse()
 
 
 def clear_executable_stack(path: Path) -> None:
-    """Clears PF_X of PT_GNU_STACK in place: glibc from 2.41 on refuses to load a library that asks for an executable stack."""
+    """Clear PF_X of PT_GNU_STACK in place: glibc from 2.41 on refuses to load a library that requires an executable stack."""
     with path.open("r+b") as file:
         stack = [s for s in _File(path, file).segments() if s.kind == _PT_GNU_STACK]
         if not stack:
@@ -87,7 +87,7 @@ class _File:
         segments = self.segments()
         self.check_sections()
         tags = list(self.dynamic(segments))
-        last = dict(tags)  # of two entries with one tag, the linker takes the later
+        last = dict(tags)  # if two entries have the same tag, the linker takes the later
         strings = self.at_address(segments, last.get(_DT_STRTAB, 0), last.get(_DT_STRSZ, 0), "string table")
         needed = tuple(self.string(strings, v) for tag, v in tags if tag in (_DT_NEEDED, _DT_AUXILIARY, _DT_FILTER))
         asked = self.records(segments, last, _DT_VERNEED, _DT_VERNEEDNUM, _VERNEED, count=1, down=3, auxiliary=_VERNAUX, name=3)
@@ -135,7 +135,7 @@ class _File:
     def check_sections(self) -> None:
         _, start, _, _, _, _, entry, count, _ = self.header()
         if not count:
-            return  # stripped of them: legal
+            return  # stripped: legal
         if entry != _SECTION.size:
             raise self.wrong(f"section headers of {entry} bytes, expected {_SECTION.size}")
         table = self.read(start, entry * count, "section headers")
@@ -168,8 +168,8 @@ class _File:
         auxiliary: struct.Struct,
         name: int,
     ) -> Iterator[int]:
-        """Offsets of the version names in a two-level list. ``count``, ``down`` and ``name`` are positions within the layouts;
-        the next record's offset follows ``down`` in the one layout, and is the last field of the other."""
+        """Yield the offsets of the version names in a two-level list. ``count``, ``down`` and ``name`` are positions within the layouts. The next
+        record's offset follows ``down`` in ``layout``, and is the last field of ``auxiliary``."""
         if table not in tags:
             return
         left = _MAX_HEADERS
@@ -221,7 +221,7 @@ def _highest(names: Iterator[str]) -> dict[str, str]:
         family, _, version = name.rpartition("_")
         family, version = _UNNUMBERED.get(name, (family, version))
         if not all(part.isdecimal() for part in version.split(".")) or not family:
-            continue  # GLIBC_PRIVATE, LIBTORCH, the library's own name: no number, nothing to compare
+            continue  # GLIBC_PRIVATE, LIBTORCH, the library's own name: without a number, they cannot be compared
         if family not in out or numeric(out[family]) < numeric(version):
             out[family] = version
     return out

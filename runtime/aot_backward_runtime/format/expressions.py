@@ -1,7 +1,7 @@
 """Sizes and guards as text, e.g. ``2*s0 + 1`` or ``s0 % 4 == 0``, and their evaluation.
 
-The language is the integer arithmetic of Python: integer literals, symbols, ``+ - * // %``, comparisons, ``and or not``, ``max`` and
-``min``. It is parsed with :mod:`ast` against a list of allowed nodes, so text that comes from a package can compute, not act.
+The language is the integer arithmetic of Python: integer literals, symbols, ``+ - * // %``, comparisons, ``and or not``, ``max`` and ``min``. It is
+parsed with :mod:`ast` against a list of allowed nodes, so text from a package can compute but has no side effects.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def _compiled(text: str) -> tuple[Any, frozenset[str]]:
 
 
 def symbols_of(expression: str | int) -> frozenset[str]:
-    """The symbols that ``expression`` needs; none for an integer."""
+    """Return the symbols that ``expression`` needs; none for an integer."""
     return frozenset() if isinstance(expression, int) else _compiled(expression)[1]
 
 
 def evaluate(expression: str | int, values: Mapping[str, int]) -> int:
-    """The value of ``expression`` (a bool counts as an int) where ``values`` gives each symbol's."""
+    """Return the value of ``expression`` (a bool counts as an int). ``values``: the value of each symbol."""
     if isinstance(expression, int):
         return expression
     code, symbols = _compiled(expression)

@@ -1,4 +1,4 @@
-"""Refuses JSON objects in which a key occurs twice: ``json.loads`` would keep the last of the two in silence, other readers the first."""
+"""Check for JSON objects with duplicate keys: ``json.loads`` would silently keep the last of the two, other readers the first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads(object_pairs_hook=…)``; ValueError names the key."""
+    """Serve as ``object_pairs_hook`` of ``json.loads``. Raise ValueError, which names the key, for a duplicate."""
     out = dict(pairs)
     if len(out) != len(pairs):
         seen: set[str] = set()

@@ -1,6 +1,7 @@
-"""Manifests from and to JSON. The reader compares the manifest's SHA-256, then refuses and names a field that does not fit the schema.
+"""Conversion of manifests from and to JSON. The reader compares the manifest's SHA-256, then checks every field against the schema.
 
-Since format 1.15 a manifest ends with the field ``"sha256"``, which holds the SHA-256 of all bytes before its comma (``docs/format.md``, section 3).
+Since format 1.15 a manifest ends with the field ``"sha256"``, which holds the SHA-256 of all bytes before its comma (``docs/format.md``, section
+3).
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from .json_keys import unique_keys
 from .manifest import DEEPEST, FORMAT_VERSION, KNOWN_FEATURES, LARGEST_MANIFEST, Manifest
 
 SEALED_SINCE = (1, 15)
-"""The first format whose manifests end with their SHA-256."""
+"""The first format in which manifests end with their SHA-256."""
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\Z')
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The manifest as UTF-8 JSON that ends with its SHA-256. Fields keep their order: the same bytes for the same manifest."""
+    """Return the manifest as UTF-8 JSON that ends with its SHA-256. Fields keep their order: equal manifests have equal bytes."""
     return sealed(json.dumps(plain(manifest), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode())
 
 
 def sealed(text: bytes) -> bytes:
-    """The JSON object ``text`` with the field ``sha256`` added as its last one."""
+    """Return the JSON object ``text`` with the field ``sha256`` added at its end."""
     body = text.removesuffix(b"}")
     return body + b',"sha256":"%s"}' % hashlib.sha256(body).hexdigest().encode()
 
 
 def from_json(data: bytes) -> Manifest:
-    """Reads a manifest; :class:`PackageError` names the field where it is not one."""
+    """Read a manifest. :class:`PackageError` names the field that is wrong."""
     if len(data) > LARGEST_MANIFEST:
         raise PackageError(f"manifest.json has {len(data)} bytes; at most {LARGEST_MANIFEST} are read")
     seal = _SEAL.search(data)
@@ -74,12 +75,12 @@ def from_json(data: bytes) -> Manifest:
 
 
 def read_as(kind: type, value: Any) -> Any:
-    """The inverse of :func:`plain`; :class:`PackageError` names the field that is not as the schema says."""
+    """Invert :func:`plain`. :class:`PackageError` names the field that does not fit the schema."""
     return _decoder(kind, False)(value, None, 0)
 
 
 def plain(value: Any) -> Any:
-    """A dataclass of the schema as JSON values; fields that have their default are left out."""
+    """Return a dataclass of the schema as JSON values, without fields that have their default."""
     if dataclasses.is_dataclass(value):
         out = {}
         for f in dataclasses.fields(value):
@@ -106,14 +107,15 @@ def _no_constant(text: str) -> float:
 
 
 Path = tuple[Any, ...] | None
-"""Where in the document a value stands, innermost first: (step, the rest). Put into words only when something is wrong."""
+"""The place of a value in the document, innermost first: (step, the rest). It becomes text only for an error message."""
 
 Decoder = Callable[[Any, Path, int], Any]
 
 
 @cache
 def _decoder(kind: Any, strict: bool) -> Decoder:
-    """A function that turns a JSON value into a ``kind``, cached because packages hold thousands of values. ``strict``: refuse unknown fields."""
+    """Return a function that turns a JSON value into a ``kind``, cached because packages hold thousands of values. ``strict``: refuse unknown
+    fields."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         options = [(option, _later(option, strict)) for option in arguments]
@@ -185,7 +187,7 @@ def _dataclass_decoder(kind: Any, strict: bool) -> Decoder:
 
 
 def _later(kind: Any, strict: bool) -> Decoder:
-    """The decoder of ``kind``, looked up when it is first needed: a tree holds trees."""
+    """Return the decoder of ``kind``, looked up on first use because a tree contains trees."""
     if not (dataclasses.is_dataclass(kind) or typing.get_origin(kind) is tuple):
         return _decoder(kind, strict)
     return lambda value, path, depth: _decoder(kind, strict)(value, path, depth)

@@ -1,4 +1,4 @@
-"""The options of an optimizer's parameter groups, which a manifest holds as JSON, and the intervals in which compiled code holds."""
+"""The options of an optimizer's parameter groups, stored in a manifest as JSON, and the intervals that compiled code supports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .manifest import GroupSpec, Interval
 
 
 def options_of(spec: GroupSpec) -> dict[str, Any]:
-    """The options as they were at export; :class:`PackageError` where they are no JSON object."""
+    """Return the options at export. Raise :class:`PackageError` if they are not a JSON object."""
     return options_in(spec.options, "the options of a parameter group")
 
 
 def options_in(text: str, what: str) -> dict[str, Any]:
-    """The options that ``text`` holds; ``what`` is what errors call them."""
+    """Return the options in ``text``. Errors call them ``what``."""
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -26,7 +26,7 @@ def options_in(text: str, what: str) -> dict[str, Any]:
 
 
 def inside(value: float, interval: Interval) -> bool:
-    """Whether ``value`` lies in ``interval``."""
+    """Return whether ``value`` lies in ``interval``."""
     low, high = interval.low, interval.high
     above = low is None or value > low or (value == low and not interval.low_open)
     return above and (high is None or value < high or (value == high and not interval.high_open))

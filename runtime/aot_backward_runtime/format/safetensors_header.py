@@ -1,6 +1,6 @@
-"""The header of a safetensors file: 8 bytes of little-endian length, then JSON. Read strictly, and written so that data can be mapped.
+"""The header of a safetensors file: 8 bytes of little-endian length, then JSON. It is read strictly, and written so that data can be mapped.
 
-The format: https://github.com/huggingface/safetensors, README, "Format". The runtime reads it itself to need no second native library.
+The format: https://github.com/huggingface/safetensors, README, "Format". The runtime parses it itself to avoid a second native library.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from ..errors import PackageError
 from .json_keys import unique_keys
 
-ALIGNMENT = 64  # bytes; what PyTorch's own allocator gives
+ALIGNMENT = 64  # bytes; the alignment of PyTorch's own allocator
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
-METADATA = "__metadata__"  # no tensor may be called so
+METADATA = "__metadata__"  # no tensor may have this name
 FROM_PYTORCH = {"format": "pt"}
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -26,13 +26,13 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
-"""PyTorch's name of a dtype, and the format's. ``complex128``, which it lacks, is stored as F64 with a last dimension of 2."""
+"""PyTorch's name of a dtype, and the format's. ``complex128``, which the format lacks, is stored as F64 with a last dimension of 2."""
 BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}  # else 1
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the file: the format's name of its dtype, its shape, and its bytes as offsets into the data."""
+    """A tensor of the file: its dtype as the format names it, its shape, and its bytes as offsets into the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,29 +42,29 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """What a header says. ``size`` is that of the whole file which it describes."""
+    """The contents of a header. ``size`` is the size of the whole file that it describes."""
 
     tensors: dict[str, Stored]  # in the order of their bytes
     metadata: dict[str, str]
-    start: int  # of the data, in the file
+    start: int  # offset of the data in the file
     size: int
 
 
 def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """How a tensor of PyTorch's ``dtype`` is stored: the format's dtype, "" where it has none, and shape."""
+    """Return how a tensor of PyTorch's ``dtype`` is stored: the format's dtype ("" if it has none) and shape."""
     return ("F64", (*shape, 2)) if dtype == "complex128" else (DTYPES.get(dtype, ""), shape)
 
 
 def size_of(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a tensor; ``dtype`` is the format's."""
+    """Return the bytes of a tensor; ``dtype`` is the format's."""
     return math.prod(shape) * BYTES.get(dtype, 1)
 
 
 def write_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = FROM_PYTORCH) -> tuple[bytes, list[str]]:
-    """The header for tensors of these (format's) dtypes and shapes, and the order in which their data must follow.
+    """Return the header for tensors of these (format's) dtypes and shapes, and the order in which their data must follow.
 
-    A tensor whose size is a multiple of 64 comes before one whose size is a multiple of 32 only, and so on, because the format allows no
-    gaps: then each lies at a multiple of the largest power of two, up to 64, that divides its size."""
+    The format allows no gaps. So a tensor whose size is a multiple of 64 comes before one whose size is only a multiple of 32, and so on: each then
+    lies at a multiple of the largest power of two, up to 64, that divides its size."""
 
     def largest_divisor(size: int) -> int:
         return math.gcd(size, ALIGNMENT)
@@ -82,7 +82,7 @@ def write_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: M
 
 
 def read_header(data: bytes | memoryview) -> tuple[dict[str, Stored], int]:
-    """The tensors of the file ``data``, in the order of their bytes, and where those begin. :class:`PackageError` names the tensor."""
+    """Return the tensors of the file ``data``, in the order of their bytes, and the offset of the first. :class:`PackageError` names the tensor."""
     length = _length(bytes(data[:8]), len(data))
     header = parse_header(bytes(data[8 : 8 + length]))
     if header.size != len(data):
@@ -91,13 +91,13 @@ def read_header(data: bytes | memoryview) -> tuple[dict[str, Stored], int]:
 
 
 def read_header_text(file: BinaryIO, size: int) -> bytes:
-    """The header's JSON as it stands in ``file``, of ``size`` bytes, which is left at the data."""
+    """Return the header's JSON from ``file``, of ``size`` bytes. The file position is then at the start of the data."""
     length = _length(file.read(8), size)
     return file.read(length)
 
 
 def parse_header(text: bytes) -> Header:
-    """What a header's JSON says, checked against itself; whether the file is as long as it says is the caller's to check."""
+    """Parse a header's JSON and check its consistency. The caller checks that the file's length is the stated one."""
     try:
         raw = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
@@ -135,7 +135,7 @@ def _stored(name: str, value: Any) -> Stored:
         raise PackageError(f"tensor {name!r}: {str(value)[:80]} is not a dtype, a shape and two offsets")
     if dtype not in DTYPES.values():
         raise PackageError(f"tensor {name!r}: dtype {dtype[:20]!r} is unknown")
-    # Strides are products of sizes even where another size is 0, so an empty tensor can overflow as well.
+    # Strides are products of sizes even if another size is 0, so an empty tensor can overflow as well.
     if len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 1 << 60:
         raise PackageError(f"tensor {name!r}: its shape is too large")
     if end - begin != size_of(dtype, shape):

@@ -1,8 +1,8 @@
-"""Where the members of a package lie, read with more rigour than :mod:`zipfile` has.
+"""The location of each member of a package, read more strictly than by :mod:`zipfile`.
 
-``zipfile`` accepts bytes before, between and after members, takes the last of two members of one name, ignores what local headers say,
-and believes sizes. A package is a zip file in the narrow form of ``docs/format.md``, section 1; anything else is refused here, before
-memory is allocated by a size that the file states. Layouts: PKWARE APPNOTE 6.3, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16, 4.5.3.
+``zipfile`` accepts bytes before, between and after members, takes the last of two members of one name, ignores the contents of local headers, and
+trusts sizes. A package is a zip file in the narrow form of ``docs/format.md``, section 1. This module refuses anything else before it allocates
+memory by a size that the file states. Layouts: PKWARE APPNOTE 6.3, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16, 4.5.3.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import PackageError
 
-PADDING = 0x4246  # id of the extra field by which PyTorch, and the writer of packages, align data
+PADDING = 0x4246  # id of the extra field with which PyTorch and the package writer align data
 _ZIP64 = 1
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -40,7 +40,7 @@ class Place:
 
 
 def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
-    """``size`` bytes from ``offset``, without moving the descriptor's own position, so that threads and forks can share it."""
+    """Return ``size`` bytes from ``offset``. The descriptor's own position does not move, so threads and forks can share it."""
     parts = []
     try:
         while size and (part := os.pread(fd, size, offset)):
@@ -55,7 +55,7 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
 
 
 def read_into(fd: int, offset: int, memory: memoryview, path: Path) -> None:
-    """:func:`read_at` into ``memory``, all of it."""
+    """Fill ``memory`` with bytes from ``offset``, as :func:`read_at`."""
     try:
         while memory and (read := os.preadv(fd, [memory], offset)):  # at most 2 GiB at once
             offset += read
@@ -71,7 +71,7 @@ def _cut_short(path: Path, offset: int) -> PackageError:
 
 
 def read_directory(fd: int, size: int, path: Path) -> dict[str, Place]:
-    """The members of the archive of ``size`` bytes behind ``fd``, in their order; ``path`` is for messages."""
+    """Return the members of the archive of ``size`` bytes behind ``fd``, in their order; ``path`` is for messages."""
     return _Directory(fd, size, path).read()
 
 
@@ -111,7 +111,7 @@ class _Directory:
         return places
 
     def end_record(self) -> tuple[int, int, int]:
-        """Number of members, and offset and length of the central directory, which ends where the end records begin."""
+        """Return the number of members, and offset and length of the central directory, which ends where the end records begin."""
         if self.size < _END.size:
             raise self.cut_short()
         end = self.size - _END.size
@@ -136,7 +136,7 @@ class _Directory:
         return count64, start64, length64
 
     def central_entry(self, central: bytes, position: int, limit: int) -> tuple[str, int, Place, int]:
-        """Name, offset of the local header, place of the data, and position of the next entry."""
+        """Return name, offset of the local header, place of the data, and position of the next entry."""
         fields = _CENTRAL.unpack_from(central, position)
         magic, made_by, _, flags, method, time, date, crc, stored, size, n_name, n_extra, n_comment, disk, _, mode, header = fields
         position += _CENTRAL.size
@@ -179,7 +179,7 @@ class _Directory:
         return name
 
     def zip64_field(self, name: str, data: bytes, known: set[int]) -> bytes:
-        """The content of the zip64 field, where there is one."""
+        """Return the content of the zip64 field, if there is one."""
         found: dict[int, bytes] = {}
         while data:
             kind, length = struct.unpack_from("<HH", data) if len(data) >= 4 else (-1, 0)
@@ -197,7 +197,7 @@ class _Directory:
         return tuple(next(true) if v == _WIDE else v for v in values)
 
     def cut_short(self) -> PackageError:
-        """Names the member at which a file without an end record stops, by walking the local headers."""
+        """Walk the local headers of a file without an end record, and return an error that names the member at which it stops."""
         if self.size < _LOCAL.size or self.at(0, 4) != struct.pack("<I", _LOCAL_MAGIC):
             return self.wrong(f"not a zip archive ({self.size} bytes)")
         offset, last = 0, ""

@@ -1,1 +1,1 @@
-"""Compiled libraries and what their calls need: guards on arguments, plans of a call, weights bound to a library."""
+"""Compiled libraries and their calls: guards on arguments, call plans, weights bound to a library."""

@@ -1,4 +1,4 @@
-"""The parameters and buffers that an entry's libraries are bound to: what fits, and whether anything has changed since the last call."""
+"""The parameters and buffers that an entry's libraries are bound to: check that they fit, and notice changes between calls."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class BoundState:
         keys = [s.weight for s in entry.state]
         self.owned = [key not in keys[:i] for i, key in enumerate(keys)]  # False for the later names of a tie
         self.targets = [f"parameter:{name}" for name in self.names]
-        """The names of tensors as what a gradient is asked of."""
+        """The names of the tensors as gradient targets."""
         self.wrt = [(i, self.targets[i]) for i, owned in enumerate(self.owned) if owned]
-        """Each distinct tensor's place, and such a name."""
+        """The index and the target name of each distinct tensor."""
         self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
         self._fixed = dict(fixed)
-        self._looks: list[_Look] = []  # of the same addresses, the last first; replaced as a whole: threads may call side by side
+        self._looks: list[_Look] = []  # all at the same addresses, the latest first; replaced as a whole, because threads may call concurrently
 
     def copy(self) -> BoundState:
-        """The same contract, bound to nothing yet."""
+        """Return an unbound copy of the contract."""
         out = copy.copy(self)
         out._looks = []
         return out
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
-        """``current``: the tensors of :attr:`names` now. New ones are checked first; where they do not fit, the old binding stays."""
+        """Return the binding of ``current``, the present tensors of :attr:`names`. Check new ones first; if they fail, keep the old binding."""
         try:
             addresses = tuple(map(torch.Tensor.data_ptr, current))
-        except (RuntimeError, TypeError, ValueError):  # one without memory, None, or an UninitializedParameter
+        except (RuntimeError, TypeError, ValueError):  # a tensor without memory, None, or an UninitializedParameter
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec, self._device)
             raise
@@ -59,26 +59,26 @@ class BoundState:
         tensors = self.check(current)
         own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
         before = self._requiring(current)
-        # new memory may lie where memory that was resized lay, and tensors of the old are what libraries have: they are bound to the new ones
+        # New memory may lie at the address of resized memory, which the libraries still hold: bind them to the new tensors.
         look = _Look(Fast(own), (tensors, looks[0].binding[1] if stayed else addresses), HeldStorages(own))
-        look.asked = before if before == self._requiring(current) else None  # another thread sets it meanwhile
+        look.asked = before if before == self._requiring(current) else None  # another thread may set requires_grad meanwhile
         self._looks = [look, *looks[: _MAX_LOOKS - 1]] if stayed else [look]
         return look.binding
 
     def asked(self, binding: Binding) -> list[int] | None:
-        """The places of the distinct tensors that require gradients where :meth:`refresh` gave that binding; None where that is not sure."""
+        """Return the indices of the distinct tensors that require grad under that binding of :meth:`refresh`, or None if unknown."""
         return next((look.asked for look in self._looks if look.binding is binding), None)
 
     def check(self, current: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``current``, and what is fixed, by weight key; :class:`WeightsError` where libraries could not be bound to it."""
+        """Return ``current`` and the constants by weight key. Raise :class:`WeightsError` if libraries cannot be bound to them."""
         tensors, first = dict(self._fixed), dict[str, torch.Tensor]()
         for tensor, (name, key, spec) in zip(current, self._weights, strict=True):
             check_weight(name, tensor, spec, self._device)
             if key not in tensors:
-                tensors[key] = tensor.detach()  # this memory, also if the parameter is given other memory (.data = …) later
+                tensors[key] = tensor.detach()  # keeps this memory even if the parameter's .data is replaced later
                 first[key] = tensor
             elif tensors[key].data_ptr() != tensor.data_ptr() or (
-                tensor is not first.get(key, tensor) and (tensor.requires_grad or first[key].requires_grad)  # each gets a gradient of its own
+                tensor is not first.get(key, tensor) and (tensor.requires_grad or first[key].requires_grad)  # each gets its own gradient
             ):
                 tied = next(n for n, k, _ in self._weights if k == key)
                 raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
@@ -88,8 +88,8 @@ class BoundState:
         return [i for i, _ in self.wrt if current[i].requires_grad]
 
     def _look_the_same(self, current: Sequence[torch.Tensor], look: _Look) -> bool:
-        """In C, but for ties, whose later names must hold the very tensor of the first (the check in C takes no tensor twice). ``current`` has the
-        addresses that were bound: the objects that passed last are then no nested tensors."""
+        """Return whether ``current`` matches ``look``. The check is in C, except for ties: later names must hold the same object as the first (the C
+        check takes no tensor twice). ``current`` has the bound addresses, so objects that passed last are not nested tensors."""
         ids = list(map(id, current))
         if self._ties:
             if not all(current[i] is current[first] for i, first in self._ties):
@@ -104,12 +104,12 @@ class BoundState:
 
 
 _MAX_LOOKS = 4
-"""Of tensors at the same addresses, such as parameters that a script freezes and thaws in each step."""
+"""Kept per set of addresses, for example for parameters that a script freezes and thaws in each step."""
 
 
 class _Look:
-    """How the tensors of a binding look. ``ids``: of the objects that were last found to be plain tensors. Each has a binding of its own, of the same
-    addresses, so that what depends on the looks can be kept by the binding."""
+    """The metadata of a binding's tensors. ``ids``: ids of the objects that last passed as plain tensors. Each has its own binding, with the same
+    addresses, so that data that depends on the metadata can be kept by binding."""
 
     __slots__ = ("asked", "binding", "fast", "ids", "storages")
 
@@ -120,7 +120,7 @@ class _Look:
 
 
 def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, device: torch.device | None = None) -> None:
-    """:class:`WeightsError` where native code compiled for ``spec``, which runs on ``device``, could not read ``tensor``."""
+    """Raise :class:`WeightsError` if native code compiled for ``spec`` and running on ``device`` cannot read ``tensor``."""
     if tensor is None:
         raise WeightsError(f"{name} is None, and compiled code reads it: give it a tensor of shape {spec.shape}, or load the package again")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch_api.is_functorch_wrapped(tensor):

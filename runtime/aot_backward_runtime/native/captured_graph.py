@@ -17,8 +17,8 @@ class CapturedGraph:
     """One capture: the inputs that a call copies into, and the outputs that a replay overwrites."""
 
     def __init__(self, inputs: Sequence[torch.Tensor], fixed: frozenset[int], replay: Callable[[], None], outputs: list[torch.Tensor], pool: Any):
-        """``fixed``: addresses of inputs that are read in place. ``pool``: a memory pool of its own, in which no other graph writes but its
-        backward's; or None."""
+        """``fixed``: addresses of inputs that are read in place. ``pool``: the graph's own memory pool, which it shares only with its
+        backward's graph; or None."""
         self.inputs, self.outputs, self._replay, self.pool = inputs, outputs, replay, pool
         self._fixed = [i for i, t in enumerate(inputs) if t.data_ptr() in fixed]
         self._copied = [(i, _without_expansion(t)) for i, t in enumerate(inputs) if t.numel() and i not in self._fixed]
@@ -29,23 +29,23 @@ class CapturedGraph:
         self._plain = [shared[t.untyped_storage().data_ptr()] < 2 and torch.empty_like(t).stride() == t.stride() for t in outputs]
 
     def addresses(self) -> frozenset[int]:
-        """Of its inputs and outputs."""
+        """Return the addresses of its inputs and outputs."""
         return frozenset(t.data_ptr() for t in (*self.inputs, *self.outputs) if t.numel())
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a backward that reads its outputs is still to come."""
+        """True if a backward that reads its outputs is still to come."""
         return self._reader() is not None
 
     def keep_for(self, reader: Any) -> None:
-        """Until :meth:`release`, or as long as ``reader`` lives, the graph must not be replayed."""
+        """Forbid replays until :meth:`release` or until ``reader`` is gone."""
         self._reader = weakref.ref(reader)
 
     def release(self) -> None:
         self._reader = _nobody
 
     def reads_from(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether the inputs that are read in place are where they were at the capture."""
+        """Return whether the inputs that are read in place have their addresses of the capture."""
         return all(given[i].data_ptr() == self.inputs[i].data_ptr() for i in self._fixed)
 
     def replay(self, given: Sequence[torch.Tensor]) -> None:
@@ -55,7 +55,7 @@ class CapturedGraph:
         self._replay()
 
     def copies(self, which: Iterable[int] | None = None) -> list[torch.Tensor]:
-        """The outputs, with copies of all of them, or of those of the numbers ``which``. Where outputs share memory, so do the copies."""
+        """Return the outputs, with copies of all, or of the indices ``which``. If outputs share memory, so do the copies."""
         out = list(self.outputs)
         places, sources = [], []
         storages: dict[int, torch.UntypedStorage] = {}
@@ -80,22 +80,22 @@ class PooledOutputs:
     """The outputs of a forward that stay in the memory pool of its graph until the backward has read them."""
 
     def __init__(self, graph: CapturedGraph, operands: Iterable[tuple[str, Any]], lock: AbstractContextManager[Any], in_order: Callable[[], None]):
-        """``operands``: what the graph's inputs are. ``lock``, ``in_order``: of :class:`.cuda_graphs.Graphs`."""
+        """``operands``: the parsed operands of the graph's inputs. ``lock``, ``in_order``: from :class:`.cuda_graphs.Graphs`."""
         self.graph, self._lock, self._in_order = graph, lock, in_order
         self._inputs = {where: graph.inputs[i] for i, (kind, where) in enumerate(operands) if kind == "input"}
 
     def input(self, number: int, given: torch.Tensor) -> torch.Tensor:
-        """The static tensor that the forward read as input ``number``; ``given`` where it did not read it."""
+        """Return the static tensor that the forward read as input ``number``, or ``given`` if it did not read it."""
         return self._inputs.get(number, given)
 
     def with_copies(self, which: Iterable[int]) -> list[torch.Tensor]:
-        """The outputs, with copies of those of the numbers ``which``, which go to the caller."""
+        """Return the outputs, with copies at the indices ``which``, for the caller."""
         with self._lock:
             self._in_order()
             return self.graph.copies(which)
 
     def release(self) -> None:
-        """The graph may be replayed again."""
+        """Allow replays of the graph again."""
         self.graph.release()
 
 
@@ -104,14 +104,14 @@ def _nobody() -> None:
 
 
 def static_input(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same strides, with the values copied: a capture may read sizes from values."""
+    """Return a copy with the same strides and values: a capture may read sizes from values."""
     place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     _without_expansion(place).copy_(_without_expansion(tensor))
     return place
 
 
 def _without_expansion(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with each expanded dimension (stride 0) narrowed to its first index."""
+    """Return ``tensor`` with each expanded dimension (stride 0) narrowed to its first index."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -1,13 +1,13 @@
 """CUDA graphs of compiled code: ``load(path, cudagraphs=True)``.
 
-A CUDA graph is a list of launches at fixed addresses, which one call replays. Parameters, buffers and the optimizer's state stay where they are. Each
-other input has a static copy, which a call fills; outputs are static too, and the caller gets copies of them, since the next replay overwrites them.
-A forward whose backward is to come leaves its saved tensors in its graph's memory pool, without a copy, and is not replayed until the backward has
-read them: its graph shares that pool with its backward's alone, since graphs of one pool write where another's outputs are. All other graphs of a
-package share one pool, which is sound because no two run at once, and their outputs are copied before the next replay.
+A CUDA graph is a list of launches at fixed addresses that one call replays. Parameters, buffers and optimizer state are read in place. Each
+other input has a static copy, which a call fills. Outputs are static too: the caller gets copies, because the next replay overwrites them.
+A forward that awaits its backward leaves its saved tensors in its graph's memory pool, without a copy, and is not replayed until the backward has
+read them. Its graph shares that pool only with its backward, because graphs of one pool overwrite each other's outputs. All other graphs of a
+package share one pool. This is sound because no two run at once, and their outputs are copied before the next replay.
 
-The first call at a list of shapes runs as without graphs (kernels are loaded, workspaces made), the second is captured. What cannot be captured, or
-not now, runs as without graphs; :class:`GraphReport` counts it with the reason.
+The first call at a list of shapes runs without a graph (it loads kernels and makes workspaces); the second is captured. Calls that cannot be
+captured run without a graph; :class:`GraphReport` counts them by reason.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .library import Binding, Library
 
 SHAPES = 64  # lists of shapes of one library that have graphs
 WAITING = 4  # forwards of one list of shapes that may wait for their backward
-TRIES = 2  # after so many captures that failed a library is left alone
+TRIES = 2  # failed captures of a library before it is no longer captured
 
 WARM_UP = "the first call at its shapes"
-_CAPTURE = threading.RLock()  # torch.cuda.graph: one capture at a time in a process, whichever package it is for
+_CAPTURE = threading.RLock()  # torch.cuda.graph allows one capture at a time per process
 
 
 @dataclass
 class GraphReport:
-    """What became of the calls of a package's compiled graphs: ``captured`` and ``replayed`` as CUDA graphs; ``plain``, without, by reason."""
+    """Counts of a package's graph calls: ``captured`` and ``replayed`` as CUDA graphs; ``plain`` (without a CUDA graph) by reason."""
 
     captured: int = 0
     replayed: int = 0
@@ -52,24 +52,24 @@ class GraphReport:
 
 
 class Recorder(Protocol):
-    """What captures: a GPU, or what stands for one in a test."""
+    """Interface of the object that captures: a GPU, or its stand-in in a test."""
 
     def why_not_capturable(self) -> str:
-        """Why nothing may be captured or replayed now; "" where nothing stands against it."""
+        """Return why nothing may be captured or replayed now, or ""."""
 
     def in_order(self) -> None:
-        """Has what comes next wait for what was replayed last."""
+        """Make later work wait for the last replay."""
 
     def pool(self) -> Any:
-        """Memory for graphs of which one may write where results of another lie."""
+        """Return a memory pool for graphs that may overwrite each other's results."""
 
     def capture(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
-        """What replays ``call``, and the results that each replay overwrites, in ``pool``; None: the one of all that is copied at once. Nothing has
-        run yet."""
+        """Return the function that replays ``call``, and the results in ``pool`` that each replay overwrites. None is the shared pool, for
+        results that are copied at once. Capturing runs nothing."""
 
 
 class Gpu:
-    """Captures on a stream of its own."""
+    """A recorder that captures on its own stream."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -79,7 +79,7 @@ class Gpu:
             self._begin()
 
     def _begin(self) -> None:
-        """A new pool and stream. A graph of nothing much stays as long as this: a pool ends with its last graph, whatever else lies in it."""
+        """Create a pool and a stream. A tiny graph is kept, because a pool is freed with its last graph even if other memory lies in it."""
         with torch.cuda.device(self._device):
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         self._kept.append(self._captured(lambda: [torch.zeros(1, device=self._device)], self._pool))
@@ -105,8 +105,8 @@ class Gpu:
         try:
             return self._captured(call, pool)
         except RuntimeError as error:
-            # torch.cuda.graph is left half-way: its stream is the current one, the allocator goes on filling the pool, and the generator of random
-            # numbers believes that it is captured, until a capture comes to its end
+            # A failed torch.cuda.graph is not undone: its stream stays current, the allocator keeps filling the pool, and the random number generator
+            # stays in capture mode until a capture ends.
             torch.cuda.set_stream(before)
             torch_api.end_allocating_to_pool(self._device, pool)
             self._begin()
@@ -117,14 +117,14 @@ class Gpu:
         capture = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self._device):
             with torch.cuda.stream(self._stream):
-                torch.cuda.current_blas_handle()  # its workspace outlives the graph, and may not lie in the pool
+                torch.cuda.current_blas_handle()  # its workspace outlives the graph and must not lie in the pool
             with capture:
                 results = call()
         return graph.replay, results
 
 
 class Graphs:
-    """What the libraries of one loaded package share."""
+    """State that the libraries of one loaded package share."""
 
     def __init__(self, recorder: Recorder):
         self.recorder, self.report, self.lock = recorder, GraphReport(), threading.RLock()
@@ -143,7 +143,7 @@ class _At:
 
 
 class GraphedLibrary(Library):
-    """``inner``, replayed as CUDA graphs where that can be done."""
+    """``inner``, replayed as CUDA graphs if possible."""
 
     pools_outputs = True
 
@@ -151,8 +151,8 @@ class GraphedLibrary(Library):
         super().__init__(inner.path, inner.spec, inner.device)
         self.inner, self._graphs = inner, graphs
         self._at: dict[tuple[torch.Size, ...], _At] = {}
-        self._ran: set[tuple[torch.Size, ...]] = set()  # shapes of backwards that have run without
-        self._generation = 0  # counts where the constants have lain
+        self._ran: set[tuple[torch.Size, ...]] = set()  # shapes of backwards that have run without a graph
+        self._generation = 0  # incremented when the constants move
         self._failed = 0
         self._unfit = ""
 
@@ -164,7 +164,7 @@ class GraphedLibrary(Library):
         if moved:
             with self._graphs.lock:
                 self._at.clear()
-                self._ran.clear()  # what a library does once for its constants must not come first in a capture
+                self._ran.clear()  # a library's one-time work on its constants must not be captured
                 self._generation += 1
         return moved
 
@@ -219,21 +219,21 @@ class GraphedLibrary(Library):
             return graph.copies()
 
     def _for_shapes(self, inputs: Sequence[torch.Tensor], pooled: bool = False) -> CapturedGraph | None:
-        """``pooled``: its outputs stay in a pool of their own while other graphs are replayed."""
+        """Return the graph for the shapes of ``inputs``. ``pooled``: its outputs stay in their own pool while other graphs are replayed."""
         key = _shapes(inputs)
         at = self._at.get(key)
         if at is None:
             if sum(bool(known.graphs) for known in self._at.values()) >= SHAPES:
                 self._graphs.plain(f"more than {SHAPES} lists of shapes")
                 return None
-            if len(self._at) >= 16 * SHAPES:  # most have come once, and may be forgotten
+            if len(self._at) >= 16 * SHAPES:  # most came only once
                 self._at = {k: known for k, known in self._at.items() if known.graphs}
             at = self._at[key] = _At()
         return self._at_hand(at, inputs, pooled)
 
     def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], pooled: bool = False, forward: CapturedGraph | None = None) -> CapturedGraph | None:
-        """A graph that may be replayed now, captured if need be; None, and counted, where there is none. ``forward``: the graph whose outputs a
-        backward reads."""
+        """Return a graph that may be replayed now, captured if necessary. If there is none, count the reason and return None. ``forward``: the graph
+        that made the outputs that a backward reads."""
         if not self._unfit and (unsafe := [name for name in self.spec.operators if _unsafe(name)]):
             self._unfit = f"{unsafe[0]} is tagged torch.Tag.cudagraph_unsafe"
         if reason := self._unfit or self._graphs.recorder.why_not_capturable():
@@ -257,7 +257,7 @@ class GraphedLibrary(Library):
             return None
         recorder, fixed = self._graphs.recorder, forward.addresses() if forward is not None else frozenset[int]()
         pool = forward.pool if forward is not None else recorder.pool() if pooled else None
-        with torch.inference_mode(False), torch.no_grad():  # what an inference creates could not be written to outside of one
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be written to outside of inference mode
             static = [t if t.data_ptr() in fixed or not t.numel() else static_input(t) for t in inputs]
             try:
                 replay, outputs = recorder.capture(partial(self.inner.run, static), pool)
@@ -281,7 +281,7 @@ class GraphedLibrary(Library):
 
 @cache
 def _unsafe(operator: str) -> bool:
-    """Whether its registration says that it may not be captured."""
+    """Return whether ``operator`` is registered as unsafe to capture."""
     namespace, _, name = operator.partition("::")
     packet, _, overload = name.partition(".")
     return torch.Tag.cudagraph_unsafe in getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default").tags

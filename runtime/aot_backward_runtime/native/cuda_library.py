@@ -1,4 +1,4 @@
-"""Compiled graphs on a GPU: the device and the stream are the caller's, and what fails says in which state it left the GPU."""
+"""Compiled graphs on a GPU: they run on the caller's device and stream, and errors report the state of the GPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .library import Library, reason_of
 
 
 class CudaLibrary(Library):
-    """A library whose kernels run on :attr:`device`. Its memory is PyTorch's, from the caching allocator."""
+    """A library with kernels for :attr:`device`. Its memory comes from PyTorch's caching allocator."""
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Queues the graph on the current stream of its device. What only shows when the kernels run is raised by whatever waits for them next, as in
-        eager: with ``CUDA_LAUNCH_BLOCKING=1`` by this call."""
+        """Queue the graph on the current stream of its device. As in eager, the next synchronization raises errors of the kernels; with
+        ``CUDA_LAUNCH_BLOCKING=1`` this call raises them."""
         try:
-            with self.lock:  # one caller at a time: it was opened in its single-threaded form
+            with self.lock:  # one caller at a time: the container was opened single-threaded
                 if torch.cuda.current_device() == self.device.index:
                     return super().run(inputs)
                 with torch.cuda.device(self.device):  # the runner takes the current stream of the current device
@@ -37,20 +37,20 @@ class CudaLibrary(Library):
 
 
 def library_on(device: torch.device, path: Callable[[], Path], spec: LibrarySpec) -> Library:
-    """The compiled graph at ``path``, to be run on ``device``."""
+    """Return the compiled graph at ``path``, to run on ``device``."""
     return Library(path, spec, device) if device.type == "cpu" else CudaLibrary(path, spec, device)
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured."""
+    """Return whether the current stream is being captured."""
     try:
         return torch.cuda.is_current_stream_capturing()
-    except RuntimeError:  # after a fault every question to the GPU is answered with it
+    except RuntimeError:  # after a fault every CUDA call raises it
         return False
 
 
 def _condition(device: torch.device) -> str:
-    """Whether the GPU still answers, and how much memory is left: compiled code gives no reason of its own."""
+    """Return as text whether the GPU still answers, and its free memory: compiled code states no reason."""
     try:
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)

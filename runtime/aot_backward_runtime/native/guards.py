@@ -1,8 +1,8 @@
-"""Whether tensors fit what was compiled, before native code sees them.
+"""Guards: check that tensors fit the compiled code before it runs.
 
-AOTInductor checks nothing: a float64 tensor, a transposed one, or one of another size gives wrong numbers or a crash (docs/format.md).
-The check here has two speeds. :class:`Contract` compares everything in Python, words the error, and copies tensors of which only the strides
-differ. What it accepted without a copy is remembered as a :class:`Fast` check, which is one call into C for the whole list.
+AOTInductor checks nothing: a tensor of another dtype, size or layout gives wrong numbers or a crash (docs/format.md).
+There are two checks. :class:`Contract` compares everything in Python, makes the error message, and copies a tensor if only its strides
+differ. Tensors that it accepted without a copy give a :class:`Fast` check: one call into C for the whole list.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Contract:
-    """The recorded contract of a list of tensors: specs, the symbols in them, and guards on those."""
+    """The recorded contract of a list of tensors: specs, their symbols, and guards on the symbols."""
 
     def __init__(self, specs: Sequence[TensorSpec], symbols: Sequence[SymbolSpec], guards: Sequence[str], device: torch.device | None = None):
-        """``device``: which of the devices of its kind the code runs on; without one, any."""
+        """``device``: the device that the code runs on; None: any device of the recorded type."""
         self.specs, self.symbols, self.guards, self.device = tuple(specs), tuple(symbols), tuple(guards), device
         self.dtypes = tuple(dtype_of(s.dtype) for s in specs)
 
     def solve(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-        """The value of every symbol, read off ``tensors``; :class:`InputError` where a range, an equality or a guard does not hold."""
+        """Return the value of every symbol, read from ``tensors``. Raise :class:`InputError` if a range, an equality or a guard fails."""
         values: dict[str, int] = {}
         for symbol in self.symbols:
             size = self._size(symbol, tensors)
@@ -57,9 +57,9 @@ class Contract:
         return values
 
     def fit(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int] | None = None) -> tuple[list[torch.Tensor], dict[str, int], bool]:
-        """The tensors with the strides that the code was compiled for, the symbols' values, and whether none was copied.
+        """Return the tensors with the compiled strides, the symbols' values, and whether no tensor was copied.
 
-        ``values``: the symbols' values where they are known already (of incoming gradients).
+        ``values``: the symbols' values if they are known (for incoming gradients).
         """
         for tensor, spec, dtype in zip(tensors, self.specs, self.dtypes, strict=True):
             check_kind(tensor, spec, dtype, self.device)
@@ -76,7 +76,7 @@ class Contract:
         return out, found, untouched
 
     def words(self, guard: str) -> str:
-        """A guard with the symbols' own names in it."""
+        """Return a guard with the symbols' labels in it."""
         labels = {s.name: self._label(s.name) for s in self.symbols}
         guard = re.sub(r"\b[A-Za-z_]\w*", lambda m: labels.get(m[0], m[0]), guard)
         return guard.removeprefix("(").removesuffix(")") if guard.count("(") == 1 else guard
@@ -100,10 +100,10 @@ class Contract:
 
 
 class Fast:
-    """A check in C for tensors like those of a list that was accepted: type, dtype, device, sizes, strides, dispatch keys, requires_grad.
+    """A check in C for tensors like an accepted list: type, dtype, device, sizes, strides, dispatch keys, requires_grad.
 
-    It does not look at the storages, which can be shrunk under a tensor, or be smaller at an address that was good before. So their sizes and the
-    tensors' offsets in them are compared beside it.
+    The C check ignores storages, which can be shrunk under a tensor, or be smaller at an address that passed before. So :meth:`holds` also compares
+    their sizes and the tensors' offsets.
     """
 
     __slots__ = ("_aligned", "_needed", "_seen", "check")
@@ -119,22 +119,22 @@ class Fast:
 
     @property
     def addresses(self) -> list[int]:
-        """Of the tensors for which :meth:`holds` was true last."""
+        """The addresses of the tensors that last passed :meth:`holds`."""
         return self._seen[0]
 
     def looks_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors``, which may be any objects, look like those accepted, wherever their memory is."""
+        """Return whether ``tensors`` (any objects) match the accepted ones, ignoring addresses and storages."""
         for tensor in tensors:
-            # asked for the sizes of a strided nested tensor, the check in C throws through a frame that lets nothing out, and the process ends
+            # The C check aborts the process on a strided nested tensor: asking for its sizes throws through a noexcept frame.
             if type(tensor) not in _PLAIN or tensor.is_nested:
                 return False
         return self.check(*tensors)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether native code may have ``tensors``, which may be anything, as they are."""
+        """Return whether native code may read ``tensors`` (any objects) without a copy."""
         if not self.looks_alike(tensors):
             return False
-        if len(tensors) == 1:  # of most calls, and cheaper without lists
+        if len(tensors) == 1:  # the common case, cheaper without lists
             tensor = tensors[0]
             pointers, sizes, offsets = [tensor.data_ptr()], [len(tensor.untyped_storage())], [tensor.storage_offset()]
         else:
@@ -155,8 +155,8 @@ class Fast:
 
 
 class Same:
-    """A check for tensors that were accepted before: the same objects, which look as they did, on the memory that they had. It keeps that memory
-    alive, so that nothing else can lie at its addresses. Cheaper than :class:`Fast`, for what stays from call to call."""
+    """A check that accepted tensors are unchanged: the same objects with the same metadata and memory. It keeps that memory
+    alive, so that nothing else can use its addresses. It is cheaper than :class:`Fast`, for tensors that stay from call to call."""
 
     __slots__ = ("_check", "_pointers", "_sizes", "_storages", "tensors")
 
@@ -168,12 +168,12 @@ class Same:
         self._sizes = list(map(len, self._storages))
 
     def stayed(self) -> bool:
-        """Whether they are as they were."""
+        """Return whether the tensors are unchanged."""
         return self._check(*self.tensors) and list(map(_data_ptr, self.tensors)) == self._pointers and list(map(len, self._storages)) == self._sizes
 
 
 def check_ambient(ambient: Ambient, device: str) -> None:
-    """:class:`InputError` where autocast, determinism or matmul precision are not what the program was captured under."""
+    """Raise :class:`InputError` if autocast, determinism or matmul precision differ from the capture."""
     autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
     if autocast != ambient.autocast:
         raise InputError(
@@ -201,13 +201,13 @@ _offset = torch.Tensor.storage_offset
 
 
 def _alignment(tensor: torch.Tensor) -> int:
-    return 16 if tensor.is_cuda else tensor.itemsize  # Triton's vector loads; on CPU vectors load unaligned, scalars want their own size
+    return 16 if tensor.is_cuda else tensor.itemsize  # Triton's vector loads; on CPU only scalars must be aligned, to their size
 
 
 def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
-    """:class:`InputError` where ``tensor`` is of another type, layout, device, dtype or rank, or holds less than its sizes say.
+    """Raise :class:`InputError` if the type, layout, device, dtype or rank of ``tensor`` differs, or its storage is too small for its sizes.
 
-    ``device``: which of the devices of its kind the code runs on. A 0-d tensor on the CPU may stand for one on a GPU, as in eager."""
+    ``device``: the device that the code runs on. A 0-d CPU tensor is accepted for one on a GPU, as in eager."""
     dtype = dtype or dtype_of(spec.dtype)
     if type(tensor) not in _PLAIN:
         raise InputError(f"{spec.name} is a {type(tensor).__module__}.{type(tensor).__qualname__}; expected a plain torch.Tensor")
@@ -244,8 +244,8 @@ def _is_there(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | Non
 
 
 def with_strides(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int], device: torch.device | None = None) -> torch.Tensor:
-    """``tensor`` itself where it has the strides of ``spec`` and is aligned, else a copy that is so. A ZeroTensor, the zeros without memory that
-    forward-mode differentiation makes, becomes zeros that native code can read."""
+    """Return ``tensor`` if it has the strides of ``spec`` and is aligned, else a copy that has them. A ZeroTensor (zeros without memory, made by
+    forward-mode differentiation) becomes zeros that native code can read."""
     plain = tensor.resolve_conj().resolve_neg()
     if plain.device.type != spec.device:
         return plain.detach().to(device or spec.device)

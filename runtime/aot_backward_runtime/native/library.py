@@ -1,7 +1,7 @@
-"""One compiled graph: it is opened when it is first run, its constants are bound to tensors by pointer, and it is called.
+"""One compiled graph: open it at the first run, bind its constants to tensors by pointer, and call it.
 
-The containers are entered one caller at a time: ``run`` holds the interpreter lock from its first instruction to its last. Graphs with
-operators that go through the proxy executor can give it up in between, so those have a lock of their own.
+Only one caller at a time may enter a container. ``run`` holds the interpreter lock throughout. Graphs with operators that go
+through the proxy executor can release it in between, so they have their own lock.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .captured_graph import PooledOutputs
 from .memory import extent
 
 Binding = tuple[Mapping[str, torch.Tensor], tuple[int, ...]]
-"""The tensors that constants point at, by weight key, and the addresses of the entry's own. A library compares that tuple by identity: a new one has
-it bound again."""
+"""The tensors that constants point at, by weight key, and the addresses of the entry's own. A library compares that tuple by identity: a new tuple
+rebinds it."""
 NO_CONSTANTS: Binding = ({}, ())
-"""Of a library whose tensors are all arguments."""
+"""The binding of a library that takes all tensors as arguments."""
 
 
 class Library:
-    """One compiled graph, opened when it is first run. A copy (``deepcopy``) opens it again: constants are bound to each by itself."""
+    """One compiled graph, opened at its first run. A copy (``deepcopy``) opens it again, so that each copy binds its own constants."""
 
     def __init__(self, path: Callable[[], Path], spec: LibrarySpec, device: torch.device):
         self.path, self.spec, self.device = path, spec, device
@@ -39,14 +39,14 @@ class Library:
         self.lock = threading.RLock()
 
     pools_outputs = False
-    """Whether :meth:`run_forward` may leave its outputs in memory that later calls write."""
+    """True if :meth:`run_forward` may leave its outputs in memory that later calls write."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Library:
         return type(self)(self.path, self.spec, self.device)
 
     def bind(self, binding: Binding) -> bool:
-        """Points the constants at the tensors of ``binding``, unless it was bound to that tuple of addresses before (see :data:`Binding`). Returns
-        whether they were bound again."""
+        """Point the constants at the tensors of ``binding``, unless they are bound to that tuple of addresses (see :data:`Binding`). Return whether
+        they were bound again."""
         tensors, addresses = binding
         if self._bound is addresses:
             return False
@@ -55,7 +55,7 @@ class Library:
             self._check_layouts(tensors)
             self._runner = runner
         if self.spec.constants:
-            self._bound = None  # a binding that was interrupted is made again
+            self._bound = None  # an interrupted binding is made again
             bound = {c.name: tensors[c.weight].detach() for c in self.spec.constants}
             try:
                 self._runner.bind(bound)
@@ -66,14 +66,14 @@ class Library:
         return True
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Calls the graph. Inputs must have been checked; results are new tensors."""
+        """Call the graph. Inputs must have been checked; results are new tensors."""
         try:
             return self.raw_run(inputs)
         except RuntimeError as error:
             raise self.failed(error) from error
 
     def run_bound(self, binding: Binding, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """:meth:`bind`, and :meth:`run` before another thread can bind other tensors."""
+        """Call :meth:`bind` and :meth:`run`, before another thread can bind other tensors."""
         with self.lock:
             if self._bound is not binding[1]:
                 self.bind(binding)
@@ -84,29 +84,29 @@ class Library:
             return self._runner.run(inputs)
 
     def failed(self, error: RuntimeError) -> ExecutionError:
-        """The error to raise for one of native code."""
+        """Return the error to raise for an error of native code."""
         return ExecutionError(f"{self.spec.member}: native code failed ({reason_of(error)}); the next call may go well")
 
     def run_forward(
         self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], reader: Any, hooked: bool
     ) -> tuple[list[torch.Tensor], PooledOutputs | None]:
-        """:meth:`run` for a forward whose backward is to come. Where the results stay in a memory pool, nothing is written there until they are
-        released, or ``reader``, the call whose backward reads them, is gone. ``operands``: what the inputs are. ``hooked``: saved-tensor hooks get
-        hold of the results."""
+        """Call :meth:`run` for a forward that awaits its backward. If the results stay in a memory pool, nothing is written there until they are
+        released, or until ``reader``, the call with that backward, is gone. ``operands``: the parsed operands of the inputs. ``hooked``: saved-tensor
+        hooks receive the results."""
         return self.run(inputs), None
 
     def run_backward(self, inputs: list[torch.Tensor], pooled: PooledOutputs | None) -> list[torch.Tensor]:
-        """:meth:`run` for the backward of a forward that ran by :meth:`run_forward`, which gave ``pooled``."""
+        """Call :meth:`run` for the backward of a :meth:`run_forward` that returned ``pooled``."""
         return self.run(inputs)
 
     @property
     def is_one_call(self) -> bool:
-        """Whether :attr:`raw_run` is one call of C++, which an interrupt comes before or after, and never into."""
+        """True if :attr:`raw_run` is one C++ call, which no interrupt can split."""
         return not self.spec.operators
 
     @property
     def raw_run(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-        """What :meth:`run` calls, with errors as native code raises them; the library must have been bound."""
+        """The function that :meth:`run` calls, with native code's own errors. The library must have been bound."""
         return self._run_locked if self.spec.operators else self._runner.run
 
     def _load(self) -> Any:
@@ -118,8 +118,8 @@ class Library:
         return runner
 
     def _check_counts(self, stated: torch_api.Stated) -> None:
-        """:class:`IncompatibleError` where the library takes or gives another number of tensors than the manifest says: it would read beyond the
-        end of its arguments."""
+        """Raise :class:`IncompatibleError` if the library's number of inputs or outputs differs from the manifest: it would read past the end of
+        its arguments."""
         listed = (len(self.spec.inputs), len(self.spec.outputs))
         if (stated.inputs, stated.outputs) != listed:
             raise IncompatibleError(
@@ -138,8 +138,8 @@ class Library:
         return runner
 
     def _check_layouts(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """:class:`IncompatibleError` where a constant's strides spread it over more memory than it had when the library was compiled, or expand it
-        over less. The library states that memory alone, not its strides; a tensor that was part of a larger one had more."""
+        """Raise :class:`IncompatibleError` if a constant's strides span more memory than when the library was compiled, or expand it over less.
+        The library states only that memory size, not the strides; a tensor that was part of a larger one had more."""
         if self._stated is None:
             return
         for constant in self.spec.constants:
@@ -164,7 +164,7 @@ class Library:
 
 
 def _described(tensor: torch.Tensor, layout: str) -> str:
-    """``float32 [2,3] [3,1]``; where a dimension has one element, its stride does not matter and is that of ``layout``."""
+    """Return ``float32 [2,3] [3,1]``. A dimension of one element takes its stride from ``layout``, because it does not matter."""
     theirs = layout.rpartition("[")[2].rstrip("]").split(",")
     theirs = theirs if len(theirs) == tensor.dim() else list(map(str, tensor.stride()))
     strides = [their if n <= 1 else str(s) for n, s, their in zip(tensor.shape, tensor.stride(), theirs, strict=True)]
@@ -176,7 +176,7 @@ _INDEX = re.compile(r"index out of bounds|out of range")
 
 
 def reason_of(error: BaseException) -> str:
-    """What native code says, in one line: its own text goes on with the stack. Kernels are named after the operators that were fused into them."""
+    """Return native code's message in one line, without its stack. Kernels are named after the operators fused into them."""
     if isinstance(error, ExecutionError) and error.__cause__ is not None:
         return reason_of(error.__cause__)
     text = str(error)

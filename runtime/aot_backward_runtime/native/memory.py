@@ -12,20 +12,20 @@ import torch
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last."""
+    """Return the bytes from the first element to the end of the last."""
     if tensor.numel() == 0:
         return 0
     return (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
 
 
 def room(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the storage; negative where the storage ends before."""
+    """Return the bytes from the first element to the end of the storage; negative if the storage ends before it."""
     return tensor.untyped_storage().nbytes() - int(tensor.storage_offset()) * tensor.itemsize
 
 
 class HeldStorages:
-    """The storages of tensors that native code was bound to. They are kept alive, so that their memory is not used for anything else, unless one is
-    resized: that gives it other memory, and the old to whoever asks next."""
+    """The storages of tensors that native code was bound to. They are kept alive so that their memory is not reused. Resizing a storage
+    still moves it and frees the old memory."""
 
     __slots__ = ("_addresses", "_sizes", "_storages")
 
@@ -35,7 +35,7 @@ class HeldStorages:
         self._sizes = list(map(len, self._storages))
 
     def resized(self) -> bool:
-        """Whether the memory of one is another than it was, or has another size."""
+        """Return whether the address or size of a storage changed."""
         return list(map(len, self._storages)) != self._sizes or list(map(_address, self._storages)) != self._addresses
 
 
@@ -43,9 +43,9 @@ _address = torch.UntypedStorage.data_ptr
 
 
 class Ranges:
-    """The memory that named tensors span, to be asked whether another tensor reaches into it.
+    """The memory that named tensors span, to test whether another tensor overlaps it.
 
-    By addresses, not by storages: arrays of NumPy, and tensors made of them, have storages of their own on the same memory.
+    It compares addresses, not storages: tensors made from one NumPy array have separate storages on the same memory.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]):
@@ -57,45 +57,45 @@ class Ranges:
         self._starts_after: list[float] = [*self._starts, math.inf]
 
     def overlap(self) -> tuple[str, str] | None:
-        """Two of the tensors that reach into each other, or None."""
+        """Return the names of two tensors that overlap, or None."""
         for i in range(1, len(self._starts)):
             if self._starts[i] < self._ends[i - 1]:
                 return self.names[i - 1], self.names[i]
         return None
 
     def apart_from(self, addresses: Sequence[int], extents: Sequence[int]) -> bool:
-        """Whether none of them reaches into memory that begins at ``addresses`` and has as many bytes as ``extents`` says; it may also be False for
-        one of no bytes. Only where none of them :meth:`overlap`. Without a loop of Python: some 0.3 µs for an address."""
+        """Return whether no tensor overlaps the memory of ``extents`` bytes at ``addresses``; it may be False for one of 0 bytes.
+        The tensors must not :meth:`overlap` each other. There is no Python loop: it takes about 0.3 µs an address."""
         places = list(map(bisect_right, repeat(self._starts), addresses))
         begin_behind = all(map(le, map(self._ends_before.__getitem__, places), addresses))
         return begin_behind and all(map(le, map(add, addresses, extents), map(self._starts_after.__getitem__, places)))
 
     def reached_by(self, tensor: torch.Tensor) -> str:
-        """The name of one that ``tensor`` reaches into, or "". Only where none of them :meth:`overlap`."""
+        """Return the name of a tensor that ``tensor`` overlaps, or "". The tensors must not :meth:`overlap` each other."""
         start = tensor.data_ptr()
         i = bisect_right(self._starts, start)
         if i and start < self._ends[i - 1] and tensor.numel():
             return self.names[i - 1]
-        # the storage ends behind the tensor, and is asked sooner
+        # The storage ends after the tensor, and its size is cheaper to get.
         if i < len(self._starts) and self._starts[i] - start < tensor.untyped_storage().nbytes() and self._starts[i] - start < extent(tensor):
             return self.names[i]
         return ""
 
 
 def are_apart(addresses: Sequence[int], extents: Sequence[int]) -> bool:
-    """Whether no two stretches of memory reach into each other: each ends before the next begins, where ends and beginnings are sorted each by
-    themselves. As fast as :meth:`Ranges.apart_from`."""
+    """Return whether no two memory ranges overlap: with starts and ends sorted separately, each end must not exceed the next start.
+    It is as fast as :meth:`Ranges.apart_from`."""
     return all(map(le, sorted(map(add, addresses, extents)), islice(sorted(addresses), 1, None)))
 
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Where the storages of ``tensors`` begin and end, which holds them and maybe more; none of empty ones."""
+    """Return start and end of the storages of ``tensors``, without empty ones. A storage may be larger than its tensor."""
     storages = list(map(torch.Tensor.untyped_storage, tensors))
     return [(start, start + size) for start, size in zip(map(_address, storages), map(len, storages), strict=True) if size]
 
 
 def meet(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether one of ``some`` reaches into the memory of one of ``others``. All must be dense, with memory of their own."""
+    """Return whether a tensor of ``some`` overlaps one of ``others``. All must be dense, with allocated memory."""
     if _disjoint(spans(some), spans(others)):
         return False
     return not _disjoint(_exact(some), _exact(others))

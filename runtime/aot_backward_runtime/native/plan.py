@@ -1,4 +1,4 @@
-"""A plan with its library: which tensors go in, in which order, and where the outputs and gradients are among the results."""
+"""A plan with its library: the order of its input tensors, and the indices of outputs and gradients in its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class Runnable:
-    """A plan with its library, and its operands sorted by where they come from."""
+    """A plan with its library, and its parsed operands."""
 
     def __init__(self, plan: Plan, libraries: Mapping[str, Library]):
         self.plan = plan
@@ -30,7 +30,7 @@ class Runnable:
         self.operands = [parse(o) for o in plan.call.operands] if plan.call else []
         places = ("input", "saved", "cotangent")
         self._roles: list[tuple[Any, Any]] = [(places.index(k) if k in places else None, where) for k, where in self.operands]
-        self._sizes = any(role is None for role, _ in self._roles)  # a size is handed over as that of an empty tensor
+        self._sizes = any(role is None for role, _ in self._roles)  # a size is passed as the size of an empty tensor
         self.outputs = [parse(o) for o in plan.outputs]
         self.results = [i for kind, i in self.outputs if kind == "result"]
         self.saved = [parse(s) for s in plan.saved]
@@ -45,8 +45,8 @@ class Runnable:
         self._written: tuple[Any, Ranges] = (None, Ranges(()))
 
     def written(self, binding: Binding, current: Sequence[torch.Tensor]) -> Ranges:
-        """The memory that the call writes. ``current``: the entry's state, which ``binding`` is of; :class:`WeightsError` where another tensor of
-        it lies there, too: the code was compiled for tensors that share no memory."""
+        """Return the memory that the call writes. ``current``: the entry's state, bound by ``binding``. Raise :class:`WeightsError` if another of its
+        tensors overlaps that memory: the code was compiled for tensors that share no memory."""
         if self._written[0] is not binding[1]:
             changed = {id(current[i]) for i in self.writes}
             places = {id(current[i]): (name, current[i]) for name, i in self._names.items()}
@@ -63,30 +63,30 @@ class Runnable:
         return self._written[1]
 
     def refuse_overlap(self, written: Ranges, inputs: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-        """:class:`InputError` where an input lies in memory that the call writes."""
+        """Raise :class:`InputError` if an input overlaps memory that the call writes."""
         for tensor, spec in zip(inputs, specs, strict=True):
             if name := written.reached_by(tensor):
                 raise InputError(f"{spec.name} shares memory with {name}, which the call updates in place: pass a copy ({spec.name}.clone())")
 
     def increment_versions(self, current: Sequence[torch.Tensor]) -> None:
-        """Native code writes buffers through pointers: autograd sees by their versions that a saved one was overwritten. To be called before the
+        """Increment the versions of buffers that native code writes, so that autograd notices if a saved one was overwritten. Call this before the
         code runs, because an interrupt may come right after it. ``current``: the entry's state."""
         if self.writes:
             torch.autograd.graph.increment_version([current[i] for i in self.writes])
 
     def reached(self, given: Sequence[torch.Tensor | None]) -> dict[str, int]:
-        """:attr:`gradients` without those that no defined incoming gradient reaches: they are None in eager."""
-        if all(t is not None for t in given):  # asked of each: ``in`` compares tensors with None by an operator of torch, which takes 26 µs
+        """Return the :attr:`gradients` that a defined incoming gradient reaches; the others are None in eager."""
+        if all(t is not None for t in given):  # not ``None in given``: it compares each tensor with a torch operator, which takes 26 µs
             return self.gradients
         defined = {i for i, t in enumerate(given) if t is not None}
         return {g.of: self.gradients[g.of] for g in self.plan.gradients if g.source and not defined.isdisjoint(g.cotangents)}
 
     def unconsumed(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """``saved`` with copies of the tensors that the call overwrites."""
+        """Return ``saved`` with copies of the tensors that the call overwrites."""
         return [t.clone() if i in self.consumes else t for i, t in enumerate(saved)]
 
     def index_state(self, index: Mapping[str, int]) -> None:
-        """Turns names of parameters and buffers into places in the entry's state."""
+        """Turn names of parameters and buffers into indices in the entry's state."""
         self.watched = [(kind, index[where] if kind == "parameter" else where) for kind, where in map(parse, self.plan.watched)]
         self.kept_results = [where for kind, where in (*self.saved, *self.watched) if kind == "result"]
         self.reads = [index[n] for n in self.plan.reads]
@@ -101,13 +101,13 @@ class Runnable:
         saved: Sequence[torch.Tensor] = (),
         cotangents: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
-        """The results of the library. Every tensor must have been checked."""
+        """Return the results of the library. Every tensor must have been checked."""
         if self.library is None:
             return []
         return self.library.run_bound(binding, self._operands(inputs, sizes, saved, cotangents))
 
     def bound(self, binding: Binding, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> tuple[_Run, list[torch.Tensor]]:
-        """The function that :meth:`call` would call, and its operands. The library must not be bound to other tensors before it is called."""
+        """Return the function that :meth:`call` would call, and its operands. The library must not be rebound before that call."""
         if self.library is None:
             return (lambda _: []), []
         with self.library.lock:
@@ -117,8 +117,8 @@ class Runnable:
     def call_forward(
         self, binding: Binding, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int], reader: Any, hooked: bool
     ) -> tuple[list[torch.Tensor], PooledOutputs | None]:
-        """:meth:`call` of a forward whose outputs may stay in a memory pool until its backward (:meth:`Library.run_forward`)."""
-        assert self.library is not None  # only of a plan that :attr:`pools_outputs`
+        """Call a forward that may leave its outputs in a memory pool until its backward (:meth:`Library.run_forward`)."""
+        assert self.library is not None  # only called if :attr:`pools_outputs`
         operands = self._operands(inputs, sizes, (), ())
         with self.library.lock:
             self.library.bind(binding)
@@ -133,7 +133,7 @@ class Runnable:
         cotangents: Sequence[torch.Tensor],
         pooled: PooledOutputs | None,
     ) -> list[torch.Tensor]:
-        """:meth:`call` of the backward of a forward that ran by :meth:`call_forward`."""
+        """Call the backward of a forward that ran by :meth:`call_forward`."""
         if self.library is None:
             return []
         operands = self._operands(inputs, sizes, saved, cotangents)
@@ -151,6 +151,6 @@ class Runnable:
 
 
 def parse(operand: str) -> tuple[str, Any]:
-    """``input:3`` -> ("input", 3); of a size or a parameter the rest is text."""
+    """Parse ``input:3`` as ("input", 3). For a size or a parameter the rest stays text."""
     kind, _, rest = operand.partition(":")
     return kind, int(rest) if kind in ("input", "saved", "cotangent", "result") else rest

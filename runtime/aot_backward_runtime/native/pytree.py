@@ -1,6 +1,6 @@
-"""Nested arguments to flat tensors, and flat results to nested ones, as a package's :class:`Tree` says.
+"""Flatten nested arguments to tensors, and unflatten results, by a package's :class:`Tree`.
 
-Not torch's pytree: a package names types, and may not import them; what comes in is compared with what was exported, leaf by leaf.
+This does not use torch's pytree: a package names types but must not import them, and arguments are compared with the exported ones leaf by leaf.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..format.expressions import evaluate
 from ..format.manifest import Tree
 
 Types = Mapping[str, type]
-"""Classes by "module.qualname" that results may be made of, as handed to ``load(types=…)``."""
+"""Classes for results by "module.qualname", from ``load(types=…)``."""
 
 
 def describe(tree: Tree) -> str:
-    """The structure in one line, for messages: ``(Tensor, {'ids': Tensor}, None)``."""
+    """Return the structure in one line, for messages: ``(Tensor, {'ids': Tensor}, None)``."""
     if tree.kind == "tensor":
         return "Tensor"
     if tree.kind == "constant":
@@ -36,14 +36,14 @@ def describe(tree: Tree) -> str:
 
 
 def flatten(tree: Tree, value: Any, out: list[torch.Tensor], where: str) -> None:
-    """Appends the tensors of ``value`` to ``out``; :class:`InputError` names the place where ``value`` has another structure."""
+    """Append the tensors of ``value`` to ``out``. Raise :class:`InputError` with the path if ``value`` has another structure."""
     kind = tree.kind
     if kind == "tensor":
         if not isinstance(value, torch.Tensor):
             raise InputError(f"{where} is {_short(value)}; expected a tensor")
         out.append(value)
     elif kind == "constant":
-        # repr: 0.0 is not -0.0, and NaN is NaN
+        # repr distinguishes 0.0 from -0.0, and NaN equals NaN
         if type(value) is not type(tree.value) or (repr(value) != repr(tree.value) if isinstance(value, (float, complex)) else value != tree.value):
             raise InputError(f"{where} is {_short(value)}; the package was exported with {tree.value!r} there: export a variant for it")
     elif kind in ("tuple", "list"):
@@ -64,7 +64,7 @@ def flatten(tree: Tree, value: Any, out: list[torch.Tensor], where: str) -> None
 
 
 def unflatten(tree: Tree, tensors: Sequence[Any], sizes: Mapping[str, int], types: Types) -> Any:
-    """The nested value that ``tree`` describes, with ``tensors`` at its leaves."""
+    """Return the nested value that ``tree`` describes, with ``tensors`` at its leaves."""
     kind = tree.kind
     if kind == "tensor":
         return tensors[tree.index]
@@ -90,7 +90,7 @@ _NAMEDTUPLES: dict[tuple[str, tuple[str | int, ...]], type] = {}
 
 
 def namedtuple_of(tree: Tree, types: Types) -> Callable[..., Any]:
-    """The class given for ``tree.type_name``, else a namedtuple of that name and those fields, the same one each time."""
+    """Return the class given for ``tree.type_name``, else a namedtuple with that name and these fields, always the same one."""
     if tree.type_name in types:
         return types[tree.type_name]
     key = (tree.type_name, tree.keys)
@@ -100,7 +100,7 @@ def namedtuple_of(tree: Tree, types: Types) -> Callable[..., Any]:
 
 
 def arguments(tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` in the form in which the package was exported: an argument given by keyword finds its position, or the reverse."""
+    """Return ``args`` and ``kwargs`` as exported: move keyword arguments to their positions, or the reverse."""
     positional, keywords = tree.children
     if len(args) == len(positional.children) and kwargs.keys() == set(keywords.keys):
         return args, kwargs
@@ -121,7 +121,7 @@ def arguments(tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: d
 
 
 def signature(tree: Tree, names: Sequence[str]) -> str:
-    """The arguments in words, ``(x=Tensor, mask=None)``."""
+    """Return the arguments as text: ``(x=Tensor, mask=None)``."""
     positional, keywords = tree.children
     labels = [*names, *(f"args[{i}]" for i in range(len(names), len(positional.children)))]
     parts = [f"{n}={describe(c)}" for n, c in zip(labels, positional.children, strict=False)]

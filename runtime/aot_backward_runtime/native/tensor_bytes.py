@@ -14,19 +14,19 @@ TORCH_DTYPES = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """PyTorch's name of the tensor's dtype, such as ``float32``."""
+    """Return PyTorch's name of the tensor's dtype, such as ``float32``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU that is not empty, writable, valid as long as ``tensor`` is alive."""
-    # torch has no buffer protocol, and numpy, which would give one, is not among its requirements.
+    """Return the writable memory of a contiguous, non-empty CPU tensor, valid as long as ``tensor`` is alive."""
+    # Tensors lack the buffer protocol; numpy would provide it, but torch does not require numpy.
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The row-major bytes of a tensor, in one piece and without a copy where it is so already."""
+    """Yield the row-major bytes of a tensor in one piece, without a copy if it is contiguous on the CPU."""
     if not tensor.numel():
         return
     tensor = tensor.cpu().contiguous().resolve_conj().resolve_neg()

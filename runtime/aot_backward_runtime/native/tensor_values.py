@@ -11,12 +11,12 @@ from .. import torch_api
 from .memory import extent, room
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
-"""What is written to, and what is written."""
+"""Pairs of a destination and its source."""
 
 
 def misfit(value: Any, own: torch.Tensor, *, exactly: bool = False) -> str:
-    """Why ``value`` cannot be copied into ``own`` whole, as "is …; expected …", or "". ``exactly``: it must have the dtype of ``own``; else one
-    that PyTorch casts to it without losing what kind of number it is (``torch.can_cast``)."""
+    """Return why ``value`` cannot be copied into ``own``, as "is …; expected …", or "". ``exactly``: it must have the dtype of ``own``; else one
+    that PyTorch casts to it without changing the kind of number (``torch.can_cast``)."""
     if not isinstance(value, torch.Tensor):
         return f"is a {type(value).__name__}; expected a tensor"
     if problem := unplain(value):
@@ -32,8 +32,8 @@ def misfit(value: Any, own: torch.Tensor, *, exactly: bool = False) -> str:
 
 
 def unplain(value: torch.Tensor) -> str:
-    """Why ``value`` is no tensor of numbers in memory, or ""."""
-    if value.is_nested:  # before its shape, which a strided one does not tell
+    """Return why ``value`` is not a plain dense tensor, or ""."""
+    if value.is_nested:  # checked before the shape, which a strided nested tensor does not have
         return "is a nested tensor; expected a plain one: pass .to_padded_tensor(…), or one of its parts"
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         kind = f"quantized ({value.dtype})" if value.is_quantized else f"of layout {value.layout} on {value.device}"
@@ -42,19 +42,19 @@ def unplain(value: torch.Tensor) -> str:
 
 
 def unbacked(value: torch.Tensor) -> str:
-    """Why the memory of a plain ``value`` cannot be read, or ""."""
+    """Return why the memory of a plain ``value`` cannot be read, or ""."""
     if torch_api.is_zerotensor(value) or (value.untyped_storage().nbytes() and value.numel() and not torch_api.has_memory(value)):
         return (
             f"of shape {tuple(value.shape)} has no memory: it stands for zeros (forward-mode differentiation) or for another tensor (functionalize)"
         )
     needed, held = extent(value), room(value)
-    if held < needed:  # a copy does not look
+    if held < needed:  # copy_ does not check this
         return f"of shape {tuple(value.shape)} needs {needed} bytes, its storage holds {max(0, held)}: it was freed or shrunk"
     return ""
 
 
 def unlike(own: Mapping[str, torch.Tensor], given: Mapping[str, Any], *, strict: bool = True, exactly: bool = False) -> str:
-    """The first thing that keeps ``given`` from being copied into ``own``, or "". Not ``strict``: names that one of the two lacks are left out."""
+    """Return the first reason why ``given`` cannot be copied into ``own``, or "". Not ``strict``: skip names that only one of them has."""
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(map(str, given.keys() - own.keys()))
     if strict and (missing or unexpected):
         return f"missing {_few(missing)}, unexpected {_few(unexpected)}"
@@ -65,7 +65,7 @@ def unlike(own: Mapping[str, torch.Tensor], given: Mapping[str, Any], *, strict:
 
 
 def write(copies: Copies) -> None:
-    """One call of C++, which an interrupt comes before or after. The values were found good (:func:`misfit`)."""
+    """Copy in one C++ call, which no interrupt can split. The values must have been checked (:func:`misfit`)."""
     if copies:
         with torch.no_grad():
             torch_api.foreach_copy_([own for own, _ in copies], [value.detach().reshape(own.shape) for own, value in copies])

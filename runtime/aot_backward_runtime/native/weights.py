@@ -1,8 +1,8 @@
-"""The tensors of a package, read from its file, or mapped without a copy, after their bytes have been verified.
+"""The tensors of a package: verified, and read from its file or mapped without a copy.
 
-No other process can change what was read. 500 MB take 0.4 s of processor time to read and 0.004 s to map, but mapped pages cost when they are
-touched: 0.08 s to read them all and 0.4 s to write to them, as an optimizer does. So a map pays where processes only read and share one set of pages;
-there it ends the process by a signal if the file is truncated. It is private: a write copies the page it touches and never reaches the file.
+No other process can change tensors that were read. 500 MB take 0.4 s of processor time to read and 0.004 s to map. But mapped pages cost time when
+they are touched: 0.08 s to read them all, 0.4 s to write to them, as an optimizer does. So mapping pays if processes only read, and share the pages.
+If the mapped file is truncated, a signal ends the process. The mapping is private: a write copies the page it touches and never reaches the file.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .bound_state import check_weight
 from .guards import dtype_of
 from .tensor_bytes import TORCH_DTYPES
 
-_MOST_FILLED = 64  # times the stored weights: state of an optimizer and accumulated gradients are a few times the parameters
-HASHED_ALWAYS = 8 << 20  # bytes; 5 ms. What is larger is hashed once per file and user
+_MOST_FILLED = 64  # times the stored weights: optimizer state and accumulated gradients are a few times the parameters
+HASHED_ALWAYS = 8 << 20  # bytes; 5 ms. Larger data is hashed once per file and user.
 
 
 def all_weights(archive: Archive, path: object, given: Mapping[str, torch.Tensor] | None = None, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Every weight of the package at ``path`` by its key: those ``given``, else as stored, else filled with the number that the manifest gives.
-    What is not given is on the CPU.
+    """Return every weight of the package at ``path`` by key: from ``given``, else as stored, else filled with the manifest's number.
+    Weights that are not given are on the CPU.
 
-    Raises :class:`WeightsError`, which names the key, where what is given does not fit, or one is missing."""
+    Raise :class:`WeightsError` with the key if a given weight does not fit or one is missing."""
     specs = archive.manifest.weights
     tensors = filled(archive) | load_weights(archive, mapped)
     if given is not None:
@@ -48,9 +48,9 @@ def all_weights(archive: Archive, path: object, given: Mapping[str, torch.Tensor
 
 
 def load_weights(archive: Archive, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Every weight by its key, on the CPU, with the strides that the manifest gives. Empty for a package without weights. ``mapped``: not read.
+    """Return every weight by key, on the CPU, with the manifest's strides. Empty for a package without weights. ``mapped``: map, do not read.
 
-    Raises :class:`PackageError`, which names the tensor, where the file and the manifest differ."""
+    Raise :class:`PackageError` with the tensor's name if the file and the manifest differ."""
     if not archive.manifest.has_weights:
         return {}
     data, stored, start = _open(archive, WEIGHTS_MEMBER, mapped)
@@ -71,7 +71,7 @@ def load_weights(archive: Archive, mapped: bool = False) -> dict[str, torch.Tens
 
 
 def _check_numbers(archive: Archive, tensors: dict[str, torch.Tensor]) -> None:
-    """Checks that the manifest lists the hyperparameters of a training step as they are stored with its state, in the order that its code reads."""
+    """Check that the manifest's hyperparameters of a training step equal those stored with its state, in the order that its code reads."""
     for name, entry in archive.manifest.entries.items():
         stored = tensors.get(next((s.weight for s in entry.state if s.name == "numbers"), ""))
         if entry.step is not None and stored is not None and stored[2:].tolist() != [n.value for n in entry.step.numbers]:
@@ -79,7 +79,7 @@ def _check_numbers(archive: Archive, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def filled(archive: Archive) -> dict[str, torch.Tensor]:
-    """The weights that are one number throughout, which the file does not hold."""
+    """Return the weights that are filled with one number; the file does not store them."""
     specs = archive.manifest.weights
     size = {name: math.prod(s.shape) * dtype_of(s.dtype).itemsize for name, s in specs.items()}
     filling = {name: s for name, s in specs.items() if s.fill is not None}
@@ -90,7 +90,7 @@ def filled(archive: Archive) -> dict[str, torch.Tensor]:
         problem = layout_problem(spec.shape, spec.stride)
         if problem:
             raise archive.corrupt(f"weight {name!r}: strides {list(spec.stride)} for shape {list(spec.shape)}: {problem}")
-        flat = torch.zeros(_span(spec), dtype=dtype_of(spec.dtype), device="cpu")  # pages that the system has not handed out yet
+        flat = torch.zeros(_span(spec), dtype=dtype_of(spec.dtype), device="cpu")  # the system has not allocated these pages yet
         flat = flat.fill_(spec.fill) if spec.fill else flat
         out[name] = flat.as_strided(spec.shape, spec.stride)
     return out
@@ -101,7 +101,7 @@ def _span(spec: WeightSpec) -> int:
 
 
 def load_examples(archive: Archive) -> dict[str, torch.Tensor]:
-    """The stored example inputs by name, row-major, on the CPU; empty where the package has none."""
+    """Return the stored example inputs by name, row-major, on the CPU; empty if the package has none."""
     if EXAMPLES_MEMBER not in archive.members():
         return {}
     data, stored, start = _open(archive, EXAMPLES_MEMBER)
@@ -126,11 +126,11 @@ def _check(archive: Archive, name: str, spec: WeightSpec, stored: Stored) -> Non
 
 
 def _verify_each(archive: Archive, data: memoryview, stored: dict[str, Stored], start: int) -> None:
-    can_skip = len(data) > HASHED_ALWAYS and not archive.admitted  # a signature is asked for where file times and sizes are not trusted
+    can_skip = len(data) > HASHED_ALWAYS and not archive.admitted  # a required signature means that file times and sizes are not trusted
     # One record per file, not per content, so that the folder does not grow with every package that replaces another.
     device, inode = archive.identity.split()[:2]
     record = f"{archive.identity} {archive.manifest_digest}"
-    if can_skip and remembered(f"{device}-{inode}", record) and archive.unchanged:  # else some bytes are of before and some of after
+    if can_skip and remembered(f"{device}-{inode}", record) and archive.unchanged:  # else the bytes may be from before and after a change
         return
     for name, place in stored.items():
         raw = data[start + place.begin : start + place.end]
@@ -148,7 +148,7 @@ def _tensor(data: memoryview, place: Stored, start: int, is_complex: bool) -> to
     else:
         tensor = torch.frombuffer(data[start + place.begin : start + place.end], dtype=dtype).reshape(place.shape)
         if tensor.data_ptr() % ALIGNMENT:
-            tensor = tensor.clone()  # only tensors of an odd size lie so, and of those the writer puts the smaller powers of two last
+            tensor = tensor.clone()  # only for odd sizes, and the writer puts the smaller powers of two last
     return torch.view_as_complex(tensor) if is_complex else tensor
 
 
@@ -157,17 +157,17 @@ def _with_strides(archive: Archive, name: str, tensor: torch.Tensor, spec: Weigh
     if problem:
         raise archive.corrupt(f"weight {name!r}: strides {list(spec.stride)} for shape {list(spec.shape)}: {problem}")
     if all(n <= 1 or here == wanted for n, here, wanted in zip(spec.shape, tensor.stride(), spec.stride, strict=True)):
-        return tensor.as_strided(spec.shape, spec.stride)  # row-major, but for strides that no index is multiplied with
+        return tensor.as_strided(spec.shape, spec.stride)  # row-major, except for strides of dimensions of size 0 or 1
     out = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype)
     for dim, stride in enumerate(spec.stride):
-        if stride == 0:  # an expanded dimension: every index is the same place, written once
+        if stride == 0:  # an expanded dimension is written once
             out, tensor = out.narrow(dim, 0, min(1, spec.shape[dim])), tensor.narrow(dim, 0, min(1, spec.shape[dim]))
     out.copy_(tensor)
     return out.as_strided(spec.shape, spec.stride)
 
 
 def layout_problem(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
-    """What forbids these strides for this shape, or "". Two elements may share a place only where a stride is 0."""
+    """Return why these strides are invalid for this shape, or "". Two elements may share memory only if a stride is 0."""
     if len(shape) != len(stride):
         return f"{len(stride)} strides for {len(shape)} dimensions"
     if any(s < 0 or s >= 1 << 60 for s in stride):

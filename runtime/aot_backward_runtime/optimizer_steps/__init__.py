@@ -1,2 +1,2 @@
-"""Steps of ``torch.optim`` optimizers, and the clipping of gradients before them, by compiled code, on the parameters, gradients and state of an
-unmodified script."""
+"""Compiled steps of ``torch.optim`` optimizers, and compiled gradient clipping, on the parameters, gradients and state of an unmodified
+script."""

@@ -1,4 +1,4 @@
-"""A call of ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` as one native call, which writes the script's own gradients."""
+"""Replace a call of ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` by one native call that writes the script's own gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_VECTORS = 1_000  # vectors of numbers that are kept
 
 
 class CompiledClipping:
-    """A recorded clipping with its library. Threads may call it side by side."""
+    """A recorded clipping with its library. Threads may call it concurrently."""
 
     def __init__(self, spec: ClippingSpec, library: Library):
         self.spec, self.library = spec, library
@@ -37,7 +37,7 @@ class CompiledClipping:
         return BoundClipping(self, gradients)
 
     def vector(self, limit: float, keep_nonfinite: bool) -> torch.Tensor:
-        """What the library takes behind the gradients."""
+        """Return the vector that the library takes after the gradients."""
         vector = self._numbers.get((limit, keep_nonfinite))
         if vector is None:
             vector = torch.tensor([limit, keep_nonfinite], dtype=torch.float64, device="cpu")
@@ -48,7 +48,7 @@ class CompiledClipping:
 
 
 class BoundClipping:
-    """A compiled clipping, and how the gradients look that it serves."""
+    """A compiled clipping, with guards on the gradients that it serves."""
 
     def __init__(self, code: CompiledClipping, gradients: Sequence[torch.Tensor]):
         self.code = code
@@ -64,13 +64,13 @@ class BoundClipping:
         if not self._fast.holds(gradients) or any(g.is_inference() for g in gradients):
             raise InputError("a gradient cannot be written by native code")
         with code.library.lock:
-            code.library.bind(NO_CONSTANTS)  # what cannot be opened is found before gradients count as written
+            code.library.bind(NO_CONSTANTS)  # raises if it cannot be opened, before the gradients' versions change
 
     def serves(self, gradients: Sequence[torch.Tensor]) -> bool:
         return len(gradients) == len(self._extents) and self._fast.holds(gradients)
 
     def run(self, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool) -> torch.Tensor:
-        """Clip ``gradients`` and return the library's result. ``keep_nonfinite``: leave them as they are if their norm is Inf or NaN."""
+        """Clip ``gradients`` and return the library's result. ``keep_nonfinite``: leave them unchanged if their norm is Inf or NaN."""
         refuse_unsupported(gradients)
         if not are_apart(list(map(torch.Tensor.data_ptr, gradients)), self._extents):
             names = [s.name for s in self.code.contract.specs]
@@ -81,7 +81,7 @@ class BoundClipping:
 
 
 def refuse_unsupported(gradients: Sequence[torch.Tensor]) -> None:
-    """:class:`InputError` if the call depends on what compiled code does not look at."""
+    """Raise :class:`InputError` if the call depends on something that compiled code ignores."""
     if not gradients:
         raise InputError("there are no gradients")
     if torch.is_autocast_enabled("cpu"):

@@ -1,4 +1,4 @@
-"""Which compiled code serves an optimizer's step, or a call that clips gradients, of the process."""
+"""The choice of the compiled code that serves an optimizer step or a gradient clipping."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import Any, Protocol
 from ..errors import InputError
 
 Does = str | tuple[str, str]
-"""An optimizer's class by its full name, or a function that clips with its ``norm_type``."""
+"""An optimizer class by its full name, or a clipping function with its ``norm_type``."""
 
-_UNFIT = InputError, LookupError, TypeError, ValueError  # the last three of an option that is missing or is not a number: eager says so
-_MAX_WAIT = 64  # calls for which what did not fit is not looked at again
+_UNFIT = InputError, LookupError, TypeError, ValueError  # the last three: an option is missing or is not a number; eager reports it
+_MAX_WAIT = 64  # calls that skip the search after one did not fit
 
 
 class Bound(Protocol):
-    """Compiled code with the tensors of one caller, all of which were checked."""
+    """Compiled code with the checked tensors of one caller."""
 
     @property
     def code(self) -> Any: ...
 
     def serves(self, subject: Any, /) -> bool:
-        """Whether ``subject`` is as it was when it was bound."""
+        """Return whether ``subject`` is unchanged since it was bound."""
 
     def run(self, subject: Any, /, *numbers: Any) -> Any:
-        """Make the call. :class:`InputError` says why it does not fit; then nothing was changed."""
+        """Make the call. Raise :class:`InputError`, with nothing changed, if it does not fit."""
 
 
 class Met:
-    """What is known of one caller: an optimizer, or calls that clip so many gradients."""
+    """The state of one caller: an optimizer, or the clippings of a number of gradients."""
 
     __slots__ = ("bound", "next_wait", "reason", "waits")
 
     def __init__(self) -> None:
-        self.bound: Sequence[Bound] = ()  # the last one that ran comes first: kinds of calls may take turns
+        self.bound: Sequence[Bound] = ()  # the last one that ran comes first; kinds of calls may alternate
         self.reason = ""
         self.waits = self.next_wait = 0
 
 
 class CompiledTable:
-    """Compiled code by what it does. Each has a method ``bind(subject)``, which returns a :class:`Bound`. A caller that nothing fits is looked at
+    """Compiled code by its :data:`Does`. Each has a method ``bind(subject)`` that returns a :class:`Bound`. If nothing fits a caller, it is tried
     again after 1, 2, 4, … 64 of its calls."""
 
     def __init__(self, codes: Iterable[tuple[Does, Any]]):
@@ -51,12 +51,12 @@ class CompiledTable:
         return bool(self._codes)
 
     def run(self, does: Does, met: Met, subject: Any, *numbers: Any) -> tuple[Any, Any]:
-        """Make the call by compiled code: which, and its result. :class:`InputError` says why not; then nothing was changed."""
+        """Make the call by compiled code. Return the code and its result. Raise :class:`InputError`, with nothing changed, if no code fits."""
         for bound in met.bound:
             if bound.serves(subject):
                 try:
                     result = bound.run(subject, *numbers)
-                except _UNFIT:  # nothing was changed; other code may serve it
+                except _UNFIT:  # nothing was changed, and other code may fit
                     met.bound = tuple(b for b in met.bound if b is not bound)
                     continue
                 return self._ran(met, bound), result
@@ -86,10 +86,10 @@ class CompiledTable:
                 return code.bind(subject)
             except InputError as error:
                 reasons.append(error)
-        reasons.sort(key=lambda error: isinstance(error, OtherCaller))  # the others came nearer
+        reasons.sort(key=lambda error: isinstance(error, OtherCaller))  # the other errors are closer to a fit
         what = f"step of {does.rpartition('.')[2]}" if isinstance(does, str) else f"{does[0]}{f' of norm_type {does[1]}' if does[1] else ''}"
         raise InputError(str(reasons[0]) if reasons else f"no {what} was recorded")
 
 
 class OtherCaller(InputError):
-    """The code is for another optimizer or other gradients altogether: other parameter groups, other options, another number of gradients."""
+    """Raised if the code is for another optimizer or other gradients: other parameter groups, options, or number of gradients."""

@@ -1,8 +1,8 @@
-"""An optimizer's step as one native call on the script's own tensors.
+"""Run an optimizer step as one native call on the script's own tensors.
 
-Eager makes the first step, and with it the state; from then on a step is a call of compiled code that reads the gradients and writes parameters and
-state in place. Before each call everything is looked at that could have changed since the last: the groups with their options and parameters, which
-gradients there are, which tensors the state holds, how all of them look, and whether they share memory.
+Eager makes the first step, which creates the state. Each later step is a call of compiled code that reads the gradients and writes parameters and
+state in place. Guards run before each call: they check the groups with their options and parameters, the presence of gradients, the tensors in the
+state, the metadata of all tensors, and whether they share memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .compiled_table import OtherCaller
 FIRST_NUMBER = 2
 """Elements of the vector before the numbers: flags of training steps, 0 here."""
 IGNORED = ("foreach", "fused")
-"""Options that say how eager computes, not what."""
+"""Options that only choose eager's implementation."""
 NO_STATE = "the optimizer has no state yet"
 """Why eager makes the first step of an optimizer that keeps state."""
 
@@ -46,7 +46,7 @@ class CompiledUpdate:
         self.keys = [keys[n] for n in spec.trained]
 
     def bind(self, optimizer: torch.optim.Optimizer) -> BoundUpdate:
-        """:class:`InputError` says why this code does not serve the optimizer as it is now."""
+        """Bind the optimizer. Raise :class:`InputError` if this code does not fit its present state."""
         return BoundUpdate(self, optimizer)
 
 
@@ -71,7 +71,7 @@ class BoundUpdate:
         self._bind(optimizer)
 
     def _bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Looks at everything that native code takes; :class:`InputError` where it does not fit."""
+        """Check all tensors and numbers that native code takes. Raise :class:`InputError` if they do not fit."""
         self._read_numbers(optimizer)
         gradients, written = self._gradients(), [*self._parameters, *self._state(optimizer)]
         _check([*gradients, *written, self._vector], self.code.library.spec)
@@ -84,13 +84,13 @@ class BoundUpdate:
             raise InputError(f"{pair[0]} and {pair[1]} share memory")
         library = self.code.library
         with library.lock:
-            library.bind(NO_CONSTANTS)  # what cannot be opened is found before a step counts its tensors as written
+            library.bind(NO_CONSTANTS)  # raises if it cannot be opened, before the tensors' versions change
         self._ranges = ranges
         self._extents = list(map(extent, gradients))
         self._fast, self._written, self._known = fast, Same(written), _KnownState(optimizer.state)
 
     def serves(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether groups, options and parameters are those that were bound."""
+        """Return whether groups, options and parameters are the bound ones."""
         groups = optimizer.param_groups
         if len(groups) != len(self._groups):
             return False
@@ -98,7 +98,7 @@ class BoundUpdate:
             try:
                 if recorded.values(group) != values:
                     return False
-            except (LookupError, RuntimeError, TypeError):  # a key is gone, or holds a tensor or something else in place of what was there
+            except (LookupError, RuntimeError, TypeError):  # a key is missing, or holds a tensor or another type
                 return False
             now = group["params"]
             if len(now) != len(parameters) or not all(map(is_, now, parameters)):
@@ -106,7 +106,7 @@ class BoundUpdate:
         return True
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step. :class:`InputError` where it does not fit, and nothing was changed."""
+        """Make the step. Raise :class:`InputError`, with nothing changed, if it does not fit."""
         refuse_unsupported(optimizer)
         gradients = self._gradients()
         self._read_numbers(optimizer)
@@ -160,7 +160,7 @@ class BoundUpdate:
         self._numbers = values
 
     def _check_memory(self, gradients: Sequence[torch.Tensor]) -> None:
-        """:class:`InputError` where a gradient shares memory with what is written, as none did when the code was compiled."""
+        """Raise :class:`InputError` if a gradient shares memory with a written tensor: none did when the code was compiled."""
         if not self._ranges.apart_from(self._fast.addresses, self._extents):
             for gradient in gradients:
                 if name := self._ranges.reached_by(gradient):
@@ -168,8 +168,8 @@ class BoundUpdate:
 
 
 class _KnownState:
-    """What an optimizer keeps: the same dicts for the same parameters, with the same keys and the same objects under them. They are compared one
-    after another, in the order of the dicts, which is cheaper than to look each up."""
+    """A guard on an optimizer's state: the same parameters, keys and values. They are compared in the order of the dicts, which is cheaper than
+    looking each up."""
 
     __slots__ = ("_keys", "_parameters", "_values")
 
@@ -188,7 +188,7 @@ class _KnownState:
 
 
 class _FixedGroup:
-    """What may not change in a parameter group: how many parameters it has, and its options, but for the numbers that the code reads."""
+    """The fixed part of a parameter group: its number of parameters, and its options except for the numbers that the code reads."""
 
     def __init__(self, spec: UpdateSpec, number: int):
         group = spec.groups[number]
@@ -196,7 +196,7 @@ class _FixedGroup:
         read = {(n.key, n.position) for n in spec.numbers if n.group == number}
         self._count = len(group.parameters)
         self._options = {k: v for k, v in options.items() if k not in IGNORED and not any(k == key for key, _ in read)}
-        # of a list of which some elements are numbers that the code reads, the others
+        # If the code reads only some elements of a list, the others are fixed.
         lists = {k: v for k, v in options.items() if isinstance(v, list) and k not in self._options}
         self._elements = {(k, i): e for k, v in lists.items() for i, e in enumerate(v) if (k, i) not in read}
 
@@ -226,12 +226,12 @@ def _check(inputs: Sequence[torch.Tensor], spec: LibrarySpec) -> None:
 
 
 def name_of(kind: type) -> str:
-    """The full name of a class: :attr:`UpdateSpec.optimizer`."""
+    """Return the full name of a class, as in :attr:`UpdateSpec.optimizer`."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
-    """:class:`InputError` if the step depends on what compiled code does not look at."""
+    """Raise :class:`InputError` if the step depends on something that compiled code ignores."""
     if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
         raise InputError("a GradScaler scales the gradients within the optimizer's fused step")
     if torch.is_autocast_enabled("cpu"):

@@ -1,10 +1,10 @@
-"""Who is called when a script calls ``step()`` of one of PyTorch's optimizers, or clips gradients.
+"""Intercept calls of ``step()`` of PyTorch's optimizers, and of gradient clipping.
 
-While an interceptor is entered, ``step`` of every optimizer class of ``torch.optim`` asks it first. What PyTorch puts around a step, the hooks of the
-optimizer and the name for the profiler, stays around it where there are hooks or a profiler runs; else it is left out, and around ``zero_grad()``
-too, since entering a name costs as much as a small fused step does. A method that a script took before, or that outlives the context
-(learning-rate schedulers keep one), runs in eager. ``clip_grad_norm_`` and ``clip_grad_value_`` of ``torch.nn.utils`` ask it however a script came by
-them: both call a function that they keep, and that is replaced.
+While an interceptor is entered, ``step`` of every optimizer class of ``torch.optim`` calls it. PyTorch's wrapper of a step (optimizer hooks and
+``record_function``) is kept only if there are hooks or a profiler is active. ``zero_grad()`` also skips ``record_function`` when no profiler is
+active, because it costs as much as a small fused step. A method that a script stored before, or that outlives the context (learning-rate
+schedulers keep one), runs in eager. ``clip_grad_norm_`` and ``clip_grad_value_`` of ``torch.nn.utils`` are intercepted however a script imported
+them: both call a function in a closure cell, and it is replaced there.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Eager = Callable[..., Any]
 
 class Interceptor(Protocol):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, eager: Eager, closure: Callable[[], Any] | None) -> Any:
-        """Makes the step, and returns what eager's returns."""
+        """Make the step and return eager's result."""
 
     def clip_gradients(self, kind: Kind, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool, eager: Callable[[], Any]) -> Any:
-        """Clips ``gradients``, and returns what ``eager()``, PyTorch's own call, returns. ``limit``: ``max_norm`` or ``clip_value``;
+        """Clip ``gradients`` and return the result of ``eager()``, PyTorch's own call. ``limit``: ``max_norm`` or ``clip_value``;
         ``keep_nonfinite``: ``error_if_nonfinite``."""
 
 
 _stack: list[Interceptor] = []
 _lock = threading.Lock()
 _replaced: dict[tuple[type, str], Any] = {}  # methods of classes, by name
-_clippings: list[tuple[Any, Any]] = []  # where functions are kept, and which
+_clippings: list[tuple[Any, Any]] = []  # closure cells and their original functions
 
 _NOT_SERVED = torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam
 SERVED = tuple(k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer) and k not in _NOT_SERVED)
-"""The classes whose steps are intercepted. LBFGS evaluates the loss several times in a step; SparseAdam takes sparse gradients alone."""
+"""The classes with intercepted steps. LBFGS evaluates the loss several times in a step; SparseAdam only takes sparse gradients."""
 
 
 def enter(interceptor: Interceptor) -> None:
@@ -71,7 +71,7 @@ def leave(interceptor: Interceptor) -> None:
 
 
 def _intercepted(step: Any) -> Any:
-    """``step``, a function of a class, with hooks or without, as one that asks the interceptor between the hooks."""
+    """Return ``step``, a function of a class with or without hooks, as one that calls the interceptor between the hooks."""
     eager = _without_hooks(step)
 
     @functools.wraps(eager)
@@ -93,12 +93,12 @@ def _intercepted(step: Any) -> Any:
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Eager:
-    """The step of its class, without hooks."""
+    """Return the step of its class, without hooks."""
     return _without_hooks(type(optimizer).step)
 
 
 def _with_hooks(step: Any) -> Any:
-    """As PyTorch puts it in the place of ``step`` when the first optimizer of a class is made, which it may be within the context."""
+    """Return ``step`` with hooks, as PyTorch wraps it when the first optimizer of a class is made (possibly within the context)."""
     if getattr(step, "hooked", False):
         return step
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
@@ -111,7 +111,7 @@ def _without_hooks(step: Any) -> Any:
 
 
 def _unprofiled(zero_grad: Any) -> Any:
-    """``zero_grad``, of :class:`torch.optim.Optimizer`, without a name for a profiler that does not run."""
+    """Return ``zero_grad`` of :class:`torch.optim.Optimizer`, without ``record_function`` when no profiler is active."""
 
     @functools.wraps(zero_grad)
     def called(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
@@ -154,8 +154,8 @@ def _clipped(eager: Callable[[Any], Any], parameters: Any, function: str, limit:
         kind = (function, repr(float(norm_type)) if norm_type is not None else "")
         number = float(limit)
     except (TypeError, ValueError, RuntimeError):
-        return eager(given)  # which says what they are
+        return eager(given)  # eager raises if they are invalid
     gradients = [gradient for p in given if (gradient := p.grad) is not None]
     if not gradients:
-        return eager(given or parameters)  # which warns of a generator that is empty
+        return eager(given or parameters)  # warns if the generator is empty
     return innermost[0].clip_gradients(kind, gradients, number, keep_nonfinite, lambda: eager(given))

@@ -1,1 +1,1 @@
-"""A package as a file: opened, its parts checked against each other, before any of its code runs. No torch."""
+"""Package files: open one and check its parts against each other before any of its code runs. No torch."""

@@ -1,5 +1,5 @@
-"""Opens a package and hands out its parts, each checked against the manifest before it is handed out. Nothing is unpickled, compiled or
-executed here; ``docs/format.md``, section 8, lists what is refused, in the order in which it is done."""
+"""Open a package and return its parts, each checked against the manifest first. Nothing is unpickled, compiled or executed here.
+``docs/format.md``, section 8, lists the checks in their order."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .validate import check_library_file, check_members
 _CHUNK = 1 << 20  # bytes read at a time
 
 Admit = Callable[[Path, str], None]
-"""Gets the path of a package and the SHA-256 of all its bytes, and raises where it must not be loaded."""
+"""A function of a package's path and the SHA-256 of all its bytes. It raises if the package must not be loaded."""
 
 
 class Archive:
-    """An open package. Its descriptor is closed when the object goes; what :meth:`member_memory` handed out lives on.
+    """An open package. Its descriptor is closed with the object; memory from :meth:`member_memory` stays valid.
 
-    With ``admit`` (a signature check), the bytes that it has hashed, and no others, are handed out, even if the file is written to meanwhile: the
-    manifest is compared with the bytes that were admitted, every member with the manifest, and none is used from a file that can be written to."""
+    With ``admit`` (a signature check), only the bytes that were hashed are returned, even if the file is written to meanwhile: the manifest
+    is compared with the admitted bytes, every member with the manifest, and members are used from private copies."""
 
     def __init__(self, path: Path, fd: int, admit: Admit | None = None) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class Archive:
             data = self._read_manifest()
         except PackageError:
             if admit is not None:
-                admit(path, self.digest())  # what is not what was signed is said to be that, and not to be damaged
+                admit(path, self.digest())  # report changed bytes as a wrong signature, not as damage
             raise
         self.manifest_digest = hashlib.sha256(data).hexdigest()
         if admit is not None:
@@ -60,20 +60,20 @@ class Archive:
 
     @property
     def identity(self) -> str:
-        """Changes whenever the file is replaced or written to, as far as its metadata tell. The time of the last status change is
-        there because, unlike that of the last write, nobody can set it back."""
+        """A key that changes whenever the file is replaced or written to, as far as its metadata show. It includes the time of the last
+        status change, because nobody can set that back, unlike the time of the last write."""
         s = self._status
         return f"{s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}"
 
     @property
     def settled(self) -> bool:
-        """Whether the file has been left alone long enough that a further write would change :attr:`identity`: time stamps advance in
-        steps, of up to 10 ms on local file systems and of seconds on some others. False also if it has changed since it was opened."""
+        """True if the last write is old enough that another one would change :attr:`identity`: time stamps advance in steps, of up to
+        10 ms on local file systems and of seconds on some others. False if the file has changed since it was opened."""
         return self.unchanged and max(self._status.st_mtime_ns, self._status.st_ctime_ns) < time.time_ns() - 2_000_000_000
 
     @property
     def unchanged(self) -> bool:
-        """Whether the file has not been written to since it was opened, as far as its metadata tell."""
+        """True if the file has not been written to since it was opened, as far as its metadata show."""
         now = os.fstat(self._fd)
         return (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (self._status.st_size, self._status.st_mtime_ns, self._status.st_ctime_ns)
 
@@ -81,22 +81,22 @@ class Archive:
         raise AotBackwardError(f"an open package ({self.path}) can be neither copied nor pickled: load it again where it is needed")
 
     def choose(self, number: int) -> None:
-        """From here on the package is one for its target ``number`` alone (:mod:`.targets`)."""
+        """Restrict the package to its target ``number`` (:mod:`.targets`)."""
         self.manifest = seen_as(self.manifest, number)
 
     def members(self) -> dict[str, Member]:
-        """Every member but the manifest, by its path below the top folder."""
+        """Return every member except the manifest, by its path below the top folder."""
         return dict(self.manifest.members)
 
     def read_member(self, name: str) -> bytes:
-        """The content of a member, verified by its digest."""
+        """Return the content of a member, verified by its digest."""
         return b"".join(self._verified_chunks(name))
 
     def member_memory(self, name: str, mapped: bool = False) -> memoryview:
-        """The content of a member in memory that may be written to, **not verified**.
+        """Return the content of a member in writable memory, **not verified**.
 
-        It is a copy, which nobody else can change once it has been verified. ``mapped``: a private map of the file instead, of which pages come from
-        the file when they are touched, and are copied when they are written; of an admitted package it is a copy all the same."""
+        It is a copy, so nobody else can change it after it is verified. ``mapped``: return a private map of the file instead. Its pages are read
+        when they are touched and copied when they are written. For an admitted package it is always a copy."""
         place = self._place(name)
         if self.admitted or not mapped:
             return self._copied(place)
@@ -108,17 +108,17 @@ class Archive:
         return memoryview(view)[place.offset - start :]
 
     def digest(self) -> str:
-        """SHA-256 of the whole file."""
+        """Return the SHA-256 of the whole file."""
         return self._digests(Place(0, 0, 0))[0]
 
     def verify_digests(self) -> None:
-        """Reads every member and compares it with its digest; :class:`PackageError` names the first that differs."""
+        """Compare every member with its digest. Raise :class:`PackageError` with the first that differs."""
         for name in self.manifest.members:
             for _ in self._verified_chunks(name):
                 pass
 
     def library(self, name: str) -> Path:
-        """The shared library of that name, extracted, its digest and headers checked, with its JSON files beside it."""
+        """Extract the shared library ``name`` with its JSON files, check its digest and headers, and return its path."""
         spec = self.manifest.libraries[name]
         members = {PurePosixPath(m).name: m for m in (spec.member, spec.metadata, spec.extern) if m}
 
@@ -153,7 +153,7 @@ class Archive:
             raise self.corrupt("it was written to while it was read; load it again")
 
     def _digests(self, part: Place) -> tuple[str, str]:
-        """SHA-256 of the whole file and of a part of it, which were the same bytes even if the file is written to meanwhile."""
+        """Return the SHA-256 of the whole file and of a part of it. Both hash the same bytes, even if the file is written to meanwhile."""
         whole, of_part = hashlib.sha256(), hashlib.sha256()
         for offset in range(0, self._status.st_size, _CHUNK):
             chunk = read_at(self._fd, offset, min(_CHUNK, self._status.st_size - offset), self.path)
@@ -163,7 +163,7 @@ class Archive:
 
     def _copied(self, place: Place) -> memoryview:
         try:
-            copy = mmap.mmap(-1, max(1, place.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared would be with forked children
+            copy = mmap.mmap(-1, max(1, place.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # MAP_SHARED would share it with forked children
         except OSError as error:
             raise PackageError(f"cannot take {place.size} bytes of memory for package {self.path}: {error.strerror}") from error
         memory = memoryview(copy)[: place.size]
@@ -192,7 +192,7 @@ class Archive:
             raise self.corrupt(str(error)) from error
 
     def _verified_chunks(self, name: str) -> Iterator[bytes]:
-        """The member in pieces; raises after the last if the whole is not what the manifest says."""
+        """Yield the member in pieces. Raise after the last if its digest differs from the manifest."""
         place, digest = self._place(name), hashlib.sha256()
         for offset in range(place.offset, place.offset + place.size, _CHUNK):
             chunk = read_at(self._fd, offset, min(_CHUNK, place.offset + place.size - offset), self.path)
@@ -207,10 +207,10 @@ class Archive:
 
 
 def open_package(path: str | os.PathLike[str], *, admit: Admit | None = None) -> Archive:
-    """Opens a package and checks its structure and manifest; digests of members are checked when they are read.
+    """Open a package and check its structure and manifest. Digests of members are checked when they are read.
 
-    ``admit``: what must agree to its bytes before its manifest is parsed (:func:`aot_backward_runtime.package.signature_policy.admission`).
-    Raises :class:`PackageError`, which names the path and the member."""
+    ``admit``: must accept its bytes before its manifest is parsed (:func:`aot_backward_runtime.package.signature_policy.admission`).
+    Raise :class:`PackageError` with the path and the member."""
     path = Path(path)
     try:
         # Without O_NONBLOCK, opening a named pipe waits for a writer.

@@ -1,9 +1,9 @@
-"""Where native code is extracted: a private folder, by content, shared by the processes of one user.
+"""The folder for extracted native code: private, addressed by content, shared by the processes of one user.
 
-The folder is ``$AOT_BACKWARD_CACHE``, else ``~/.cache/aot-backward``, else (where that cannot be used) a temporary one of this
-process. It may be deleted at any time. What lies in it is hashed before each use; between that and ``dlopen`` nobody but this user
-can change it, because every level is owned by this user and writable by nobody else, and nobody else can put another folder in its place, because
-every folder above belongs to this user or to root and is writable by nobody else, or sticky as /tmp is.
+The folder is ``$AOT_BACKWARD_CACHE``, else ``~/.cache/aot-backward``, else (if that is unusable) a temporary folder of this
+process. It may be deleted at any time. Its files are hashed before each use. Between that and ``dlopen`` only this user can change them: every
+level of the folder is owned by this user and writable only by this user. Nobody else can replace the folder: every folder above belongs to
+this user or to root, and is writable only by its owner, or sticky like /tmp.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from ..errors import AotBackwardError
 from ..format.manifest import Member
 
 VARIABLE = "AOT_BACKWARD_CACHE"
-_temporary: tuple[int, Path] | None = None  # the process that made it, and the folder
+_temporary: tuple[int, Path] | None = None  # the process that created it, and the folder
 
 
 class CacheError(AotBackwardError):
-    """There is no folder into which native code can be extracted."""
+    """Raised if native code cannot be extracted into any folder."""
 
 
 def place(files: Mapping[str, Member], copy: Callable[[str, BinaryIO], None]) -> Path:
-    """A folder that holds ``files`` side by side, each with the size and digest given.
+    """Return a folder that holds ``files``, each with the given size and digest.
 
-    What is missing or differs is written by ``copy(name, file)``, which verifies what it writes."""
-    # The key covers the JSON beside a library too: equal code with other operators must not share a folder.
+    Files that are missing or differ are written by ``copy(name, file)``, which verifies them."""
+    # The key also covers the JSON of a library: equal code with other operators must not share a folder.
     key = hashlib.sha256("".join(f"{name}\0{files[name].sha256}\n" for name in sorted(files)).encode()).hexdigest()
     try:
         return _place(_cache() / "lib" / key, files, copy)
     except CacheError:
         if os.environ.get(VARIABLE):
-            raise  # who names a folder wants that one, or to know why not
+            raise  # there is no fallback for a folder that the user chose
     return _place(_private_temporary() / "lib" / key, files, copy)
 
 
 def remembered(name: str, content: str) -> bool:
-    """Whether :func:`remember` was called with this ``name`` and ``content``."""
+    """Return whether :func:`remember` was called with this ``name`` and ``content``."""
     try:
         return (_cache() / "verified" / name).read_text() == content
     except (OSError, CacheError):
-        return False  # then the work is done again; an unusable folder is reported where it matters, by place()
+        return False  # then the work is done again; place() reports an unusable folder
 
 
 def remember(name: str, content: str) -> None:
@@ -64,7 +64,7 @@ def remember(name: str, content: str) -> None:
 
 def _place(folder: Path, files: Mapping[str, Member], copy: Callable[[str, BinaryIO], None]) -> Path:
     for level in (folder.parent, folder):
-        if level.is_file():  # or a link to one: it is ours, and in the way
+        if level.is_file():  # or a link to one: it is ours and blocks the folder
             level.unlink(missing_ok=True)
         _folder(level)
     for name, member in files.items():
@@ -83,16 +83,16 @@ def _matches(path: Path, member: Member) -> bool:
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise _too_many_files(error) from error
-        return False  # missing, a link, not ours to read, damaged on disk: it is replaced
+        return False  # missing, a link, unreadable, or damaged on disk: it is replaced
 
 
 def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # nor is a named pipe waited for
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK: do not wait for a named pipe
 
 
 def _write(folder: Path, name: str, copy: Callable[[BinaryIO], None]) -> None:
-    """Writes beside, then renames, so that other processes see the old file or the whole new one. Not synced: what a crash of the
-    machine leaves behind does not match its digest, and is written again."""
+    """Write a temporary file, then rename it, so that other processes see the old file or the whole new one. It is not synced: a file
+    damaged by a crash of the machine does not match its digest and is written again."""
     try:
         fd, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
         try:
@@ -104,7 +104,7 @@ def _write(folder: Path, name: str, copy: Callable[[BinaryIO], None]) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):  # of which the folder is innocent
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # not the folder's fault
             raise _too_many_files(error) from error
         raise _unusable(folder, error.strerror or str(error)) from error
 
@@ -117,10 +117,10 @@ def _too_many_files(error: OSError) -> AotBackwardError:
 
 
 def _make_way(place: Path) -> None:
-    """Removes a folder from where a file is to be: a rename could not replace it."""
+    """Remove a folder at the path of a file: a rename cannot replace it."""
     if place.is_dir() and not place.is_symlink():
         aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-        with contextlib.suppress(OSError):  # another process was faster; what stays in the way is reported by the rename
+        with contextlib.suppress(OSError):  # another process was faster; if the folder is still there, the caller's rename fails
             place.rename(aside / place.name)
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -141,7 +141,7 @@ def _cache() -> Path:
 
 
 def _folder(path: Path) -> Path:
-    """``path``, made with mode 0700 where it is missing; :class:`CacheError` unless it is ours alone and allows execution."""
+    """Return ``path``, created with mode 0700 if missing. Raise :class:`CacheError` unless it is private and allows execution."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -161,7 +161,7 @@ def _folder(path: Path) -> Path:
 
 
 def _beyond_reach(path: Path) -> Path:
-    """``path`` without links; :class:`CacheError` where another user could put another folder in its place."""
+    """Return ``path`` without links. Raise :class:`CacheError` if another user could replace the folder."""
     try:
         path = path.resolve(strict=True)
         above = [(parent, parent.stat()) for parent in path.parents]
@@ -179,7 +179,7 @@ def _beyond_reach(path: Path) -> Path:
 
 @functools.cache
 def _trusted(own: int) -> frozenset[int]:
-    """Root, user ``own``, and what stands for the users outside of a user namespace (a rootless container), of whom root is one."""
+    """Return root, user ``own``, and the overflow user: in a user namespace (a rootless container) it stands for outside users, root among them."""
     users = {0, own}
     with contextlib.suppress(OSError):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
@@ -188,7 +188,7 @@ def _trusted(own: int) -> frozenset[int]:
 
 
 def _only_ours(group: int) -> bool:
-    """Whether it is the group of this user alone that many systems make with each user, whose folders are then writable by it."""
+    """Return whether ``group`` is this user's private group. Many systems create one per user and make the user's folders group-writable."""
     try:
         user, members = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
@@ -208,8 +208,8 @@ def _unusable(path: Path, problem: str) -> CacheError:
 
 
 def _private_temporary() -> Path:
-    """A folder that is removed when the process that made it exits. A forked child uses its parent's while that is there, and never
-    removes it; libraries that it has loaded stay mapped when the files go."""
+    """Return a folder that is removed when the process that created it exits. A forked child uses its parent's folder while it exists and
+    never removes it; libraries that the child has loaded stay mapped without the files."""
     global _temporary
     if _temporary is None or not _temporary[1].is_dir():
         try:

@@ -1,8 +1,8 @@
-"""The OpenSSF model-signing library, and the cryptography under it: imported by nothing but :func:`.signature_policy.signing_library`.
+"""Signatures by the OpenSSF model-signing library and its cryptography. Only :func:`.signature_policy.signing_library` imports this module.
 
-A signature is the library's own: a Sigstore bundle (JSON) around an in-toto statement that names one resource, ``.``, with the SHA-256 of
-the package's bytes; its command line can check and make them too. Neither folder nor name of the package is part of what is compared.
-Errors are ValueErrors that go on after the name of the file at fault.
+A signature has the library's format: a Sigstore bundle (JSON) around an in-toto statement that names one resource, ``.``, with the SHA-256 of
+the package's bytes. The library's command line can also check and make them. The folder and name of the package are not compared.
+Errors are ValueErrors with messages that continue the name of the faulty file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from model_signing import hashing, signing, verifying
-from model_signing._hashing.hashing import Digest  # no public name leads to it, and a manifest is made of these
+from model_signing._hashing.hashing import Digest  # manifests need it, and it has no public name
 from model_signing.manifest import FileManifestItem, Manifest, SerializationType
 
 CURVES = {"secp256r1": "P-256", "secp384r1": "P-384", "secp521r1": "P-521"}
@@ -30,7 +30,7 @@ _MAKE = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out pri
 
 @dataclass(frozen=True)
 class PublicKey:
-    """``fingerprint``: SHA-256 of ``pem``, by which a signature says whose it is."""
+    """A public key. ``fingerprint``: SHA-256 of ``pem``; signatures name their key by it."""
 
     pem: bytes
     fingerprint: str
@@ -65,7 +65,7 @@ def private_key(data: bytes, password: bytes | None) -> PrivateKey:
         raise ValueError("it is a public key, which cannot sign; expected the private key that it belongs to")
     try:
         key = serialization.load_pem_private_key(data, password)
-    except TypeError as error:  # a password is missing, or too many
+    except TypeError as error:  # a password is missing or superfluous
         told = "it is not encrypted, but a password was given" if password is not None else "it is encrypted, and no password was given"
         raise ValueError(told) from error
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -76,10 +76,10 @@ def private_key(data: bytes, password: bytes | None) -> PrivateKey:
 
 
 def make(digest: str, name: str, key: PrivateKey) -> bytes:
-    """The signature of bytes with that SHA-256; ``name`` tells people what it was made for, and is not compared."""
+    """Return the signature of bytes with that SHA-256. ``name`` is for readers and is not compared."""
     config = signing.Config().set_hashing_config(_Known(digest, name))
     with _handed(key.pem) as private, _handed(b"") as out:
-        config.use_elliptic_key_signer(private_key=private, password=key.password)  # type: ignore[arg-type] # it says str, and passes bytes on
+        config.use_elliptic_key_signer(private_key=private, password=key.password)  # type: ignore[arg-type] # annotated as str, but passes bytes on
         config.sign(name, out)
         signature = out.read_bytes()
     check(signature, digest, key.public)
@@ -87,7 +87,7 @@ def make(digest: str, name: str, key: PrivateKey) -> bytes:
 
 
 def check(signature: bytes, digest: str, key: PublicKey) -> None:
-    """Raises ValueError unless ``signature`` is of bytes with that SHA-256, and by that key."""
+    """Raise ValueError unless ``signature`` is of bytes with that SHA-256 and by that key."""
     signer = _signer(signature)
     if signer != key.fingerprint:
         raise ValueError(f"is by another key: of fingerprint {signer}, expected {key.fingerprint}; load with the key of whoever signed it")
@@ -95,7 +95,7 @@ def check(signature: bytes, digest: str, key: PublicKey) -> None:
     with _handed(key.pem) as public, _handed(signature) as file:
         try:
             verifying.Config().use_elliptic_key_verifier(public_key=public).set_hashing_config(known).verify("package", file)
-        except Exception as error:  # whatever the library's parsers do on a damaged file, it must not let a package in, nor go by unnamed
+        except Exception as error:  # any error of the library's parsers on a damaged file must refuse the package, with a reason
             if known.manifest.signed is not None:
                 raise ValueError(_other(known.manifest.signed, digest)) from error
             if isinstance(error, InvalidSignature):
@@ -106,7 +106,7 @@ def check(signature: bytes, digest: str, key: PublicKey) -> None:
 
 
 class _Compared(Manifest):
-    """One resource, and what it was last compared with."""
+    """A manifest of one resource that keeps the manifest it was last compared with."""
 
     signed: Manifest | None = None
 
@@ -118,7 +118,7 @@ class _Compared(Manifest):
 
 
 class _Known(hashing.Config):
-    """What the library asks for the digests of a model: here they are known, of bytes that no path leads to for certain."""
+    """A hashing config that returns known digests, because the file at a path may have changed since it was hashed."""
 
     def __init__(self, digest: str, name: str):
         super().__init__()
@@ -142,7 +142,7 @@ def _other(signed: Manifest, digest: str) -> str:
 
 
 def _signer(signature: bytes) -> str:
-    """The fingerprint of the key that a signature names. Nothing is believed of it but that others need not be tried."""
+    """Return the fingerprint of the key that a signature names. It is not trusted: it only tells that other keys need not be tried."""
     try:
         named = json.loads(signature)["verificationMaterial"]["publicKey"]["hint"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -164,8 +164,8 @@ def _public(key: object) -> PublicKey:
 
 @contextlib.contextmanager
 def _handed(data: bytes) -> Iterator[Path]:
-    """A path under which the library reads ``data``, and nothing else: the library takes paths, and files may change between two reads.
-    No disk is written to, which matters for private keys."""
+    """Yield a path at which the library reads exactly ``data``: the library takes paths, and files may change between two reads.
+    Nothing is written to disk, which matters for private keys."""
     with os.fdopen(os.memfd_create("aot-backward"), "w+b") as file:
         file.write(data)
         file.flush()

@@ -1,7 +1,7 @@
-"""Whether every name, number and symbol by which one part of a manifest refers to another finds it.
+"""Check that every name, number and symbol by which one part of a manifest refers to another exists.
 
-The manifest's SHA-256 proves that it is as it was written (``format/manifest_json.py``), and its writer asserted that it is consistent
-(``aot_backward/packaging/consistency.py``). These checks turn a reference that leads nowhere into an error, as in a damaged package of a format
+The manifest's SHA-256 proves that it is unchanged (``format/manifest_json.py``), and its writer asserted that it is consistent
+(``aot_backward/packaging/consistency.py``). These checks turn a dangling reference into an error, for example in a damaged package of a format
 before 1.15. ``docs/format.md``, section 8, lists them.
 """
 
@@ -45,7 +45,7 @@ _MOST_ELEMENTS = 1 << 60
 
 
 def check_references(manifest: Manifest) -> None:
-    """Raise :class:`PackageError`, which names the part and what it refers to."""
+    """Raise :class:`PackageError` with the part and the reference if a reference does not exist."""
     for target in targets_of(manifest):
         if target.device not in DEVICES:
             raise PackageError(f"target {target.label!r}: device {target.device[:40]!r} is unknown, expected {' or '.join(DEVICES)}")
@@ -70,7 +70,7 @@ def _in(what: str, check: Any) -> None:
 
 
 def _find(what: str, key: Any, known: Any) -> Any:
-    """``known[key]``."""
+    """Return ``known[key]``, or raise :class:`PackageError` if it does not exist."""
     found = known.get(key) if isinstance(known, Mapping) else known[key] if 0 <= key < len(known) else None
     if found is None:
         raise PackageError(f"{what} refers to {key!r}, which the manifest does not have")
@@ -151,7 +151,7 @@ class _Entry:
     def check(self) -> None:
         spec = self.spec
         if spec.kind not in ROLES:
-            return  # of a later format
+            return  # from a later format
         for state in spec.state:
             _find(f"state {state.name!r}", state.weight, self.manifest.weights)
         if len(self._state) != len(spec.state):
@@ -241,7 +241,7 @@ class _Entry:
         self._check_state_names((*plan.reads, *plan.writes))
 
     def _resolve(self, text: str, tensors: Mapping[str, Sequence[Any]], symbols: Set[str] | None = None) -> None:
-        """``input:3``, ``saved:0``, …; ``parameter:NAME``; with ``symbols``, ``size:EXPRESSION`` too."""
+        """Check the reference ``text``: ``input:3``, ``saved:0``, …; ``parameter:NAME``, or with ``symbols``, ``size:EXPRESSION``."""
         kind, _, rest = text.partition(":")
         if kind == "size" and symbols is not None:
             _check_sizes(text, [rest], symbols)
@@ -328,7 +328,7 @@ class _Entry:
 
 
 def parse_operand(text: str) -> tuple[str, Any]:
-    """``input:3`` -> ("input", 3), ``value:3`` likewise, ``size:E`` -> ("size", "E")."""
+    """Parse ``input:3`` as ("input", 3), ``value:3`` likewise, and ``size:E`` as ("size", "E")."""
     kind, _, rest = text.partition(":")
     if kind == "size" and rest:
         return kind, rest

@@ -1,6 +1,6 @@
-"""Whether a package is loaded only with a signature, and whose. A signature is a file beside it, over all of its bytes (``docs/signatures.md``).
+"""The policy on signatures of packages. A signature is a file next to the package, over all of its bytes (``docs/signatures.md``).
 
-The signing library is imported only where a signature is asked for.
+The signing library is imported only if signatures are checked.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 Policy = Literal["require", "if-present", "off"]
 Key = str | os.PathLike[str]
 SUFFIX = ".sig"
-LARGEST = 1 << 20  # bytes of a signature or a key; they have some 2,000 and 200
+LARGEST = 1 << 20  # bytes of a signature or a key; they usually have about 2,000 and 200
 
 
 def admission(signature: Policy | None, key: Key | None) -> Admit | None:
-    """What :func:`~aot_backward_runtime.package.archive.open_package` must ask before it reads a package; None: nothing.
+    """Return the check for :func:`~aot_backward_runtime.package.archive.open_package` to call before it reads a package, or None.
 
-    The key is read, and the library imported, at once, so that what is missing shows before there is a signature to check."""
+    Read the key and import the library at once, so that a missing one is an error even without a signature to check."""
     if signature is None:
         signature = "off" if key is None else "require"
     if signature not in get_args(Policy):
@@ -47,7 +47,7 @@ def admission(signature: Policy | None, key: Key | None) -> Admit | None:
 
 
 def signing_library() -> ModuleType:
-    """:mod:`aot_backward_runtime.package.model_signing`, with what it is built on."""
+    """Import and return :mod:`aot_backward_runtime.package.model_signing`."""
     try:
         from . import model_signing as library
     except ImportError as error:
@@ -58,16 +58,16 @@ def signing_library() -> ModuleType:
 
 
 def signature_beside(path: Path) -> Path | None:
-    """The signature file of the package at ``path``, where one lies beside it; if that is a link, beside what it leads to."""
+    """Return the signature file next to the package at ``path``, else next to the target if ``path`` is a link, else None."""
     for place in dict.fromkeys((path, path.resolve())):
         candidate = place.with_name(place.name + SUFFIX)
-        if os.path.lexists(candidate):  # a link that leads nowhere is a signature that cannot be read, and not none
+        if os.path.lexists(candidate):  # a broken link counts as an unreadable signature, not as a missing one
             return candidate
     return None
 
 
 def read_key(path: Key) -> bytes:
-    """The content of a key file. It may be a pipe, as a shell's ``<(…)`` is."""
+    """Return the content of a key file. It may be a pipe, such as a shell's ``<(…)``."""
     try:
         named = os.fsdecode(path)
     except TypeError as error:
@@ -100,10 +100,10 @@ def _admit(policy: Policy, public: PublicKey, key: Key, path: Path, digest: str)
 
 
 def _read_signature(file: Path) -> bytes:
-    """Raises ValueError, which goes on after the file's name."""
+    """Return the content of a signature file. Raise ValueError with a message that continues the file's name."""
     fd, data = -1, b""
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe is not waited for
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: do not wait for a named pipe
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"is {'a folder' if stat.S_ISDIR(status.st_mode) else 'not a plain file'}")

@@ -1,4 +1,4 @@
-"""A package that was compiled for several targets, seen as one that was compiled for a single one of them."""
+"""Views of a package for several targets as a package for one of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..format.manifest import EntrySpec, Manifest, Target, VariantSpec
 
 
 def targets_of(manifest: Manifest) -> tuple[Target, ...]:
-    """All targets of a package, the first being the one that a reader of format 1.3 sees."""
+    """Return all targets of a package. A reader of format 1.3 sees the first."""
     return (manifest.target, *manifest.targets)
 
 
 def seen_as(manifest: Manifest, number: int) -> Manifest:
-    """``manifest`` with the code and the verdicts of target ``number`` alone."""
+    """Return ``manifest`` with the code and the verdicts of only target ``number``."""
     if not manifest.targets:
         return manifest
     libraries = manifest.libraries

@@ -1,4 +1,4 @@
-"""Whether the members of an archive are those in its manifest, and a library's ELF headers what the manifest says of them."""
+"""Check that the members of an archive, and the ELF headers of its libraries, match its manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..format.manifest import MANIFEST_MEMBER, WEIGHTS_MEMBER, LibrarySpec, Mani
 
 
 def check_members(manifest: Manifest, sizes: Mapping[str, int]) -> None:
-    """``sizes``: in bytes, of the archive's members by their path below the top folder."""
+    """Check members and sizes. ``sizes``: bytes of the archive's members by their path below the top folder."""
     listed = manifest.members
     for name in sizes.keys() - listed.keys() - {MANIFEST_MEMBER}:
         raise PackageError(f"member {name} is not in the manifest")
@@ -25,7 +25,7 @@ def check_members(manifest: Manifest, sizes: Mapping[str, int]) -> None:
 
 
 def check_library_file(spec: LibrarySpec, path: Path) -> None:
-    """Check that the ELF file ``path`` can be loaded, and asks for nothing that ``spec`` does not list."""
+    """Check that the ELF file ``path`` can be loaded, and that it needs nothing that ``spec`` does not list."""
     try:
         elf = read_elf(path)
     except PackageError as error:

@@ -1,1 +1,1 @@
-"""Recorded backward passes: compiled autograd's structure of a pass, recorded, interpreted, or run by compiled code."""
+"""Recorded backward passes: they are recorded from compiled autograd, interpreted, or run by compiled code."""

@@ -1,8 +1,7 @@
-"""Places in a script whose backward passes the package does not serve, and which are therefore left to eager.
+"""Call sites in a script with backward passes that the package does not serve. Passes from there run in eager.
 
-Which structure a pass has is known once the engine has walked it, and by then it is too late for eager. But a place that calls ``backward`` nearly
-always calls it on the same structure: after three passes from there that were not served the next ones go to eager at once. One in some 64 is looked
-at all the same.
+The structure of a pass is known only after the engine has walked it, and then it is too late for eager. But a call site of ``backward`` nearly
+always has the same structure. After three unserved passes from one, further ones run in eager at once; the engine still walks about one in 64.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ import torch
 from .origin import PASSED_OVER
 
 Place = tuple[str, int, int, str, int, int, str]
-"""Files, functions' first lines and instructions of the two innermost frames that are neither torch's nor ours, since one may be a library's that is
-called from several places; and the type of the first root."""
+"""File, function's first line and instruction of the two innermost frames outside of torch and this project, and the type of the first root. Two,
+because the innermost may belong to a library that is called from several places."""
 
 _UNSERVED_IN_A_ROW = 3
-_SERVED_PART = 0.1  # where more of the passes than this were served, structures take turns there, and none goes to eager unseen
-_LOOKS_REMEMBERED = 64  # looks
-_MAX_SKIP = 128  # one in 64 on the average: a fixed step would miss what the script does every second pass
+_SERVED_PART = 0.1  # above this served fraction, structures alternate at the call site, and the engine walks every pass
+_LOOKS_REMEMBERED = 64
+_MAX_SKIP = 128  # one in 64 on average: a fixed step would miss structures that alternate
 _MAX_PLACES = 1024
 
 
 @dataclass
 class _Seen:
-    """What was found at one place."""
+    """The outcomes at one call site."""
 
     in_a_row: int = 0  # passes that were not served
     looks: int = 0
-    served: float = 0.0  # the part of those looks that found a pass which was, the last ones counting most
+    served: float = 0.0  # the fraction of looks that found a served pass; recent ones count most
     until_look: int = _MAX_SKIP
 
     def note(self, served: bool) -> None:
@@ -44,14 +43,14 @@ class _Seen:
 
 
 class CallSites:
-    """Which places passes came from that were not served."""
+    """The call sites of unserved passes."""
 
     def __init__(self) -> None:
         self._seen: dict[Place, _Seen] = {}
         self._random = random.Random(0)  # noqa: S311
 
     def is_unserved(self, roots: Sequence[Any]) -> bool:
-        """Whether a pass that is called now, with these roots, should go to eager."""
+        """Return whether a pass with these roots, called now, should run in eager."""
         if not self._seen:
             return False
         seen = self._seen.get(place_of(roots))
@@ -62,7 +61,7 @@ class CallSites:
         return left > 0
 
     def note(self, roots: Sequence[Any], *, served: bool) -> None:
-        """What the engine found of the pass that is under way."""
+        """Note the outcome of the present pass."""
         if served and not self._seen:
             return
         place = place_of(roots)
@@ -75,7 +74,7 @@ class CallSites:
 
 
 def place_of(roots: Sequence[Any]) -> Place:
-    """Of the call of ``backward`` under way."""
+    """Return the place of the present call of ``backward``."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (id(frame.f_globals) in _passed_over or _is_passed_over(frame.f_globals)):
         frame = frame.f_back
@@ -86,7 +85,7 @@ def place_of(roots: Sequence[Any]) -> Place:
     return code.co_filename, code.co_firstlineno, frame.f_lasti, around.co_filename, around.co_firstlineno, above.f_lasti, type(node).__name__
 
 
-_passed_over: set[int] = set()  # by the identity of their modules' names, which stay
+_passed_over: set[int] = set()  # ids of module namespaces, which stay alive
 
 
 def _is_passed_over(names: dict[str, Any]) -> bool:

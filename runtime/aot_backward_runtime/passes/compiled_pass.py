@@ -1,4 +1,4 @@
-"""Runs recorded passes by their compiled graphs: the steps of a variant in eager's order."""
+"""Run recorded passes by their compiled graphs: the steps of a variant in eager's order."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .pass_contract import Operands, PassContract, check_value
 Outside = Callable[[], AbstractContextManager[None]]
 """Entered while a hook or a custom function of the pass is called."""
 Missed = Callable[[str], None]
-"""Called with the reason where a step is interpreted instead."""
+"""Called with the reason if a step is interpreted instead."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A pass that a variant serves: its tensors as native code may have them, and the symbols' values."""
+    """A pass that a variant serves: its tensors, fit for native code, and the symbols' values."""
 
     variant: CompiledPass
     fitting: Sequence[torch.Tensor]
@@ -48,22 +48,22 @@ class CompiledPass:
         self._calls_out = any(op.kind in CALLS_OUT for op in tape.ops)
 
     def check_leaves(self, operands: Operands) -> None:
-        """:class:`InputError` where a leaf's present gradient is memory that the pass reads: eager would add to it in between."""
+        """Raise :class:`InputError` if the pass reads the memory of a leaf's present gradient: eager would add to it in between."""
         held = [g for i in self.tape.leaves if (g := operands.inputs[i].grad) is not None and type(g) is torch.Tensor and g.layout is torch.strided]
         if held and meet(held, operands.inputs):
             raise InputError("the .grad of a leaf is a tensor that the pass reads")
 
     @cached_property
     def steps(self) -> list[_Call | _Accumulate | _Single]:
-        """Made by the first pass that runs them, not before: what is wrong with a package is then its caller's error, where the engine takes one
-        while it captures as a reason to leave the pass to eager."""
+        """The steps, created by the first pass that runs them. An error in the package is then raised to its caller; during a capture, the
+        engine would take it as a reason to run the pass in eager."""
         return list(self._steps(self._libraries))
 
     def _steps(self, libraries: Mapping[str, Library]) -> Iterator[_Call | _Accumulate | _Single]:
         ops = self.tape.ops
         if (listed := sum(len(s.ops) for s in self.spec.segments)) != len(ops):
             raise PackageError(f"a recorded pass: expected the {len(ops)} operations of its tape, got {listed}. Record it again.")
-        compiled: set[int] = set()  # values that come out of native code, whose looks are known
+        compiled: set[int] = set()  # values from native code, with known metadata
         python = False
         leaves: _Accumulate | None = None
         for segment in self.spec.segments:
@@ -85,7 +85,7 @@ class CompiledPass:
                 leaves = None
 
     def run(self, operands: Operands, match: Match, outside: Outside, missed: Missed) -> list[torch.Tensor | None]:
-        """The pass. Errors are those of hooks, of custom functions and of native code; ``.grad`` is then as far as eager would have come."""
+        """Run the pass. If a hook, a custom function or native code raises, ``.grad`` is as far as eager would have come."""
         return self.execute(Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, outside), match, missed)
 
     def execute(self, run: Run, match: Match, missed: Missed) -> list[torch.Tensor | None]:
@@ -100,7 +100,7 @@ class _Call:
     """A compiled graph between two places where Python runs."""
 
     def __init__(self, library: Library, segment: Segment, ops: Sequence[Op], known: set[int], binding: Any, after_python: bool):
-        """``after_python``: whether a hook or custom function of the pass runs before."""
+        """``after_python``: True if a hook or custom function of the pass runs before."""
         self.after_python = after_python
         self.library, self.segment, self.ops, self.binding = library, segment, ops, binding
         self.operands = [parse_operand(o) for o in segment.operands]
@@ -123,7 +123,7 @@ class _Call:
             run.values[number] = None
 
     def _given(self, run: Run, match: Match) -> list[torch.Tensor]:
-        """What goes in; what Python code returned, or may have changed since the pass was matched, is checked again."""
+        """Return the inputs. Check tensors again if Python code returned them or may have changed them since the match."""
         if self.after_python:
             for kind, where in self.operands:
                 if kind == "input" and _mark(run.operands["input"][where]) != run.marks[where]:
@@ -147,7 +147,7 @@ class _Call:
 
 
 class _Accumulate:
-    """Leaves whose gradients are known, one after another."""
+    """Consecutive leaves with known gradients."""
 
     def __init__(self) -> None:
         self.leaves: list[tuple[Op, int, int, bool]] = []
@@ -176,7 +176,7 @@ class _Accumulate:
 
 
 class _Single:
-    """One operation of the tape as it stands."""
+    """One interpreted operation of the tape."""
 
     def __init__(self, op: Op):
         self.op = op

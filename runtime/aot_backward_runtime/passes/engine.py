@@ -1,7 +1,7 @@
 """The autograd engine's hook for compilers, held by one session at a time.
 
-The setting is process-wide. Whoever holds it sees every backward pass through :func:`_run`, which stands where
-``torch.autograd.graph._engine_run_backward`` was: passes that the engine refuses, or that run inside a hook of another, go to eager there.
+The setting is process-wide. Its holder sees every backward pass through :func:`_run`, which replaces
+``torch.autograd.graph._engine_run_backward`` and sends passes to eager if the engine refuses them or if they run inside another pass's hook.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ _hooks: list[Engine] = []
 _eager: Callable[..., Any] = torch_api.engine_run_backward
 _engine = torch_api.execution_engine
 _set_materialize_grads = torch.autograd.function.FunctionCtx.set_materialize_grads
-_modules = (torch.autograd, torch.autograd.graph)  # the first imports it by name
+_modules = (torch.autograd, torch.autograd.graph)  # torch.autograd imports the function by name
 _LEFT_BEHIND = 1024  # walks of the engine that ended without a program
 _LEFT_NODES = 40_000  # ... or this many nodes of such walks, but
-_LEFT_LEAST = 64  # never fewer walks than this: what was bound must be bound again then
-"""After these the engine's cache is emptied. It keeps a node of its own for each node that it walks, also of a pass that is then left to
-eager: 470 bytes a node (torch 2.13), and it compares the nodes that follow one node one by one, since its hash leaves their constants out."""
+_LEFT_LEAST = 64  # never fewer walks than this, because bound structures must then be bound again
+"""After these the engine's cache is emptied. It keeps an entry for each node that it walks, even if the pass then runs in eager:
+470 bytes a node (torch 2.13). It compares the successors of a node one by one, because its hash ignores their constants."""
 UNSERVED = 1000
-"""Passes in a row that nothing served, after which a replay takes its hook out of the engine. To look up the place of one costs 3 to 16 µs, so this
-costs 10 ms; fewer would take a phase of a script, such as some epochs with frozen layers, for all of it."""
+"""Unserved passes in a row after which a replay takes its hook out of the engine. Looking up the call site of a pass takes 3 to 16 µs, so this
+costs 10 ms. With fewer, one phase of a script, such as some epochs with frozen layers, would decide for all of it."""
 
 
 class Handler(Protocol):
-    """Decides how the passes run that an :class:`Engine` sees."""
+    """The interface that decides how the passes that an :class:`Engine` sees are run."""
 
     def recorder(self) -> Any:
-        """Return what records the pass under way, whose structure the engine does not know."""
+        """Return the recorder for the present pass, which the engine's cache does not know."""
 
     def before(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
-        """Return None if the engine is to look at the pass that is called now. Otherwise eager runs it, and then the function gets its seconds."""
+        """Return None if the engine is to walk the next pass. Otherwise eager runs it, and the returned function gets its seconds."""
 
     def left_to_eager(self, reason: str, walked: float) -> None:
-        """For each pass that the engine or the recorder refused, after so many seconds: eager runs it."""
+        """Handle a pass that the engine or the recorder refused after ``walked`` seconds; eager runs it."""
 
     def ran_in_eager(self, seconds: float) -> None:
-        """After such a pass, unless it ran within another."""
+        """Handle the end of such a pass, unless it ran within another."""
 
     def ended(self) -> None:
-        """After a pass that the engine had."""
+        """Handle the end of a pass that the engine walked."""
 
     def forgot(self) -> None:
-        """Before the engine's cache is emptied."""
+        """Prepare for emptying the engine's cache."""
 
 
 class Engine:
-    """The engine's hook, as a context. It holds what the engine and its threads demand; the handler decides what runs.
+    """The engine's hook, as a context. It serializes the threads and follows the engine's rules; the handler decides how passes run.
 
-    With ``may_leave`` it takes the hook out for good after :data:`UNSERVED` passes in a row that nothing served. A backward of an MLP of 17
-    nodes takes 70 µs in eager and after that, 85 where each pass is looked up by its place.
+    With ``may_leave`` it takes the hook out for good after :data:`UNSERVED` unserved passes in a row. The backward of an MLP of 17
+    nodes then takes 70 µs, as in eager; it takes 85 µs if each pass is looked up by its call site.
     """
 
     def __init__(self, handler: Handler, *, may_leave: bool) -> None:
@@ -77,14 +77,14 @@ class Engine:
         self._off = 0  # eager passes that keep the hook off
         self._prior: tuple[Any, bool] = (None, False)
         self._thread = 0
-        self.running = False  # a pass of this session is being computed: what fails from now on is an error of user code
+        self.running = False  # a pass of this session is being computed: errors from now on are errors of user code
         self.inside = False  # ... or recorded
         self.outside = False  # a hook or custom function of the pass is being called
-        self.callbacks: list[Callable[[], None]] = []  # what those gave to queue_callback
+        self.callbacks: list[Callable[[], None]] = []  # the callbacks that they queued (queue_callback)
         self.runs_in = 0  # the thread of the pass
         self.roots: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
-        self.began = self.reached = self.left = 0.0  # when the pass was called, when the engine called what is bound, and when that returned
+        self.began = self.reached = self.left = 0.0  # times: the pass was called, the engine called the bound code, that code returned
         self.largest = 0  # nodes of the largest structure that was recorded
         self._left = 0  # walks since the engine's cache was empty that ended without a program
         self.unserved = 0  # passes since the last one that ran compiled
@@ -92,7 +92,7 @@ class Engine:
         self.not_looked_at = 0  # passes since then
 
     def clear_cache(self) -> None:
-        """Forget what is bound; the next pass of each structure is a binding pass again."""
+        """Unbind all structures; the next pass of each is a binding pass again."""
         self.handler.forgot()
         self._left = 0
         torch_api.clear_cache()
@@ -130,7 +130,7 @@ class Engine:
 
     @contextlib.contextmanager
     def calling_out(self) -> Iterator[None]:
-        """Around a hook or custom function of the pass."""
+        """Return a context for calling a hook or custom function of the pass."""
         self.outside = True
         try:
             yield
@@ -138,7 +138,7 @@ class Engine:
             self.outside = False
 
     def final_callbacks(self) -> None:
-        """Runs what was queued, in order; a callback may queue more. The engine would forget them: it runs none for compiled autograd."""
+        """Run the queued callbacks in order; a callback may queue more. The engine runs none for compiled autograd."""
         while self.callbacks:
             with self.calling_out():
                 self.callbacks.pop(0)()
@@ -146,7 +146,7 @@ class Engine:
     # -- one pass
 
     def run(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """``args``: incoming gradients, keep_graph, create_graph, inputs: as the engine takes them."""
+        """Run a pass. ``args``: the engine's arguments (incoming gradients, keep_graph, create_graph, inputs)."""
         if self.has_left:
             self.not_looked_at += 1
             return _eager(roots, *args, **kwargs)
@@ -166,7 +166,7 @@ class Engine:
         if torch_api.in_forward_mode():
             return self._leave_to_eager("within forward-mode differentiation, whose tangents native code would drop", roots, args, kwargs)
         while not self._turn.acquire(timeout=0.02):
-            if self.outside:  # the thread whose turn it is may be waiting for this very pass
+            if self.outside:  # the thread that has the turn may be waiting for this pass
                 return self._leave_to_eager("ran while another thread's hook was called", roots, args, kwargs)
         try:
             if self.inside:
@@ -195,11 +195,11 @@ class Engine:
                 self.callbacks.clear()
             start = time.perf_counter()
             walked = start - self.began
-            result = self._without(roots, args, kwargs)  # raises what eager would where the pass itself is wrong
+            result = self._without(roots, args, kwargs)  # raises eager's error if the pass itself is wrong
             seconds = time.perf_counter() - start
             for rest in (" You can disable", " Please ", " Exception raised from"):
                 reason = reason.partition(rest)[0]
-            if reason.startswith("!vlogger"):  # it walks to where a recording was given up, and has nothing to say about it
+            if reason.startswith("!vlogger"):  # a recording was refused at this node before, and the engine gives no reason
                 reason = "a structure that was left to eager before"
             if reason.startswith("Compiled autograd is not compatible with C++ DDP Reducer"):
                 reason = DATA_PARALLEL
@@ -223,8 +223,8 @@ class Engine:
                 self._turn.release()
 
     def _take_turn(self) -> bool:
-        """Waits until no other thread's pass is in the engine, which would crash where its compiler is taken away; not for one whose hook is being
-        called: it has its compiler's answer, and its hook may wait for this very thread. Returns whether the turn is to be released."""
+        """Wait until no other thread's pass is in the engine, which would crash if its compiler were removed. Do not wait for a pass that is calling
+        a hook: the engine has its compiler's answer, and the hook may wait for this thread. Return whether the turn must be released."""
         while not self._turn.acquire(timeout=0.02):
             if self.outside:
                 return False
@@ -239,7 +239,7 @@ class Engine:
         return result
 
     def _without(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The pass by eager, with the hook off for as long as any such pass runs."""
+        """Run the pass in eager. The hook stays off as long as any such pass runs."""
         has_turn = self._take_turn()
         try:
             with self._switch:
@@ -249,7 +249,7 @@ class Engine:
         finally:
             if has_turn:
                 self._turn.release()
-        outside, self.outside = self.outside, False  # what its hooks queue is the engine's again
+        outside, self.outside = self.outside, False  # the engine runs callbacks that its hooks queue
         try:
             return _eager(roots, *args, **kwargs)
         finally:
@@ -267,10 +267,10 @@ def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Engine:
-    """Stands for PyTorch's engine object: callbacks queued by a hook of one of our passes are ours to run."""
+    """A stand-in for PyTorch's engine object: it keeps callbacks that are queued by hooks of our passes."""
 
     def __init__(self) -> None:
-        self.run_backward = _engine.run_backward  # found at once
+        self.run_backward = _engine.run_backward  # found without __getattr__
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         if _hooks and _hooks[-1].outside and _hooks[-1].runs_in == threading.get_ident():

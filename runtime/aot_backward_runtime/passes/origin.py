@@ -1,4 +1,4 @@
-"""Where a backward pass comes from: the line of the script that called it, and the layers whose parameters it reaches."""
+"""The origin of a backward pass: the script's line that called it, and the layers of the parameters that it reaches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SEARCHES = 16
 
 
 def line(*, within: types.CodeType | None = None) -> str:
-    """The innermost line that is in neither torch nor this project; ``within``: "" where there is none in what that function calls."""
+    """Return the innermost line outside of torch and this project. ``within``: return "" if no such line is inside a call of that function."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in PASSED_OVER:
         if frame.f_code is within:
@@ -25,14 +25,14 @@ def line(*, within: types.CodeType | None = None) -> str:
 
 
 class Layers:
-    """Names of parameters by the modules that are alive. Looking for them goes through every object: it is done when something went wrong."""
+    """Names of parameters in the living modules. The search visits every object, so it only runs after a miss."""
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._left = _SEARCHES
 
     def name(self, leaf: torch.Tensor) -> str:
-        """As ``Net.encoder.0.weight``; "" where no module has it."""
+        """Return a name such as ``Net.encoder.0.weight``, or "" if no module has it."""
         known = self._names.get(id(leaf))
         if (known is None or known[0]() is not leaf) and self._left > 0:
             self._left -= 1

@@ -1,4 +1,4 @@
-"""What the tensors and sizes of a pass must be for the code that was compiled for a recorded one."""
+"""Guards on the tensors and sizes of a pass, for the code that was compiled for a recorded one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..tapes.tape import Slot, Tape
 
 @dataclass(frozen=True)
 class Operands:
-    """What the engine hands over for one pass. ``inputs``: the tape's, in its order."""
+    """The engine's operands for one pass. ``inputs``: the tape's inputs, in its order."""
 
     inputs: list[torch.Tensor]
     sizes: list[int]
@@ -27,16 +27,16 @@ class Operands:
 
 
 class PassContract(Contract):
-    """What the tensors and sizes of a pass must be. Strides must be the recorded ones: a gradient takes them over."""
+    """Guards on the tensors and sizes of a pass. Strides must equal the recorded ones, because gradients inherit them."""
 
     def __init__(self, spec: PassSpec, device: torch.device | None = None, tape: Tape | None = None):
-        """``tape``: for the words of errors."""
+        """``tape``: used in error messages."""
         super().__init__(spec.inputs, spec.symbols, spec.guards, device)
         self.spec, self.tape = spec, tape
         self._sizes: Sequence[int] = ()
 
     def fit_pass(self, operands: Operands) -> tuple[Sequence[torch.Tensor], dict[str, int], bool]:
-        """The tensors, the symbols' values, and whether all tensors went in as they were; :class:`InputError` says what does not fit."""
+        """Return the tensors, the symbols' values, and whether no tensor was copied. Raise :class:`InputError` if something does not fit."""
         spec = self.spec
         if len(operands.inputs) != len(spec.inputs) or len(operands.sizes) != len(spec.sizes) or len(operands.scalars) != len(spec.scalars):
             raise InputError("the pass has another number of tensors or sizes than the recorded one")
@@ -60,7 +60,7 @@ class PassContract(Contract):
         return fitting, values, untouched
 
     def symbol_values(self, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> dict[str, int]:
-        """The symbols' values in a pass of these shapes and sizes, unchecked."""
+        """Return the symbols' values in a pass of these shapes and sizes, unchecked."""
         return {s.name: sizes[s.dim] if s.input < 0 else shapes[s.input][s.dim] for s in self.symbols}
 
     def _size(self, symbol: SymbolSpec, tensors: Sequence[torch.Tensor]) -> int:
@@ -74,14 +74,14 @@ class PassContract(Contract):
 
 
 def why_unsupported(tensor: torch.Tensor) -> str:
-    """Why no compiled pass can take ``tensor``: "a sparse tensor (torch.sparse_coo)"; "" if one can."""
+    """Return why compiled passes do not support ``tensor``, such as "a sparse tensor (torch.sparse_coo)", or ""."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a subclass of torch.Tensor"
     return "" if tensor.layout is torch.strided else f"a sparse tensor ({tensor.layout})"
 
 
 def check_value(value: Any, spec: TensorSpec, values: Mapping[str, int], device: torch.device) -> torch.Tensor:
-    """``value``, computed by an earlier step of a pass, as native code may have it; :class:`InputError` where it is not what was recorded."""
+    """Return ``value``, the result of an earlier step, fit for native code. Raise :class:`InputError` if it differs from the recorded one."""
     if value is None:
         raise InputError(f"{spec.name} is undefined; a tensor was recorded")
     check_kind(value, spec, device=device)

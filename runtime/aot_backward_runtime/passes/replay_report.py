@@ -1,4 +1,4 @@
-"""What became of the passes of a context, counted, with bounds on how many different reasons are kept and shown."""
+"""Counts of the hits, misses and fallbacks of a context, with bounds on how many different reasons are kept and shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REST = "(other reasons)"
 
 
 class Reasons(Counter[str]):
-    """How often each reason was given. Of more than 256 different ones the rarer half is added up as :data:`REST`."""
+    """Counts by reason. Above 256 different reasons the rarer half is merged into :data:`REST`."""
 
     def note(self, reason: str, count: int = 1) -> None:
         if count < 1:
@@ -28,7 +28,7 @@ class Reasons(Counter[str]):
             self[REST] = rest
 
     def shown(self, most: int = _REASONS_SHOWN) -> dict[str, int]:
-        """The most frequent, and how many passes had another one."""
+        """Return the most frequent reasons, and the count of all others."""
         first = [(reason, count) for reason, count in self.most_common(most + 1) if reason != REST][:most]
         rest = sum(self.values()) - sum(count for _, count in first)
         return dict(first) | ({REST: rest} if rest else {})
@@ -36,15 +36,15 @@ class Reasons(Counter[str]):
 
 @dataclass
 class Report:
-    """What became of the backward passes of a context. As text, three lines where nothing was missed: the engine's messages are in the JSON alone.
+    """Counts of the backward passes of a context. As text, three lines if nothing was missed; the engine's messages are only in the JSON.
 
-    ``passes``: all that were called; ``compiled``: those that ran compiled. ``bindings``: passes that met a structure for the first time; ``hits``:
-    further ones that the package served; ``misses``: those that were interpreted, by reason; ``eager``: those that eager ran, by reason: the engine
-    would not have them, or the package served none of those before. ``saved_against_eager``: seconds by which passes were faster than eager was when
-    they were recorded, and optimizer steps and clippings then, less what it took to record the misses; ``margin``: by how much that may be too
-    much, as it was measured for the choice of what is compiled (``recorded_times.py``); ``untimed``: passes that ran compiled and whose time in
-    eager is not known, by reason, and ``untimed_seconds``, what they took; ``interpreted``: seconds that the misses then took. ``steps``: optimizer
-    steps by compiled code; ``eager_steps``: the others, by reason; ``clippings`` and ``eager_clippings`` likewise of gradients.
+    ``passes``: all backward passes; ``compiled``: passes that ran compiled. ``bindings``: passes that met a structure for the first time; ``hits``:
+    later served passes; ``misses``: interpreted passes, by reason; ``eager``: passes that ran in eager, by reason (the engine refused them, or
+    the package did not serve earlier ones). ``saved_against_eager``: seconds by which passes were faster than eager was at recording, and the seconds
+    that steps and clippings saved at recording, minus the time to record the misses; ``margin``: the possible overestimate in it, as measured for
+    the choice of compiled passes (``recorded_times.py``); ``untimed``: compiled passes with unknown eager time, by reason; ``untimed_seconds``: the
+    time that they took; ``interpreted``: seconds that the misses took to run. ``steps``: compiled optimizer steps; ``eager_steps``: the
+    others, by reason; ``clippings`` and ``eager_clippings``: the same for gradient clipping.
     """
 
     passes: int = 0
@@ -53,7 +53,7 @@ class Report:
     hits: int = 0
     misses: Reasons = field(default_factory=Reasons)
     eager: Reasons = field(default_factory=Reasons)
-    engine: Reasons = field(default_factory=Reasons)  # what the engine said of the first passes that its cache did not have
+    engine: Reasons = field(default_factory=Reasons)  # the engine's explanations of its first cache misses
     steps: int = 0
     eager_steps: Reasons = field(default_factory=Reasons)
     clippings: int = 0
@@ -66,8 +66,8 @@ class Report:
 
     @property
     def saved(self) -> float | None:
-        """Seconds that were saved against eager, negative if lost: at least so many, whatever eager would have taken for the passes that were not
-        timed in eager; None if it may be either, and 0 for less than the margin."""
+        """Seconds saved against eager, negative if lost. It is a lower bound, for any eager time of passes that were not timed. It is None if
+        the sign is unknown, and 0 below the margin."""
         sure = self.saved_against_eager - self.margin - self._unknown
         if sure >= 0:
             return sure
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def _unknown(self) -> float:
-        """Seconds of which it is not known what eager would have taken."""
+        """Seconds in passes with unknown eager time."""
         return self.untimed_seconds + self.interpreted
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Report:
         return "\n".join([self._what_ran(), *self._time_saved(), *self.reasons()])
 
     def reasons(self) -> Iterator[str]:
-        """Why something was not compiled: of each kind the most frequent reasons, a line each."""
+        """Yield the most frequent reasons of each kind why something was not compiled, one per line."""
         steps = Reasons({reason: count for reason, count in self.eager_steps.items() if reason != NO_STATE})
         kinds = ("miss", self.misses), ("eager", self.eager), ("optimizer", steps), ("clipping", self.eager_clippings)
         for what, reasons in kinds:
@@ -121,12 +121,12 @@ class Report:
         return f"{', '.join(others)}{' and ' if others else ''}{last} ran compiled"
 
     def _how(self) -> str:
-        """Of the passes that ran compiled, those that bound their structure (others did that, too, and were misses), and the later ones."""
+        """Return the counts of compiled bindings and of hits as text. A binding may also be a miss."""
         bound = self.compiled - self.hits
         return f" ({bound} binding{'' if bound == 1 else 's'}, {self.hits} hit{'' if self.hits == 1 else 's'})" if bound or self.hits else ""
 
     def _time_saved(self) -> Iterator[str]:
-        """Nothing where nothing ran compiled."""
+        """Yield the time saved, or nothing if nothing ran compiled."""
         if not (self.compiled or self.steps or self.clippings):
             return
         if self.saved is None:

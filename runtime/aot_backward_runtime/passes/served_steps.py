@@ -1,4 +1,4 @@
-"""Optimizer steps and clippings of a script while it is replayed or recorded: by compiled code if it fits, else in eager, and counted."""
+"""Run and count a script's optimizer steps and clippings during a replay or recording: by compiled code if it fits, else in eager."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .replay_report import Report
 
 
 class StepObserver(Protocol):
-    """Sees what eager is about to do, to compile it later."""
+    """An observer of steps and clippings before eager runs them, to compile them later."""
 
     def observe(self, optimizer: torch.optim.Optimizer) -> None: ...
 
@@ -29,7 +29,7 @@ class StepObserver(Protocol):
 
 
 class ServedSteps:
-    """An interceptor (``optimizer_steps/interception.py``). With an ``observer``, calls that run in eager are shown to it and not counted in
+    """An interceptor (``optimizer_steps/interception.py``). With an ``observer``, calls that run in eager go to it and are not counted in
     ``report``."""
 
     def __init__(self, package: Package | None, entry: str | None, report: Report, observer: StepObserver | None = None):
@@ -43,12 +43,12 @@ class ServedSteps:
         self._report, self._observer = report, observer
 
     def __bool__(self) -> bool:
-        """Whether there is anything to intercept for."""
+        """Return whether there is anything to intercept."""
         return bool(self.table or self._observer)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, eager: Eager, closure: Callable[[], Any] | None) -> Any:
         loss = None
-        if closure is not None:  # eager's first act, too
+        if closure is not None:  # eager does this first, too
             with torch.enable_grad():
                 loss = closure()
         try:
@@ -83,10 +83,10 @@ class ServedSteps:
         self._report.clippings += 1
         self._report.saved_against_eager += _gain(clipping.spec.speed)
         if keep_nonfinite and not math.isfinite(result):
-            return eager()  # which raises, of gradients that are as they were
+            return eager()  # raises; the gradients are unchanged
         return result if clipping.spec.norm_type else None
 
 
 def _gain(speed: Speed | None) -> float:
-    """Seconds by which compiled code was faster than eager when it was recorded: in turn, in a loop, where both are faster than within a script."""
+    """Return the seconds by which compiled code beat eager at recording. They alternated in a loop; in a script both are slower."""
     return (speed.means["eager"] - speed.means["compiled"]) * 1e-6 if speed is not None else 0.0

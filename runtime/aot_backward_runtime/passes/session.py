@@ -1,8 +1,8 @@
-"""``replay(path)``: the backward passes of an unmodified script, from a package. ``docs/replay.md`` explains it.
+"""``replay(path)``: run the backward passes of an unmodified script from a package. ``docs/replay.md`` explains it.
 
-A pass is *bound* when the engine first meets its structure in this process: its tape is written, the fingerprint looked up, and what the
-package has for it put in the engine's cache. From then on the engine's own cache answers (a *hit*). Where the package has nothing that
-serves (a *miss*), the tape is interpreted: eager's gradients, counted, and logged once per reason.
+A pass is *bound* when the engine first meets its structure in this process: its tape is recorded, the fingerprint looked up, and the
+package's code put in the engine's cache. Later passes are found in that cache (a *hit*). If the package has no code for a pass
+(a *miss*), its tape is interpreted, which gives eager's gradients. Misses are counted, and logged once per reason.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
 
 log = logging.getLogger("aot_backward.replay")
-_QUIET_AFTER_HITS = 8  # hits in a row after which the engine is no longer asked for its reasons, which cost it time
-_EXPLANATIONS = 64  # new structures for which the engine says what was new: it copies all that it knows of the siblings, at each node
+_QUIET_AFTER_HITS = 8  # stop the engine's verbose cache-miss logging after this many hits in a row, because it costs time
+_EXPLANATIONS = 64  # new structures with an explanation of the cache miss: for it the engine copies the keys of all siblings at each node
 _LOGGED = 64  # messages
-_ATTEMPTS = 64  # passes of unknown structure that are recorded after the engine's cache was emptied, to bind again what the package holds
-_LARGEST_SKIP = 128  # passes of unknown structure between two that are recorded later on
+_ATTEMPTS = 64  # passes of unknown structure that are recorded after the engine's cache was emptied, to bind the package's structures again
+_LARGEST_SKIP = 128  # afterwards, the most passes of unknown structure between two that are recorded
 
 
 class PassObserver(Protocol):
-    """Sees the passes of a script that is recorded."""
+    """An observer of the passes of a script that is recorded."""
 
     def before(self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
-        """:meth:`.engine.Handler.before`."""
+        """See :meth:`.engine.Handler.before`."""
 
     def interpret(self, replaying: Replaying, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
-        """Run a pass that the package has nothing for."""
+        """Run a pass that the package does not serve."""
 
     def served(self, structure: Structure, seconds: float) -> None:
-        """After a pass that ran compiled, in so many seconds."""
+        """Handle the end of a pass that ran compiled in ``seconds``."""
 
     def in_eager(self, seconds: float) -> None:
-        """After a pass that was left to eager."""
+        """Handle the end of a pass that ran in eager."""
 
     def ended(self, seconds: float) -> None:
-        """After a pass that the engine had. ``seconds``: what it spent around the pass itself."""
+        """Handle the end of a pass that the engine walked. ``seconds``: its time outside of the pass itself."""
 
 
 class Replaying:
-    """The context of :func:`replay`, which handles the passes that the engine sees. ``report``: a :class:`Report`; ``tapes``: what was met, in order.
+    """The context of :func:`replay`. It handles the passes that the engine sees. ``report``: a :class:`Report`; ``tapes``: the tapes met, in order.
 
-    With an ``observer`` every pass is looked at, and the observer runs what the package does not have."""
+    With an ``observer`` the engine walks every pass, and the observer runs the misses."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class Replaying:
         self._hits_in_a_row = 0
         self._random = random.Random(0)  # noqa: S311
         self._explanations_left = _EXPLANATIONS
-        self._bound: list[_BoundPass] = []  # what the engine's cache holds
-        self._to_rebind = 0  # structures that the cache held when it was last emptied, and had a hit, less those bound since
-        self._attempts_left = 0  # passes to record until all of those are bound again
-        self._skip = 0  # passes until the next attempt after those
+        self._bound: list[_BoundPass] = []  # the contents of the engine's cache
+        self._to_rebind = 0  # structures with hits that the cache held when it was last emptied, minus structures bound since
+        self._attempts_left = 0  # passes to record at most to bind all of them again
+        self._skip = 0  # passes until the next attempt afterwards
 
     def __enter__(self) -> Replaying:
         self.engine.__enter__()
@@ -121,7 +121,7 @@ class Replaying:
             interception.leave(self.steps)
 
     def clear_cache(self) -> None:
-        """Forget what is bound; the next pass of each structure is a binding pass again."""
+        """Unbind all structures; the next pass of each is a binding pass again."""
         self.engine.clear_cache()
 
     def _stop_explaining(self) -> None:
@@ -129,10 +129,10 @@ class Replaying:
         self.explain(False)
 
     def is_cache_empty(self) -> bool:
-        """Whether nothing is bound."""
+        """Return whether nothing is bound."""
         return torch_api.is_cache_empty()
 
-    # -- what the engine calls
+    # -- called by the engine
 
     def recorder(self) -> Recorder:
         if self.table.full and not self.strict and not self._is_worth_recording():
@@ -184,10 +184,10 @@ class Replaying:
         return bound
 
     def _is_worth_recording(self) -> bool:
-        """Whether a pass that the engine does not know is recorded although the table is full: its structure may be one that the table has.
+        """Return whether to record a pass that the engine does not know although the table is full: the table may have its structure.
 
-        Recording costs some ten times what eager does. So after the engine's cache was emptied, it is done until every structure that had a hit is
-        bound again, and for one pass in some 64 besides.
+        Recording takes about ten times as long as eager. So after the engine's cache was emptied, record until every structure that had a hit is
+        bound again, and then about one pass in 64.
         """
         if self._attempts_left > 0 and self._to_rebind > 0:
             self._attempts_left -= 1
@@ -199,9 +199,9 @@ class Replaying:
         return True
 
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
-        """Runs one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
+        """Run one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
         start = time.perf_counter()
-        overhead = start - self.engine.began  # the engine's walk and, of a new structure, the recorder's
+        overhead = start - self.engine.began  # the engine's walk, and the recorder's if the structure is new
         self.report.passes += 1
         try:
             if torch.is_anomaly_enabled():
@@ -209,7 +209,7 @@ class Replaying:
             if structure.spec is None:
                 raise InputError(self.table.difference(structure.tape) if self.table.knows(structure) else self.table.why_full())
             if structure.missing:
-                structure.missing = unregistered(structure.missing)  # the script may have imported what registers them by now
+                structure.missing = unregistered(structure.missing)  # the script may have registered them by now
                 if structure.missing:
                     raise InputError(f"the package {describe_missing_operators(structure.missing, self.table.operators)}")
             match = structure.match(operands)
@@ -224,7 +224,7 @@ class Replaying:
         if self.strict:
             raise MissError(f"{miss} (replay was told to be strict)")
         if self._observer is not None:
-            return self._observer.interpret(self, structure, operands)  # outside of the handler: what a hook raises has no context of ours
+            return self._observer.interpret(self, structure, operands)  # not in the except block: a hook's error must not get our __context__
         self._missed(miss)
         start = time.perf_counter()
         results = self.interpret(structure, operands)
@@ -252,7 +252,7 @@ class Replaying:
         return results
 
     def _compare_with_eager(self, match: Match) -> None:
-        """The pass under way has run: counts what it gained or lost, or that this is not known."""
+        """Count the time that the present pass gained or lost against eager, or that it is unknown."""
         seconds, speed = time.perf_counter() - self.engine.began, match.variant.spec.speed
         eager = eager_at(speed, match.values)
         if eager is not None:
@@ -263,7 +263,7 @@ class Replaying:
             self.report.untimed_seconds += seconds
 
     def place(self, tape: Tape, operands: Operands, node: int | None) -> str:
-        """Where in the script this pass was called, and the layer that ``node`` belongs to or follows."""
+        """Return the script's line that called this pass, and the layer that ``node`` belongs to or follows."""
         leaf = tape.leaf_after(node) if node is not None else None
         layer = self.layers.name(operands.inputs[leaf]) if leaf is not None else ""
         return f"{f'at or after {layer}, ' if layer else ''}backward called at {origin.line()}"
@@ -288,13 +288,13 @@ class Replaying:
             log.warning("%s%s", message, "; further reasons are in the report alone" if len(self._logged) == _LOGGED else "")
 
     def explain(self, on: bool) -> None:
-        """Whether the engine says why its cache had no entry for a pass; that costs it time on every pass."""
+        """Switch the engine's explanations of cache misses, which cost time on every pass."""
         self._hits_in_a_row = 0 if on else self._hits_in_a_row
-        torch_api.set_verbose_logger(_IGNORING_LOGGER if on and self._explanations_left > 0 else None)  # type: ignore[arg-type] # its stub says a function; it calls .debug
+        torch_api.set_verbose_logger(_IGNORING_LOGGER if on and self._explanations_left > 0 else None)  # type: ignore[arg-type] # calls .debug
 
 
 class _BoundPass:
-    """What the engine's cache holds for a structure, and calls for each pass of it."""
+    """The engine's cache entry for a structure, which it calls for each of its passes."""
 
     def __init__(self, session: Replaying, recorded: Recorded):
         self.session, self.recorded = session, recorded
@@ -306,7 +306,7 @@ class _BoundPass:
         self.customs: dict[int, PlainContext | None] = dict.fromkeys(self.tape.ops[n].operands[0].index for n in self.tape.plain_customs)
 
     def _follow_order(self) -> None:
-        """The engine's cache does not know in which order eager would run the nodes, which is that of the forward. Where it shows, ask."""
+        """Follow eager's order of nodes (that of the forward), which the engine's cache does not know."""
         order = eager_order(self.session.engine.roots, self.session.engine.targets, self.tape.nodes)
         if order is not None and order != self.order:
             self.order, self.tape = order, self.recorded.arranged(order)
@@ -314,7 +314,7 @@ class _BoundPass:
             self.structure = self.session.table.find(self.tape)
 
     def _follow_contexts(self, hooks: Sequence[Any]) -> None:
-        """The engine's cache does not look into contexts; where one holds other numbers than last time, the pass is another structure."""
+        """Find the structure again if a context holds other numbers than last time: the engine's cache ignores contexts."""
         if all(plain is not None and plain.fits(hooks[index]) for index, plain in self.customs.items()):
             return
         digests = {n: digest_of(hooks[self.tape.ops[n].operands[0].index]) for n in self.tape.plain_customs}
@@ -326,7 +326,7 @@ class _BoundPass:
     ) -> list[torch.Tensor | None]:
         engine = self.session.engine
         engine.running, engine.reached = True, time.perf_counter()
-        if hooks and any(map(torch_api.fires_reducer, hooks)):  # too late for eager: the engine has let go of what the graph saved
+        if hooks and any(map(torch_api.fires_reducer, hooks)):  # too late for eager: the engine has released the graph's saved tensors
             raise AotBackwardError(MIXED_PRECISION)
         binding, self.binding = self.binding, False
         self.served = not binding
@@ -354,22 +354,22 @@ def replay(
     max_structures: int = MAX_STRUCTURES,
     optimizer: bool = True,
 ) -> Replaying:
-    """A context in which backward passes run from the package at ``path``. Its :attr:`~Replaying.report` says what became of them.
+    """Return a context that runs backward passes from the package at ``path``. Its :attr:`~Replaying.report` counts hits, misses and fallbacks.
 
-    Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`), and after three of them that
-    were called from one place, others from there run in eager; so do those that the engine refuses. After 1,000 passes in a row that nothing
-    served, all others run in eager. With ``strict``, every pass is looked at.
+    Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`). After three of them from one
+    place in the script, further ones from there run in eager; so do passes that the engine refuses. After 1,000 unserved passes in a row, all
+    further passes run in eager. With ``strict``, every pass is checked.
 
-    After ``max_structures`` structures that the package does not hold, further ones are left to eager, so that a script
-    whose structure keeps changing costs neither time nor memory without bound; what is bound goes on being served.
+    After ``max_structures`` structures that the package does not hold, new ones run in eager. This bounds time and memory for a script
+    that keeps changing its structure. Bound structures are still served.
 
-    Steps of ``torch.optim`` optimizers for which the package has code run from it, on the script's own parameters, gradients and state, and so do
-    ``clip_grad_norm_`` and ``clip_grad_value_``, unless ``optimizer`` is False; what it does not fit (the first step, which makes the
-    state; a gradient that is absent) runs in eager.
+    If the package has code for them, steps of ``torch.optim`` optimizers, ``clip_grad_norm_`` and ``clip_grad_value_`` run compiled, on the script's
+    own parameters, gradients and state, unless ``optimizer`` is False. Calls that do not fit (the first step, which makes the state; an
+    absent gradient) run in eager.
 
-    The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are those of
-    :func:`load`; a pass that calls operators which nobody has registered when it runs is interpreted. Raises what that raises, and
-    :class:`AotBackwardError` where the package has no ``replay`` entry, or several and ``entry`` names none.
+    The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are as in
+    :func:`load`. A pass is interpreted if an operator that it calls is not registered when it runs. Raise the errors of :func:`load`, and
+    :class:`AotBackwardError` if the package has no ``replay`` entry, or several and ``entry`` names none.
     """
     package = load(path, imports=imports, signature=signature, key=key)
     return Replaying(package, entry, strict=strict, max_structures=max_structures, optimizer=optimizer)
@@ -380,7 +380,7 @@ def _nothing(seconds: float) -> None:
 
 
 class _IgnoringLogger:
-    """What the engine takes for a logger: with one, it hands its reasons to the recorder as a list. The lines that it also logs are not needed."""
+    """A logger for the engine: if it has one, it also passes its reasons to the recorder as a list. The logged lines are not needed."""
 
     def debug(self, message: str, *args: Any) -> None:
         pass
@@ -394,13 +394,13 @@ _LEFT = f"after {UNSERVED} in a row that nothing served"
 
 
 def _node_in(reason: str) -> int | None:
-    """The node that a reason names."""
+    """Return the node that a reason names."""
     found = re.search(r"\bnode (\d+)", reason)
     return int(found[1]) if found else None
 
 
 def _advice(tape: Tape, operands: Operands) -> str:
-    """What to do about a miss."""
+    """Return the advice for a miss."""
     for index, tensor in enumerate(operands.inputs):
         if why := why_unsupported(tensor):
             user = tape.user_of(Slot("input", index))

@@ -1,4 +1,4 @@
-"""Passes of one fingerprint, and which compiled variant serves one of them."""
+"""Passes of one fingerprint, and the choice of the compiled variant that serves one of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .compiled_pass import CompiledPass, Match
 from .pass_contract import Operands
 
 _ADVICE_OF_GUARDS = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")
-"""What the guards advise the caller of an exported entry, who passes the tensors; the caller of a backward pass passes none."""
+"""The guards' advice to callers of exported entries, who pass the tensors; callers of a backward pass do not."""
 _MAX_SHAPES = 1024  # lists of shapes with a fast check, per structure
 
 
 class Structure:
-    """Passes of one fingerprint: the tape of this process, and what the package has for it."""
+    """Passes of one fingerprint: the tape of this process, and the package's variants for it."""
 
     def __init__(self, tape: Tape, spec: StructureSpec | None, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
         self.tape, self.spec = tape, spec
@@ -35,18 +35,18 @@ class Structure:
         self._fast: dict[tuple[int, ...], _KnownSizes] = {}  # by the sizes that tell passes apart
 
     def match(self, operands: Operands) -> Match:
-        """The variant that serves a pass; :class:`InputError` says why none does.
+        """Return the variant that serves a pass. Raise :class:`InputError` with the reasons if there is none.
 
-        What was accepted before is found by the few sizes that differ between passes, so a hundred batch sizes cost what one does.
+        Accepted passes are found by the few sizes that differ between passes, so a hundred batch sizes cost as much as one.
         """
         inputs, sizes = operands.inputs, operands.sizes
         try:
             key = tuple([sizes[d] if i < 0 else inputs[i].shape[d] for i, d in self._discriminating])
-        except IndexError:  # a tensor of lower rank, which no variant serves
+        except IndexError:  # a tensor of lower rank; no variant serves it
             key = ()
         known = self._fast.get(key)
         if known is not None and known.holds(operands):
-            with contextlib.suppress(InputError):  # else another variant may be for this ambient state
+            with contextlib.suppress(InputError):  # if it fails, another variant may fit this ambient state
                 check_ambient(known.variant.spec.ambient, known.variant.device)
                 return Match(known.variant, inputs, known.values)
         failures = []
@@ -67,7 +67,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class _KnownSizes:
-    """Tensors and sizes that a variant serves, looked at by one check in C."""
+    """Tensors and sizes that a variant serves; one check in C compares the tensors."""
 
     variant: CompiledPass
     sizes: list[int]
@@ -81,7 +81,7 @@ class _KnownSizes:
 
 
 def _discriminating_sizes(variants: Sequence[PassSpec]) -> list[tuple[int, int]]:
-    """Where passes differ in size: (input, dimension), or (-1, number of the size)."""
+    """Return the sizes that may differ between passes: (input, dimension), or (-1, number of the size)."""
     found = [(s.input, s.dim) for v in variants for s in v.symbols]
     if len(variants) > 1:
         first = variants[0]

@@ -1,4 +1,4 @@
-"""The structures that a context has met, and which of them the package holds. Further ones than ``max_structures`` are not kept."""
+"""The structures that a context has met, and the package's code for them. At most ``max_structures`` unknown ones are kept."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..tapes.tape import Tape
 from .recorded_times import is_served
 from .structure import Structure
 
-_MAX_CONTEXT_NUMBERS = 4  # different numbers in a custom function's context that each make a structure of their own
+_MAX_CONTEXT_NUMBERS = 4  # sets of numbers in a custom function's context that each make a separate structure
 MAX_STRUCTURES = 128
-"""Structures that no package holds, in one context. Each has its tape kept: 1 to 4 kB a node."""
+"""Structures that no package holds, in one context. Their tapes are kept: 1 to 4 kB a node."""
 _SMALL_STRUCTURE = 32
-"""Nodes. In a replay a structure counts for as many of :data:`MAX_STRUCTURES` as it has times so many: to record and interpret a pass takes about
-0.25 ms a node, where eager takes 0.01, so a script of which each pass is a new structure loses a second by default (128 passes of 700 nodes: 20)."""
+"""In a replay a structure counts once of :data:`MAX_STRUCTURES` for every so many nodes. Recording and interpreting a pass takes about
+0.25 ms a node, eager 0.01. So a script with a new structure in each pass loses a second by default (128 passes of 700 nodes would lose 20)."""
 
 
 class StructureTable:
-    """By fingerprint. ``tapes``: those of the structures that were met, in order."""
+    """Structures by fingerprint. ``tapes``: the tapes of the structures that were met, in order."""
 
     def __init__(self, package: Package | None, entry: str | None, max_structures: int, on_full: Callable[[], None], *, by_nodes: bool, slower: bool):
-        """``on_full``: called once, when ``max_structures`` were met that the package does not hold. ``by_nodes``: large ones count for several.
-        ``slower``: variants of older packages that were slower than eager serve, too."""
+        """``on_full``: called once, when ``max_structures`` unknown structures were met. ``by_nodes``: large ones count more than once.
+        ``slower``: also serve variants of older packages that were slower than eager."""
         if type(max_structures) is not int or max_structures < 1:
             raise InputError(f"max_structures is {max_structures!r}; expected a positive int")
         self.max_structures = max_structures
@@ -44,19 +44,19 @@ class StructureTable:
             self.operators = package.manifest.operators
         self._on_full = on_full
         self._met: dict[str, Structure] = {}
-        self._context_numbers: dict[str, set[str]] = {}  # by the structure in which custom functions are called: those with other numbers
+        self._context_numbers: dict[str, set[str]] = {}  # fingerprints that differ in these numbers, by the one that calls the functions
         self._by_nodes = by_nodes
-        self._unknown = 0  # structures that were met and the package does not hold
-        self._weight = 0.0  # ... and for how many they count
+        self._unknown = 0  # structures that were met and that the package does not hold
+        self._weight = 0.0  # ... and their count towards max_structures
 
     @property
     def serves(self) -> bool:
-        """Whether the package has code for any structure."""
+        """True if the package has code for any structure."""
         return bool(self._specs)
 
     @property
     def full(self) -> bool:
-        """Whether ``max_structures`` were met that the package does not hold: further ones are left to eager."""
+        """True if ``max_structures`` unknown structures were met; new ones run in eager."""
         return self._weight >= self.max_structures
 
     def why_full(self) -> str:
@@ -66,11 +66,11 @@ class StructureTable:
         )
 
     def knows(self, structure: Structure) -> bool:
-        """Whether ``structure`` is one of those that this context knows."""
+        """Return whether this context knows ``structure``."""
         return structure.tape.fingerprint() in self._met
 
     def find(self, tape: Tape) -> Structure:
-        """What the package has for ``tape``. Where the numbers in a custom function's context keep changing, that function is called."""
+        """Return the structure of ``tape``. If the numbers in a custom function's context keep changing, that function is called."""
         fingerprint = tape.fingerprint()
         if tape.plain_customs and fingerprint not in self._specs:
             called = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
@@ -95,7 +95,7 @@ class StructureTable:
         return known
 
     def difference(self, tape: Tape) -> str:
-        """How ``tape`` differs from the nearest recorded structure."""
+        """Return how ``tape`` differs from the nearest recorded structure."""
         nodes = tape.nodes
         best, alike = None, -1
         for spec in self._specs.values():

@@ -1,1 +1,1 @@
-"""A backward pass as a list of operations, its tape: recorded as the autograd engine walks the graph, in the order of eager, and interpreted."""
+"""Tapes: a backward pass as a list of operations, recorded while the autograd engine walks the graph, in eager's order, and interpreted."""

@@ -1,9 +1,9 @@
-"""Whether the backward of a custom ``autograd.Function`` may become part of a compiled graph, and a digest of all that its result depends on.
+"""Check whether the backward of a custom ``autograd.Function`` can be compiled, and digest everything that its result depends on.
 
-A graph holds what the backward computes, not what else it does or reads. So it is taken in only where the code can do nothing else: one
-function without closure, which reads its gradients, saved tensors and plain numbers of its context, and calls torch's operators and a few
-builtins by the names listed here. Its code and those numbers are in the digest, which is part of the tape's fingerprint; every other custom
-function is called at its place, as eager would.
+A graph holds only the computation of the backward, without other reads or side effects. So a backward is compiled only if it has none: one
+function without closure that only reads its gradients, saved tensors and plain numbers of its context, and only calls torch's operators and
+the builtins listed here. Its code and those numbers are in the digest, which is part of the tape's fingerprint. Every other custom
+function is called in its place, as in eager.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _STRUCTURE = frozenset(
         "items",
     ]
 )
-"""Names of attributes that are no operators."""
+"""Allowed attributes that are not operators."""
 _REFUSED = frozenset("item data record_stream retain_grad requires_grad_ set_ resize_ resize_as_ from_file fill_diagonal_ backward".split())  # noqa: SIM905
 _RANDOM = ("rand", "bernoulli", "normal", "uniform", "dropout", "multinomial", "poisson", "exponential", "geometric", "cauchy", "seed")
 _WRITES = frozenset({
@@ -66,11 +66,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class _Unplain(Exception):
-    """Something that a graph could not hold."""
+    """Raised for code or data that a graph cannot hold."""
 
 
 class PlainContext:
-    """A custom function's context without its tensors: what of it the digest covers."""
+    """The part of a custom function's context that the digest covers: all but its tensors."""
 
     def __init__(self, context: Any):
         self.__dict__.update(context.__dict__)
@@ -82,7 +82,7 @@ class PlainContext:
         return self._name
 
     def fits(self, context: Any) -> bool:
-        """Whether ``context`` has the same digest; a few comparisons, on every pass. By ``repr``, which tells -0.0 from 0.0 and 1 from True."""
+        """Return whether ``context`` has the same digest. This runs on every pass. ``repr`` distinguishes -0.0 from 0.0 and 1 from True."""
         return (
             context._forward_cls is self._forward_cls
             and repr(context.__dict__) == self._numbers
@@ -92,7 +92,7 @@ class PlainContext:
 
 
 def digest_of(context: Any) -> str:
-    """SHA-256 of the backward's code and of the numbers that it reads, or "" where it must be called as it is."""
+    """Return the SHA-256 of the backward's code and of the numbers that it reads, or "" if it cannot be compiled."""
     function = context._forward_cls
     try:
         if hasattr(function, "_aot_id"):
@@ -111,7 +111,7 @@ def _code_of(function: Any) -> Any:
 
 
 def _read(function: Any, own: frozenset[str]) -> Iterator[str]:
-    """``own``: names of the context's numbers."""
+    """Yield the contents of the digest for ``function``. ``own``: names of the context's numbers."""
     if type(function) is not types.FunctionType or function.__code__.co_freevars or function.__defaults__ or function.__kwdefaults__:
         raise _Unplain
     for code in _nested(function.__code__):
@@ -138,7 +138,7 @@ def _global(name: str, names: dict[str, Any]) -> str:
 
 @cache
 def _known(name: str) -> bool:
-    """Whether an attribute of that name is an operator of torch that only computes, a dtype, or one of the few others."""
+    """Return whether an attribute of that name is allowed: a pure torch operator, a dtype, or one of the names above."""
     if name in _STRUCTURE or isinstance(getattr(torch, name, None), torch.dtype):
         return True
     if name in _REFUSED or name.startswith(("_", "is_", "get_", "set_")) or any(word in name for word in _RANDOM):

@@ -1,7 +1,7 @@
-"""Runs operations of a tape, or of a plan, in their order, as eager would.
+"""Run operations of a tape, or of a plan, in their order, as eager would.
 
-Every operation sees the gradients as eager's node would see them: undefined ones are None, hooks and custom functions are called at
-their place, with eager's checks of what they return.
+Every operation gets the gradients of eager's node: undefined ones are None. Hooks and custom functions are called in
+eager's order, with eager's checks of their results.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .tape import CALLS_OUT, Derived, Op, Slot
 
 Tensors = list[torch.Tensor | None]
 MATERIALIZE = "_aot_backward_materialize_grads"
-"""Where a custom function's context keeps what it gave to ``set_materialize_grads``: the engine's own note of it cannot be read."""
+"""The attribute of a custom function's context for its ``set_materialize_grads`` argument: the engine's own flag cannot be read."""
 functional: dict[str, Callable[..., Any]] = {}
-"""Node type -> its functional backward; the engine binds each once per process (``recorder.py``)."""
+"""Functional backwards by node type; the engine binds each once per process (``recorder.py``)."""
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     **{n: getattr(operator, n) for n in ("add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv")},
@@ -28,7 +28,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "max": max,
     "pad": lambda grads, count: [*grads[: int(count)], *[None] * (int(count) - len(grads))],
 }  # fmt: skip
-_TRACING = "[Compiled Autograd Tracing:]"  # how the engine's own checks begin where eager would name the node
+_TRACING = "[Compiled Autograd Tracing:]"  # the engine's checks begin with this; eager names the node instead
 
 
 class Run:
@@ -43,12 +43,12 @@ class Run:
         packed: Sequence[Any],
         outside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """``outside``: entered while a hook or a custom function is called."""
+        """``outside``: a context entered while a hook or a custom function is called."""
         self.outside = outside
         self.values: dict[int, Any] = {}
         self.operands: dict[str, Any] = {"input": inputs, "size": sizes, "scalar": scalars, "hook": hooks, "packed": packed, "value": self.values}
-        self.marks: list[Any] = []  # where the tensors lay when the pass began (compiled_pass.py)
-        self.latest: Op | None = None  # the last node that ran, for the words of errors
+        self.marks: list[Any] = []  # the tensors' memory and metadata when the pass began (compiled_pass.py)
+        self.latest: Op | None = None  # the last node that ran, for error messages
         self.check_nans = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
     def execute(self, ops: Iterable[Op], outputs: Sequence[Any]) -> Tensors:
@@ -101,7 +101,7 @@ class Run:
             raise RuntimeError(text if self.latest is None else f"Function {self._name(self.latest)} returned an {text}") from None
 
     def _name(self, op: Op) -> str:
-        """As eager names the node of an "apply" or "custom" operation."""
+        """Return eager's name for the node of an "apply" or "custom" operation."""
         return self.get(op.operands[0]).name() if op.kind == "custom" else op.name
 
     def add(self, op: Op) -> Sequence[Any]:
@@ -113,7 +113,7 @@ class Run:
     def accumulate(self, op: Op) -> Sequence[Any]:
         leaf, grad = self.get(op.operands[0]), self.get(op.operands[1])
         if grad is not None:
-            # the engine's own function: its rules of stealing, copying, adding in place and laying out
+            # The engine's own function has the rules for stealing, copying, adding in place and layout.
             (updated,) = functional["AccumulateGrad"]([grad], leaf, leaf.grad, False)
             if updated is not leaf.grad:
                 leaf.grad = updated
@@ -193,7 +193,7 @@ class Run:
 
 
 class _Context:
-    """A custom function's context with its saved tensors as the engine lifted them: its own are released by then."""
+    """A custom function's context with the saved tensors that the engine lifted: its own are already released."""
 
     def __init__(self, context: Any, saved: Sequence[Any]):
         self.__dict__.update(_context=context, saved_tensors=tuple(saved))
@@ -206,13 +206,13 @@ class _Context:
 
 
 def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differentiable: Sequence[bool]) -> Tensors:
-    """Calls the backward of an ``autograd.Function``; ``differentiable``: which of the forward's inputs were tensors."""
+    """Call the backward of an ``autograd.Function``. ``differentiable``: for each input of the forward, whether it was a tensor."""
     function = context._forward_cls
     backward = backward_of(function)
     if any(g is None for g in grads) and context.__dict__.get(MATERIALIZE, True):
         metadata = context._input_metadata
         grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g for g, m in zip(grads, metadata, strict=True)]
-    given = (list(grads),) if torch_api.takes_boxed_gradients(function) else grads  # a forward that torch.compile made frees them as it goes
+    given = (list(grads),) if torch_api.takes_boxed_gradients(function) else grads  # a torch.compile'd backward frees them early
     results = backward(_Context(context, saved), *given)
     results = list(results) if isinstance(results, tuple) else [results]
     name = context.name()
@@ -232,12 +232,12 @@ def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differ
 
 
 def backward_of(function: Any) -> Any:
-    """What the author of an ``autograd.Function`` wrote: ``backward``, or ``vjp`` by its other name."""
+    """Return the ``backward`` of an ``autograd.Function``, or its ``vjp`` (the other name) if defined."""
     return function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
 
 
 def _check_replacement(hook: Any, old: torch.Tensor | None, new: Any) -> None:
-    """As eager checks what a hook puts in the place of a gradient (``check_single_result`` in ``python_hook.cpp``)."""
+    """Check a gradient that a hook returned, as eager does (``check_single_result`` in ``python_hook.cpp``)."""
     if not isinstance(new, torch.Tensor):
         raise TypeError(f"expected Variable, but hook returned '{type(new).__name__}'")
     if old is None:

@@ -1,7 +1,7 @@
 """Eager's order of nodes.
 
-Compiled autograd walks the graph depth first; eager runs whichever ready node was made last in the forward, leaves first. Both are right,
-but sums of three gradients round otherwise and hooks run otherwise, so a tape is put into eager's order when it is recorded.
+Compiled autograd walks the graph depth first; eager runs the ready node that was made last in the forward, leaves first. Both are right,
+but sums of three gradients round differently and hooks run in another order, so a recorded tape is put into eager's order.
 Sources: ``torch/csrc/autograd/engine.cpp`` (``CompareNodeTaskTime``, ``ReadyQueue``), and libstdc++'s heap for ties among leaves.
 """
 
@@ -19,17 +19,17 @@ Edge = tuple[Any, int]
 
 
 def eager_order(roots: Sequence[Any], inputs: Sequence[Any], names: Sequence[str]) -> list[int] | None:
-    """The engine's node numbers (0 is the root of roots) in the order in which eager runs them.
+    """Return the engine's node numbers (0 is the root of roots) in eager's order.
 
     ``roots``, ``inputs``: tensors or gradient edges, as the caller of ``backward`` or ``grad`` gave them. ``names``: the nodes' names in
-    compiled autograd's walk; None where walking from ``roots`` meets others.
+    compiled autograd's walk. Return None if the walk from ``roots`` meets other names.
     """
     edges = [_edge(root) for root in roots]
     if any(node is None for node, _ in edges):
         return None
     needed = _needed([n for n, _ in edges], [_edge(i)[0] for i in inputs]) if inputs else None
     if needed is not None and len(edges) == 1 and edges[0][0] not in needed:
-        return None  # nothing asked for is in reach; eager calls the hooks of a sole root all the same, the engine's walk does not
+        return None  # no target is reachable; eager still calls the hooks of a sole root, the engine's walk does not
     following: dict[Any, list[Any]] = {}
 
     def after(node: Any) -> list[Any]:
@@ -89,9 +89,9 @@ def eager_order(roots: Sequence[Any], inputs: Sequence[Any], names: Sequence[str
 
 
 def in_order(ops: Sequence[Op], outputs: Sequence[Any], order: Sequence[int], values: int) -> tuple[Op, ...]:
-    """``ops`` by the blocks of their nodes in ``order``, and every sum of gradients in the order in which they then arrive.
+    """Return ``ops`` with the blocks of their nodes in ``order``, and every sum of gradients in the resulting order of arrival.
 
-    ``values``: the first number that no value slot has yet.
+    ``values``: the first unused number of a value slot.
     """
     place = {node: p for p, node in enumerate(order)}
     blocks: dict[int, list[Op]] = {node: [] for node in order}
@@ -117,7 +117,7 @@ def in_order(ops: Sequence[Op], outputs: Sequence[Any], order: Sequence[int], va
 
 
 def _without_dead(ops: Sequence[Op], outputs: Sequence[Any]) -> tuple[Op, ...]:
-    """Results that nobody reads are marked -1."""
+    """Mark unread results with -1."""
     used = {s.index for op in ops for s in slots(op.operands) if s.kind == "value"} | {s.index for s in slots(tuple(outputs)) if s.kind == "value"}
     return tuple(replace(op, results=tuple(r if r in used else -1 for r in op.results)) for op in ops)
 
@@ -131,7 +131,7 @@ def _edge(root: Any) -> Edge:
 
 
 def _needed(roots: Sequence[Any], targets: Sequence[Any]) -> set[Any]:
-    """The nodes through which a target is reached, targets included."""
+    """Return the nodes on a path to a target, including the targets."""
     back: dict[Any, list[Any]] = {}
     pending, met = list(roots), set(roots)
     while pending:
@@ -153,7 +153,7 @@ def _needed(roots: Sequence[Any], targets: Sequence[Any]) -> set[Any]:
 
 
 def _push(heap: list[tuple[int, Any]], item: tuple[int, Any]) -> None:
-    """``std::push_heap``: a larger number is nearer the top."""
+    """Push like ``std::push_heap``: larger numbers are nearer the top."""
     heap.append(item)
     _sift(heap, len(heap) - 1, item)
 
@@ -166,7 +166,7 @@ def _sift(heap: list[tuple[int, Any]], hole: int, item: tuple[int, Any]) -> None
 
 
 def _pop(heap: list[tuple[int, Any]]) -> tuple[int, Any]:
-    """``std::pop_heap``, whose way of closing the gap decides among equals."""
+    """Pop like ``std::pop_heap``: its way of closing the gap decides the order of equal numbers."""
     top, item = heap[0], heap.pop()
     size = len(heap)
     if not size:

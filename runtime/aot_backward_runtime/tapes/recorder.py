@@ -1,12 +1,12 @@
-"""The recorder: the object that the autograd engine calls back while it writes down a pass that it has not seen.
+"""The recorder: the autograd engine calls it back to record a pass of unknown structure.
 
-Compiled autograd's C++ walks the graph, builds a key per node, and follows its cache. Where the cache has nothing, it asks the factory
-given to ``set_autograd_compiler`` for an object and calls the methods of :class:`Recorder` in the order of its walk. PyTorch's own object
-traces there, with Dynamo and fake tensors; this one writes a :class:`~.tape.Tape` and computes nothing. Tensors that it hands back only
-stand for slots, so a pass that turns out to be one the recorder cannot have is left to eager untouched.
+Compiled autograd's C++ walks the graph, builds a key per node, and follows its cache. On a cache miss it gets an object from the factory
+given to ``set_autograd_compiler`` and calls the methods of :class:`Recorder` in the order of its walk. PyTorch's own object
+traces with Dynamo and fake tensors; this one writes a :class:`~.tape.Tape` and computes nothing. The tensors that it returns are only
+stand-ins for slots, so eager can still run a pass that the recorder refuses.
 
-Nothing here may raise between ``begin_capture`` and ``end_capture``: the node in hand would keep the stand-ins. What is wrong is noted in
-:attr:`Recorder.refused` and raised at the end, when the engine has put everything back.
+Nothing here may raise between ``begin_capture`` and ``end_capture``: the current node would keep the stand-ins. Errors are stored in
+:attr:`Recorder.refused` and raised at the end, when the engine has restored everything.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .tape import Derived, Op, Slot, Tape, slots
 
 _custom_names: Counter[str] = Counter()
 Order = Callable[[Sequence[str]], "list[int] | None"]
-"""From the nodes' names in the engine's walk to the order in which eager runs them; None where that cannot be told."""
+"""A function from the nodes' names in the engine's walk to eager's order of them, or None if unknown."""
 
 
 class Refused(Exception):
-    """A pass that the recorder cannot write down; eager runs it."""
+    """Raised for a pass that the recorder cannot record; eager runs it."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was written down. ``arranged(order)`` gives the tape for an order of the nodes; ``order`` is that of this pass.
+    """A recorded pass. ``arranged(order)`` returns the tape for an order of the nodes; ``order`` is that of this pass.
 
-    ``picked``: which of the engine's tensors the tape's inputs are. Those that nothing reads are left out: the present ``.grad`` of each
-    leaf is among the engine's, so that the first step of a training, where there is none, would be another tape than the second.
+    ``picked``: the engine's tensors that are inputs of the tape. Unread ones are left out: the engine also lifts the present ``.grad`` of each
+    leaf, so the first training step, which has none, would otherwise give another tape than the second.
     """
 
     arranged: Callable[[Sequence[int]], Tape]
@@ -48,7 +48,7 @@ class Recorded:
 
 
 class Recorder:
-    """Writes one pass down. ``finish(recorded, reasons)`` gives what the engine calls from now on for passes of this structure."""
+    """Records one pass. ``finish(recorded, reasons)`` returns the function that the engine then calls for passes of this structure."""
 
     def __init__(self, order: Order, finish: Callable[[Recorded, Sequence[str]], Callable[..., Any]]):
         self._order, self._finish = order, finish
@@ -61,7 +61,7 @@ class Recorder:
         self._scalars: tuple[str, ...] = ()
         self._hooks = self._packed = 0
         self._reasons: list[str] = []
-        self.decided: list[SymbolicScalar] = []  # sizes whose value the engine asked for
+        self.decided: list[SymbolicScalar] = []  # sizes that the engine read the value of
         self.refused = ""
         self._zeros_mode = torch_api.InterceptZeros(self._zeros)
 
@@ -119,7 +119,7 @@ class Recorder:
         self._scalars = tuple(type(s).__name__ for s in scalars)
         stand_ins = []
         for i, tensor in enumerate(inputs):
-            # a Python number that became a tensor of no dimensions would come back as that number, and be a constant of the tape
+            # A 0-d tensor that was made from a Python number would come back as that number and become a constant of the tape.
             alias = tensor.detach() if tensor.dim() else torch.empty((), dtype=tensor.dtype, device=tensor.device)
             if tensor.requires_grad:
                 alias.requires_grad_()
@@ -161,7 +161,7 @@ class Recorder:
         return results
 
     def _count_outputs(self) -> None:
-        """The engine's key for a node that gives as many outputs as there are rows says how many it gave only the first time."""
+        """Derive the number of gradients of an unbind or split from the sizes: the engine's key of such a node only has the first count."""
         *_, op, looks = self._ops if len(self._ops) > 1 else (None, None)
         if op is None or looks is None or op.kind != "apply" or op.name not in ("UnbindBackward0", "SplitBackward0", "UnsafeSplitBackward0"):
             return
@@ -194,7 +194,7 @@ class Recorder:
         return result
 
     def tensor_pre_hook(self, grads: list[Any], hook: int, i: int) -> list[Any]:
-        if grads[i] is None:  # the hook is called all the same, and may change nothing
+        if grads[i] is None:  # the hook is still called, but may not replace the None
             self._emit("tensor_pre_hook", "", (self._hook(hook), None), (-1,))
         else:
             grads[i] = self._hooked("tensor_pre_hook", self._hook(hook), grads[i])
@@ -243,7 +243,7 @@ class Recorder:
         return tuple(None if m is None else r for m, r in zip(metadata, results, strict=True))
 
     def _zeros(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What the engine makes by itself, for an undefined gradient of a custom function."""
+        """Record the zeros that the engine makes for an undefined gradient of a custom function."""
         (result,), numbers = self._new(1)
         self._emit("zeros", "", (tuple(size), dtype, device), numbers)
         return result
@@ -274,7 +274,7 @@ class Recorder:
         place = {old: new for new, old in enumerate(picked)}
 
         def arranged(order: Sequence[int]) -> Tape:
-            """The pass as eager runs it in that order of nodes."""
+            """Return the tape for that order of nodes."""
             ops = in_order(self._ops, results, order, self._values)
             return Tape(
                 ops=tuple(replace(op, operands=_renumbered(op.operands, place)) for op in ops),
@@ -296,7 +296,7 @@ class Recorder:
 
 
 def _before_hooks(output: Any, ops: Sequence[Op]) -> Any:
-    """Eager returns the gradient of a tensor within the graph as it was before the tensor's hooks, if the walk goes on from there."""
+    """Return ``output`` before its tensor's hooks, as eager does for a tensor within the graph if the walk continues from it."""
     kinds = ("tensor_pre_hook", "cpp_tensor_pre_hook")
     while isinstance(output, Slot) and output.kind == "value":
         op = next(op for op in ops if output.index in op.results)

@@ -10,10 +10,10 @@ from .tape import Derived
 
 
 class SymbolicScalar:
-    """What the engine holds as the ``node`` of a SymInt or SymFloat."""
+    """The ``node`` of a SymInt or SymFloat that the engine holds."""
 
     def __init__(self, operand: Any, value: Any, decided: list[SymbolicScalar]):
-        """``decided``: to which every one is added whose value is asked for."""
+        """``decided``: collects every scalar that the engine reads the value of."""
         self.operand, self.value, self.decided = operand, value, decided
 
     def is_int(self) -> bool:
@@ -96,7 +96,7 @@ class SymbolicScalar:
     def sym_max(self, other: SymbolicScalar) -> SymbolicScalar:
         return self._derive("max", max(self.value, other.value), other)
 
-    # comparisons: the engine could only go on by asking which it is, and then the tape would hold for these sizes alone
+    # comparisons: the engine can only use one by reading its value, and then the tape would hold only for these sizes
 
     def eq(self, other: SymbolicScalar) -> SymbolicScalar:
         return self._derive("eq", self.value == other.value, other)

@@ -1,9 +1,9 @@
-"""The tape: what the autograd engine would run for one backward pass, written down in its order.
+"""The tape: the operations that the autograd engine would run for one backward pass, in order.
 
 A tape is a list of operations over slots. ``recorder.py`` writes it, :mod:`.interpreter` runs it, ``aot_backward.recording.pass_graphs`` traces
-it. Its canonical JSON form has every size, scalar and tensor as a slot, so that two passes with one :meth:`Tape.fingerprint` differ in
-nothing but those. A tape that was read back can be compared and looked at, not run: the functional backwards in it are C++ callables
-that the engine hands out when it first meets a node type.
+it. In its canonical JSON form every size, scalar and tensor is a slot, so two passes with one :meth:`Tape.fingerprint` differ only in
+those. A tape that was read back can be compared and printed but not run: its functional backwards are C++ callables that the engine
+provides when it first meets a node type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 VERSION = 1
-"""Of the canonical form; it is part of every fingerprint.
+"""The version of the canonical form, part of every fingerprint.
 
 1   2026-11-21  first version
 """
@@ -29,8 +29,8 @@ VERSION = 1
 class Slot:
     """An operand that differs between passes.
 
-    ``kind``: "input" (a lifted tensor), "size", "scalar", "hook" (a Python callable or a custom function's context), "packed" (what a
-    saved-tensor hook packed), all numbered as the engine hands them over; or "value", the result of an earlier operation.
+    ``kind``: "input" (a lifted tensor), "size", "scalar", "hook" (a Python callable or a custom function's context), "packed" (data that a
+    saved-tensor hook packed), each numbered in the engine's order; or "value", the result of an earlier operation.
     """
 
     kind: str
@@ -77,10 +77,10 @@ CALLS_OUT = HOOKS | {"custom"}
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. ``name``: the node type's for "apply", the function's for "custom", else "".
+    """One operation. ``name``: the node type for "apply", the function for "custom", else "".
 
     ``operands``: slots, derived sizes and constants (None, bool, int, float, complex, str, device, dtype, layout), nested in lists and tuples.
-    ``results``: numbers of the "value" slots it fills, -1 where a result is dropped. ``node``: which autograd node it belongs to.
+    ``results``: numbers of the "value" slots that it fills, -1 for a dropped result. ``node``: the number of its autograd node.
     """
 
     kind: str
@@ -96,9 +96,9 @@ class Op:
 
 @dataclass(frozen=True)
 class Tape:
-    """One backward pass. ``outputs``: what :func:`torch.autograd.grad` returns, value slots or None; empty of ``backward()``.
+    """One backward pass. ``outputs``: the results of :func:`torch.autograd.grad`, value slots or None; empty for ``backward()``.
 
-    ``inputs``, ``sizes``, ``scalars``, ``hooks``, ``packed``: how many slots of each kind there are. ``nodes``: the autograd nodes' names.
+    ``inputs``, ``sizes``, ``hooks``, ``packed``: the number of slots of each kind. ``scalars``: their types. ``nodes``: the autograd nodes' names.
     """
 
     ops: tuple[Op, ...]
@@ -124,7 +124,7 @@ class Tape:
 
     @property
     def canonical(self) -> str:
-        """The canonical JSON form: keys sorted, no spaces; what has no effect on the result (nodes' names and numbers) left out."""
+        """The canonical JSON form: keys sorted, no spaces, without the nodes' names and numbers, which do not affect the result."""
         form: dict[str, Any] = {"version": VERSION, "torch": ".".join(torch.__version__.split(".")[:2])}
         for f in fields(self):
             if not f.metadata.get("derived"):
@@ -137,45 +137,45 @@ class Tape:
         return hashlib.sha256(self.canonical.encode()).hexdigest()
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical form, in hexadecimal."""
+        """Return the SHA-256 of the canonical form, in hexadecimal."""
         return self._fingerprint
 
     @cached_property
     def order_matters(self) -> bool:
-        """Whether Python code could tell in which order eager runs the nodes."""
+        """True if Python code can observe eager's order of nodes."""
         return any(op.kind in CALLS_OUT and op.kind != "unpack_hook" and n not in self.plain_customs for n, op in enumerate(self.ops))
 
     @cached_property
     def order_rounds(self) -> bool:
-        """Whether a sum of three gradients or more is rounded by that order."""
+        """True if that order changes how a sum of three or more gradients is rounded."""
         sums = {op.results[0] for op in self.ops if op.kind == "add"}
         return any(s.index in sums for op in self.ops if op.kind == "add" for s in slots(op.operands))
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
-        """The inputs to whose ``.grad`` something is added, in that order; those too whose gradient turns out undefined."""
+        """The inputs that accumulate into ``.grad``, in that order, even if their gradient turns out undefined."""
         return tuple(op.operands[0].index for op in self.ops if op.kind == "accumulate")
 
     @cached_property
     def positions(self) -> frozenset[int]:
-        """The size slots that only say where a view begins or ends. Zero and one mean nothing else there, as they do in a size."""
+        """The size slots that are only positions in a view. Zero and one are not special there, unlike in a size."""
         places = [s.index for op in self.ops for s in slots(_positions(op)) if s.kind == "size"]
         read = Counter(s.index for op in self.ops for s in slots(op.operands) if s.kind == "size")
         return frozenset(n for n, count in Counter(places).items() if read[n] == count)
 
     def user_of(self, slot: Slot) -> str:
-        """The first node that uses ``slot``, in words."""
+        """Return the first node that uses ``slot``, as text."""
         for op in self.ops:
             if any(s == slot for s in slots(op.operands)):
                 return self.name_of(op)
         return "no node"
 
     def name_of(self, op: Op) -> str:
-        """The node of ``op``, in words."""
+        """Return the node of ``op``, as text."""
         return f"{self.nodes[op.node].rpartition('::')[2] if 0 <= op.node < len(self.nodes) else op.name}, node {op.node}"
 
     def leaf_after(self, node: int) -> int | None:
-        """The input that is the first leaf to which gradients flow from ``node``: the parameter of its layer, or of the one before."""
+        """Return the input number of the first leaf that gets a gradient from ``node``: a parameter of its layer or of the one before."""
         reached: set[int] = set()
         for op in self.ops:
             if op.node == node or any(s.kind == "value" and s.index in reached for s in slots(op.operands)):
@@ -186,17 +186,17 @@ class Tape:
 
     @cached_property
     def plain_customs(self) -> tuple[int, ...]:
-        """The operations that call a custom function which may be part of a compiled graph (``custom_function.py``)."""
+        """The operations with a custom function that may be compiled (``custom_function.py``)."""
         return tuple(n for n, op in enumerate(self.ops) if op.kind == "custom" and op.operands[4])
 
     def redigested(self, digests: Mapping[int, str]) -> Tape:
-        """The same pass with other digests, by the number of the operation."""
+        """Return the same pass with other digests, by the number of the operation."""
         ops = tuple(replace(op, operands=(*op.operands[:4], digests[n])) if n in digests else op for n, op in enumerate(self.ops))
         return replace(self, ops=ops)
 
 
 _POSITIONS = {"SliceBackward0": (3, 5), "SelectBackward0": (3,), "AsStridedBackward0": (2, 4)}
-"""By node type: which operands are positions; of the last one's first, a geometry, the last part alone."""
+"""The operands that are positions, by node type. The first one of ``AsStridedBackward0`` is a geometry: only its last part is a position."""
 
 
 def _positions(op: Op) -> Sequence[Any]:
@@ -207,7 +207,7 @@ def _positions(op: Op) -> Sequence[Any]:
 
 
 def slots(operand: Any) -> Iterator[Slot]:
-    """Every slot in an operand, those inside derived sizes too."""
+    """Yield every slot in an operand, also inside derived sizes."""
     if isinstance(operand, Slot):
         yield operand
     elif isinstance(operand, Derived):
@@ -219,7 +219,7 @@ def slots(operand: Any) -> Iterator[Slot]:
 
 
 def encode(value: Any) -> Any:
-    """An operand as JSON: a list stays a list; all else that JSON has no word for is an object with one key."""
+    """Return an operand as JSON. Lists stay lists; values that JSON does not have become an object with one key."""
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, Slot):

@@ -1,1 +1,1 @@
-"""What ``Package.step()`` returns: a whole training step, its state, and its files."""
+"""A loaded training step (``Package.step()``), its state, and its files."""

@@ -1,11 +1,10 @@
 """glibc's thresholds for returning freed memory to the system.
 
-A step asks for the memory of its gradients at each call and gives it back. From a certain size on glibc returns it to the system each time, and
-the next call has every page of it faulted in and cleared again: with 40 MB of gradients 18 of 28 ms. Whether it does depends on what else is
-allocated at the heap's end.
+Each step allocates memory for its gradients and frees it. Above a certain size glibc returns it to the system each time, and the next call has
+every page faulted in and cleared again: with 40 MB of gradients 18 of 28 ms. Whether it does depends on the other allocations at the heap's end.
 
-An export wants the opposite: what glibc kept of a large model's gradients, blocks of a few megabytes that are freed one by one, came to more than the
-weights.
+An export needs the opposite: a large model's gradients are blocks of a few megabytes, freed one by one; glibc kept more memory of them than the
+weights take.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-_LARGE = 1 << 20  # bytes of gradients; below, it makes no difference that could be measured
+_LARGE = 1 << 20  # bytes of gradients; smaller sizes made no measurable difference
 _LARGE_MODEL = 1 << 26  # bytes of weights
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 _NEVER = 1 << 30  # bytes, a threshold that no block of a step reaches
-_LARGE_BLOCK = 32 << 20  # glibc's own threshold grows up to that, with the largest block that was freed, and the other one to twice as much
+_LARGE_BLOCK = 32 << 20  # glibc's mmap threshold grows to this with the largest freed block, and the trim threshold to twice as much
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-_state = {"keeps": False, "frees": False}  # whether a step has asked for the first, and an export is within the second
+_state = {"keeps": False, "frees": False}  # whether a step has called keep(), and whether an export is inside freed_at_once()
 
 
 def keep(size: int) -> bool:
-    """Has the process keep up to 1 GiB of freed memory for its next allocation, if ``size``, the bytes that are given back at each call, is
-    large. Whether it was done: not where the user has set malloc's thresholds (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``)."""
+    """Make the process keep up to 1 GiB of freed memory for its next allocation, if ``size``, the bytes freed by each call, is large. Return
+    whether it was done. It is not done if the user has set malloc's thresholds (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``)."""
     if size < _LARGE or _chosen():
         return False
     _state["keeps"] = True
@@ -36,8 +35,9 @@ def keep(size: int) -> bool:
 
 @contextlib.contextmanager
 def freed_at_once(size: int) -> Iterator[None]:
-    """A context in which the system has back each block of a megabyte or more as soon as it is freed, if ``size``, the bytes of a model's weights, is
-    large and the user has not set malloc's thresholds. Afterwards they are those of any process that once freed 32 MB, or :func:`keep`'s."""
+    """Return each block of a megabyte or more to the system as soon as it is freed, inside the context, if ``size``, the bytes of a model's
+    weights, is large and the user has not set malloc's thresholds. Afterwards the thresholds are those of any process that once freed 32 MB, or
+    :func:`keep`'s."""
     if size < _LARGE_MODEL or _chosen() or _state["frees"] or not _put(_LARGE, _LARGE_BLOCK):
         yield
         return

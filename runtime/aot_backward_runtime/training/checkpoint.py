@@ -1,13 +1,13 @@
-"""The file that training is saved to and resumed from: tensors by name, and JSON about them (steps made, learning rates).
+"""The file format of saved training states: tensors by name, and JSON about them (steps made, learning rates).
 
-It is an ordinary safetensors file, so that other programs can read its tensors. What makes it a training state is in the header's
-``__metadata__``, of which every value is a string:
+It is an ordinary safetensors file, so other programs can read its tensors. The training state's other data is in the header's ``__metadata__``.
+Every value there is a string:
 
 ===============  =====================================================================================================================
 ``format``       ``aot-backward state``
 ``version``      ``1``
-``sha256``       of the whole file, with zeros in the place of these 64 digits: its header and its data are one state, undamaged
-``complex128``   names, as a JSON list, of tensors that stand as F64 with a last dimension of 2, because safetensors lacks their dtype
+``sha256``       of the whole file, with zeros in place of these 64 digits: header and data are one undamaged state
+``complex128``   names, as a JSON list, of tensors stored as F64 with a last dimension of 2, because safetensors lacks their dtype
 ``about``        a JSON object, nested at most 64 deep, no key twice; NaN and infinities are written as Python does
 ===============  =====================================================================================================================
 
@@ -36,15 +36,15 @@ from ..native.tensor_bytes import TORCH_DTYPES, dtype_name, memory_of, tensor_ch
 
 FORMAT, VERSION = "aot-backward state", "1"
 DEEPEST = 64
-_BLANK = "0" * 64  # where the digest will stand
+_BLANK = "0" * 64  # placeholder of the digest
 _CHUNK = 1 << 20  # bytes
 
 
 def write_state(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-    """Writes ``path``, or the file that it is a link to: whole, or not at all.
+    """Write ``path``, or the target of that link, atomically.
 
-    ``about`` is what JSON can hold: tuples come back as lists, keys as strings. Tensors may be on any device, and come back row-major.
-    Raises :class:`StateError`; then, and when the process is killed, the old file is untouched."""
+    ``about`` must be JSON data: tuples come back as lists, keys as strings. Tensors may be on any device, and come back row-major. Raises
+    :class:`StateError`. After an error, or if the process is killed, the old file is untouched."""
     path = Path(path)
     plain = {name: tensor.detach() for name, tensor in tensors.items()}
     for name, tensor in plain.items():
@@ -63,9 +63,9 @@ def write_state(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor
 
 
 def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors, on the CPU, each in memory of its own, and what was saved about them.
+    """Return the tensors, on the CPU, each in memory of its own, and the saved JSON.
 
-    Raises :class:`StateError`, which says what is wrong with the file; nothing of a damaged one comes back."""
+    Raises :class:`StateError`, which describes the problem; nothing of a damaged file is returned."""
     path = Path(path)
     try:
         with open(_target(path), "rb", opener=_without_waiting) as file:
@@ -86,7 +86,7 @@ def _unstorable(name: str, tensor: torch.Tensor) -> str:
 
 
 def _write_header(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> tuple[bytes, list[str]]:
-    """The header with a blank digest, which comes before whatever else may hold 64 zeros, and the tensors' order."""
+    """Return the header with a blank digest, placed before any other 64 zeros, and the tensors' order."""
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -97,7 +97,7 @@ def _write_header(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any])
     start, order = write_header({name: stored_as(dtype_name(t), tuple(t.shape)) for name, t in tensors.items()}, metadata)
     if len(start) - 8 > LARGEST_HEADER:
         raise PackageError(f"names and what is said about them take {len(start)} bytes; a header may have {LARGEST_HEADER}")
-    _about(parse_header(start[8:]))  # what read_state would refuse must not replace what it would not
+    _about(parse_header(start[8:]))  # a file that read_state would refuse must not replace one that it accepts
     return start, order
 
 
@@ -107,7 +107,7 @@ def _write(file: BinaryIO, start: bytes, tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         for memory in tensor_chunks(tensor):
             for offset in range(0, len(memory), _CHUNK):
-                # A copy, so that a thread which trains on meanwhile cannot part the digest from the data.
+                # A copy, so that digest and data agree even if another thread goes on training.
                 chunk = bytes(memory[offset : offset + _CHUNK])
                 digest.update(chunk)
                 file.write(chunk)
@@ -143,7 +143,7 @@ def _read(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, torch.Tensor
 
 def _tensor(file: BinaryIO, name: str, place: Stored, is_complex: bool, digest: hashlib._Hash) -> torch.Tensor:
     shape, dtype = (place.shape[:-1], torch.complex128) if is_complex else (place.shape, TORCH_DTYPES[place.dtype])
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # named, because the default may be another
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # explicit, because the default device may be another
     if not tensor.numel():
         return tensor
     memory = memory_of(tensor)
@@ -185,17 +185,17 @@ def _json(header: Header, key: str) -> Any:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects stand more than ``levels`` within each other."""
+    """Return whether lists and objects are nested more than ``levels`` deep."""
     if not isinstance(value, (dict, list)):
         return False
     return not levels or any(_deeper(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def _target(path: Path) -> Path:
-    """Where a link leads."""
+    """Return the target of a link."""
     try:
         return path.resolve()
-    except (RuntimeError, ValueError) as error:  # links in a circle; a zero byte
+    except (RuntimeError, ValueError) as error:  # circular links, or a zero byte in the path
         raise OSError(None, str(error)) from error
 
 

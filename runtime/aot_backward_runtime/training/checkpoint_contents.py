@@ -1,4 +1,4 @@
-"""What of a training state a checkpoint holds (:mod:`.checkpoint` is the file's format): to and from tensors by name and JSON."""
+"""The contents of a saved training state, to and from tensors by name and JSON (:mod:`.checkpoint` is the file's format)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .state import COUNTERS, MALFORMED, Change, TrainingState, counter, malforme
 
 
 def save(own: TrainingState, path: str | os.PathLike[str], random: Mapping[str, torch.Tensor], extra: Any) -> None:
-    """``random``: the states of :mod:`.rng_state`. ``extra``: the caller's own, which JSON can hold. Raises :class:`StateError`."""
+    """Save ``own``. ``random``: the states of :mod:`.rng_state`. ``extra``: the caller's JSON data. Raises :class:`StateError`."""
     tensors = {f"module/{n}": t for n, t in own.module.items()} | {f"loss/{n}": t for n, t in own.loss.items()}
     tensors |= {f"optimizer/{key}/{names[0]}": t for key, names, t in own.slots}
     if own.accumulated:
@@ -33,7 +33,8 @@ def save(own: TrainingState, path: str | os.PathLike[str], random: Mapping[str, 
 
 
 def read(own: TrainingState, path: str | os.PathLike[str], random: bool) -> tuple[Change, dict[str, torch.Tensor], Any]:
-    """What :func:`save` wrote, checked, for ``own.replace``; the random states by name, checked where ``random``; and ``extra``."""
+    """Read a file written by :func:`save`. Return the checked change for ``own.replace``, the random states by name (checked if ``random``), and
+    ``extra``."""
     tensors, about = checkpoint.read_state(path)
     try:
         return _checked(own, tensors, about, random)

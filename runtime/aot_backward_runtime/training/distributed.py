@@ -1,4 +1,4 @@
-"""A training step on several processes of ``torch.distributed``: gradients averaged, state and buffers kept alike on all ranks."""
+"""A training step on several processes of ``torch.distributed``: gradients averaged, state and buffers equal on all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist  # this module is only imported where processes are asked for; plain `import torch` has loaded it already
+import torch.distributed as dist  # imported only if processes are requested; plain `import torch` has loaded torch.distributed already
 
 from ..errors import AotBackwardError, DistributedError
 from .gradient_buckets import Buckets
@@ -18,10 +18,10 @@ _BROADCAST = 250 << 20  # DDP's broadcast_bucket_size: bytes that a broadcast of
 
 
 class Replicas:
-    """The copies of one training state, one per process of ``group``: they start alike and make the same updates.
+    """The copies of one training state, one per process of ``group``: they start equal and make the same updates.
 
     ``bucket_mb``, ``order``: see :class:`Buckets`. ``broadcast_buffers``: whether all ranks get the module's buffers of rank 0 before a forward.
-    Collectives, which every process must call in the same order: all methods but ``move_gradients``.
+    All methods except ``move_gradients`` are collectives, which every process must call in the same order.
     """
 
     def __init__(
@@ -38,31 +38,31 @@ class Replicas:
         self._state = state
         self.broadcasts_buffers = broadcast_buffers and bool(state.buffers)
         self.buffers_due = True
-        """Whether the next forward shares the buffers first: DDP's rule, unless the forward before it was within ``no_sync``."""
+        """True if the next forward shares the buffers first: DDP's rule, unless the previous forward was within ``no_sync``."""
 
     def move_gradients(self) -> None:
-        """The state's gradients become views of the buckets, with the same values."""
+        """Move the state's gradients into the buckets, as views with the same values."""
         views = self.collectives.buckets.views
         self._state.gradients = {n: views[n].copy_(t) for n, t in self._state.gradients.items()}
 
     def average(self) -> None:
-        """Gradients that have been accumulated become their mean over all ranks."""
+        """Replace the accumulated gradients by their mean over all ranks."""
         self.collectives.average(first=not self._state.count + self._state.skipped)
         self.buffers_due = True
 
     def share_buffers(self) -> None:
-        """The buffers become those of rank 0."""
+        """Copy the buffers of rank 0 to all ranks."""
         self.collectives.share(list(self._state.buffers.values()))
 
     def follow_first(self) -> None:
-        """The whole state becomes that of rank 0."""
+        """Copy the whole state of rank 0 to all ranks."""
         self._state.replace_metadata(self.collectives.by_first(self._state.metadata))
         self.collectives.share(self._state.tensors())
         self.buffers_due = True
 
 
 class Collectives:
-    """The collectives of one training run, on the processes of ``group`` (all of them where it is None).
+    """The collectives of one training run, on the processes of ``group`` (all of them if it is None).
 
     All ranks must call each method, in the same order. Each raises :class:`DistributedError`.
     """
@@ -80,10 +80,11 @@ class Collectives:
         self._scale = 1.0 / self.world
 
     def average(self, first: bool = False) -> None:
-        """The gradients in the buckets become the mean over all ranks; returns when they are (on CUDA: when the current stream will wait for it).
+        """Replace the gradients in the buckets by their mean over all ranks. Return when this is done (on CUDA: when the current stream will wait
+        for it).
 
-        ``first``: sum as DDP's first iteration does, through one flat copy of all gradients. Only from three processes on does that change a
-        bit, and only then is it done."""
+        ``first``: sum as DDP's first iteration does, through one flat copy of all gradients. This changes bits only with three or more processes,
+        so it is done only then."""
         with torch.no_grad():
             if not first or self.world < 3:
                 self._sum(self.buckets.flat)
@@ -95,9 +96,9 @@ class Collectives:
                     member.copy_(part)
 
     def share(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """``tensors`` get the values that they have on rank ``source``: parameters once, buffers before each forward as DDP's broadcast_buffers.
+        """Copy the values of ``tensors`` from rank ``source``: parameters once, buffers before each forward as DDP's broadcast_buffers.
 
-        They must be of the same sizes, dtypes and order on all ranks. They go as bytes, whatever their dtypes, in one broadcast per device.
+        They must have the same sizes, dtypes and order on all ranks. They are sent as bytes, whatever their dtypes, in one broadcast per device.
         """
         with torch.no_grad():
             for device in dict.fromkeys(t.device for t in tensors):
@@ -105,7 +106,7 @@ class Collectives:
                     self._broadcast(chunk, source)
 
     def check_same(self, text: str) -> None:
-        """Refuses, on every rank, where ``text`` (such as the package's digest) or the layout of the buckets is not that of rank 0."""
+        """Raise, on every rank, if ``text`` (such as the package's digest) or the layout of the buckets differs from rank 0's."""
         lines = [*text.splitlines(), *self.buckets.layout]
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device())
@@ -125,14 +126,14 @@ class Collectives:
         )
 
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``tensors`` of all ranks: those of rank 0 by their own names, those of rank 3 by "name/3"."""
+        """Return ``tensors`` of all ranks: rank 0's by their own names, rank 3's by "name/3"."""
         everyone: list[Any] = [None] * self.world
         self._run("gathering tensors", lambda: dist.all_gather_object(everyone, dict(tensors), group=self._group))
         return {f"{name}/{rank}" if rank else name: t for rank, theirs in enumerate(everyone) for name, t in theirs.items()}
 
     def by_first(self, action: Callable[[], Any]) -> Any:
-        """What ``action`` returns on rank 0, where alone it is called, on every rank. So is what it raises: on the others as it is where it is
-        an :class:`AotBackwardError`, else inside a :class:`DistributedError`."""
+        """Call ``action`` on rank 0 only, and return its result on every rank. Raise its exception on every rank too; the others get an
+        :class:`AotBackwardError` unchanged, anything else inside a :class:`DistributedError`."""
         raised: Exception | None = None
         value = None
         if self.rank == 0:
@@ -150,12 +151,12 @@ class Collectives:
         return outcome[1]
 
     def _device(self) -> torch.device:
-        """Where the group's backend can take tensors: where the gradients are."""
+        """Return a device that the group's backend can take tensors on: that of the gradients."""
         return self.buckets.flat[0].device if self.buckets.flat else torch.device("cpu")
 
     def _sum(self, flat: Iterable[torch.Tensor]) -> None:
         def run() -> None:
-            # scaled before the sum, as DDP does: other bits than a division behind it, and no overflow of float16 on the way
+            # Scale before the sum, as DDP does: dividing afterwards gives other bits, and float16 could overflow in the sum.
             works = [dist.all_reduce(bucket.mul_(self._scale), group=self._group, async_op=True) for bucket in flat]
             for work in works:
                 work.wait()
@@ -163,7 +164,7 @@ class Collectives:
         self._run("averaging gradients", run)
 
     def _broadcast(self, chunk: Sequence[torch.Tensor], source: int) -> None:
-        chunk = sorted(chunk, key=lambda t: -t.itemsize)  # each then begins at a multiple of its elements' size
+        chunk = sorted(chunk, key=lambda t: -t.itemsize)  # so that each begins at a multiple of its elements' size
         flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in chunk])
         self._run("sharing tensors", lambda: dist.broadcast(flat, group=self._group, group_src=source))
         if self.rank != source:
@@ -173,7 +174,7 @@ class Collectives:
     def _run(self, what: str, collective: Callable[[], object]) -> None:
         try:
             collective()
-        except RuntimeError as error:  # gloo raises this very class, NCCL's DistBackendError is one
+        except RuntimeError as error:  # gloo raises this class, and NCCL's DistBackendError is a subclass
             raise DistributedError(
                 f"rank {self.rank} of {self.world}: {what} failed: another rank has ended or does not answer, or the connection is gone "
                 f"({str(error).splitlines()[0]}); resume from the last saved state"
@@ -181,7 +182,7 @@ class Collectives:
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
-    """At most _BROADCAST bytes at a time, or one tensor."""
+    """Split into at most _BROADCAST bytes at a time, or one tensor."""
     ends, size = [0], 0
     for i, tensor in enumerate(tensors):
         if size and size + tensor.nbytes > _BROADCAST:

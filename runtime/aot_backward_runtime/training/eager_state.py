@@ -14,13 +14,13 @@ from .state import COUNTERS, MALFORMED, Change, TrainingState, counter, malforme
 
 
 def to_eager(own: TrainingState, whole: bool = False) -> dict[str, Any]:
-    """Copies, as an eager module's and optimizer's ``load_state_dict`` take them. ``whole``: the optimizer's state also before its first step."""
+    """Return copies for ``load_state_dict`` of an eager module and optimizer. ``whole``: include the optimizer's state before its first step."""
     order = {name: i for i, name in enumerate(n for g in own.spec.groups for n in g.parameters)}
     state: dict[int, dict[str, torch.Tensor]] = {}
     if whole or not own.fresh:
         for key, names, tensor in own.slots:
             for name in names:
-                # what counts steps is on the CPU in eager, wherever the parameter is
+                # step counters are on the CPU in eager, whatever the parameter's device
                 state.setdefault(order[name], {})[key] = tensor.detach().clone() if tensor.dim() else tensor.detach().cpu().clone()
     groups = []
     for spec, group in zip(own.spec.groups, own.groups, strict=True):
@@ -34,7 +34,7 @@ def to_eager(own: TrainingState, whole: bool = False) -> dict[str, Any]:
 
 
 def from_eager(own: TrainingState, given: Mapping[str, Any]) -> Change:
-    """``given``, checked, for ``own.replace``; :class:`StateError` says what does not fit."""
+    """Check ``given`` and return it for ``own.replace``. :class:`StateError` names the part that does not fit."""
     try:
         return _checked(own, given)
     except MALFORMED as error:
@@ -59,7 +59,7 @@ def _checked(own: TrainingState, given: Mapping[str, Any]) -> Change:
         raise StateError(f"the optimizer's state has entries {unknown[:5]}, which are in none of its groups")
     named = {names[i]: slots_by_id[p] for i, p in enumerate(order) if p in slots_by_id}
     if all(v is None for slots in named.values() for v in slots.values()):
-        named = {}  # as eager's SGD has it where no momentum was used yet
+        named = {}  # as in eager's SGD if no momentum was used yet
     options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
     own.check_options(options)
     slots = _slots_from(own, named)
@@ -71,7 +71,7 @@ def _checked(own: TrainingState, given: Mapping[str, Any]) -> Change:
     counters["accumulated"] = 0  # eager's dicts hold no gradients
     untouched = given.get("count") == 0 and own.initial is not None and all(map(_equal, (v for _, v in slots), own.initial))
     scaler = given.get("scaler")
-    if own.scaler is None or not scaler:  # an eager scaler that is switched off has an empty one
+    if own.scaler is None or not scaler:  # a disabled eager scaler has an empty state
         scaler = None
     else:
         own.scaler.check(scaler)
@@ -85,7 +85,7 @@ def _slots_from(own: TrainingState, named: Mapping[str, Mapping[str, Any]]) -> C
         return [(tensor, first) for (*_, tensor), first in zip(own.slots, own.initial or (), strict=True)]
     copies = []
     known = {(name, key) for key, parameters, _ in own.slots for name in parameters}
-    trained = {name for name, _ in known} or named.keys()  # the state of a parameter that was frozen since may linger in eager
+    trained = {name for name, _ in known} or named.keys()  # eager may still have state of a parameter that was frozen since
     for name in named:
         for key, value in named[name].items():
             if name in trained and isinstance(value, torch.Tensor) and (name, key) not in known:
@@ -97,7 +97,7 @@ def _slots_from(own: TrainingState, named: Mapping[str, Mapping[str, Any]]) -> C
             if value is None and key == "momentum_buffer" and name in named:
                 if any(g.get("dampening") for g in own.groups) and any(s.get(key) is not None for s in named.values()):
                     raise StateError(f"{name!r} has no momentum yet and others have: with dampening its first step would be another one")
-                value = torch.zeros_like(tensor)  # eager's, before the first step
+                value = torch.zeros_like(tensor)  # eager's value before the first step
             if type(value) in (int, float):
                 value = torch.tensor(float(value))
             if value is None:

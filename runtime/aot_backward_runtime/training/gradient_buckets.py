@@ -1,9 +1,10 @@
 """The layout of gradients in buckets: flat tensors that native code writes into and that processes sum.
 
-The sums are those of ``torch.nn.parallel.DistributedDataParallel`` to the last bit. Two numbers add up to the same in either order, but gloo's
-ring starts its sum at another rank for each chunk of a bucket, so from three processes on a sum depends on where in its bucket an element lies.
-DDP has two layouts: in its first iteration one bucket per dtype, in the order of the parameters; from the second on 1 MB and then 25 MB at a
-time, in the order in which gradients arrived, which for layers used in the order of their definition is last parameter first.
+The sums equal those of ``torch.nn.parallel.DistributedDataParallel`` to the last bit. The sum of two numbers is the same in either order. But
+gloo's ring starts its sum at another rank for each chunk of a bucket, so with three or more processes a sum depends on the element's place in its
+bucket. DDP has two layouts. In its first iteration there is one bucket per dtype, in the order of the parameters. From the second on there are
+buckets of 1 MB and then 25 MB, in the order in which gradients arrived. For layers used in the order of their definition that is last parameter
+first.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _MB = 1 << 20
 class Buckets:
     """Gradients laid out in flat tensors, each of one dtype and device.
 
-    ``specs``: the gradients in the order of the parameters. ``order``: their names in the order in which DDP would see them arrive, where that is
-    not last parameter first. A bucket is closed once it holds ``cap_mb`` MiB, the first of a dtype ``first_mb``; DDP with ``bucket_cap_mb=n`` has
-    both at n. ``align``: each gradient begins at a multiple of so many bytes; by default it follows the last one directly on the CPU, as in DDP,
-    while elsewhere kernels that read 16 bytes at a time need 16, and the layout is DDP's only where sizes are such multiples.
+    ``specs``: the gradients in the order of the parameters. ``order``: their names in the order in which DDP would see them arrive, if that is not
+    last parameter first. A bucket is closed once it holds ``cap_mb`` MiB, the first of a dtype ``first_mb``; DDP with ``bucket_cap_mb=n`` has both
+    at n. ``align``: each gradient begins at a multiple of so many bytes. By default it follows the last one directly on the CPU, as in DDP.
+    Elsewhere kernels that read 16 bytes at a time need 16, and the layout is DDP's only if sizes are such multiples.
 
-    ``views``: the gradients by name, zeros at first. ``flat``: the buckets, in the order in which they are averaged. ``layout``: both in words.
-    Raises :class:`DistributedError` for a gradient whose elements do not fill their memory, each once.
+    ``views``: the gradients by name, zeros at first. ``flat``: the buckets, in the order of averaging. ``layout``: text about both. Raises
+    :class:`DistributedError` for a gradient whose elements do not fill their memory, each once.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Buckets:
 
 
 def _assign(specs: Sequence[Spec], first: int, cap: int) -> list[list[str]]:
-    """The names of each bucket, filled in the order of ``specs``, as torch's compute_bucket_assignment_by_size does."""
+    """Return the names of each bucket, filled in the order of ``specs``, like torch's compute_bucket_assignment_by_size."""
     closed: list[list[str]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[int, list[str]]] = {}
     limits: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -74,7 +75,7 @@ def _assign(specs: Sequence[Spec], first: int, cap: int) -> list[list[str]]:
 
 
 def _lay_out(specs: Sequence[Spec], align: int | None) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """A bucket, and by name the gradients in it: as they are shaped, and as the elements in memory."""
+    """Return a bucket, and the gradients in it by name: with their shapes, and as the elements in memory."""
     *_, dtype, device = specs[0]
     step = -(-(align or (1 if device.type == "cpu" else 16)) // dtype.itemsize)
     sizes = [math.prod(shape) for _, shape, *_ in specs]

@@ -13,7 +13,7 @@ from .state import TrainingState
 
 
 def refuse_hooks_that_never_run(parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
-    """Has a registration raise on each of ``parameters`` whose gradient is not among ``gradients``, which native code leaves in memory."""
+    """Make hook registration raise on each of ``parameters`` without an entry in ``gradients``, which native code leaves in memory."""
     served = {id(parameters[n]) for n in gradients}
     for name, parameter in parameters.items():
         if id(parameter) not in served and isinstance(parameter, StepParameter):
@@ -28,10 +28,10 @@ def refuse_hooks_that_never_run(parameters: Mapping[str, torch.Tensor], gradient
 def add_through_hooks(
     state: TrainingState, call: Iterator[list[torch.Tensor]], hooked: Mapping[str, torch.Tensor], results: list[list[torch.Tensor]], ran: list[Any]
 ) -> None:
-    """Runs ``call``, which accumulates gradients, with the hooks of ``hooked`` (parameters by name) applied to this call's gradients.
+    """Run ``call``, which accumulates gradients, with the hooks of ``hooked`` (parameters by name) applied to this call's gradients.
 
-    The call's results are appended to ``results``. ``ran`` gets an element once the sums are in the accumulated gradients. Where a hook raises, or
-    an interrupt comes before that, the gradients accumulated earlier are put back.
+    The call's results are appended to ``results``. ``ran`` gets an element once the sums are in the accumulated gradients. If a hook raises or an
+    interrupt comes before that, the gradients accumulated earlier are restored.
     """
     slots = list(state.gradients.values())
     waited = [s.detach().clone() for s in slots] if state.accumulated else None

@@ -1,4 +1,4 @@
-"""The factor that a step's loss is scaled by, so that small gradients in float16 do not vanish: the rule of ``torch.amp.GradScaler``."""
+"""The factor that scales a step's loss, so that small gradients in float16 do not vanish: the rule of ``torch.amp.GradScaler``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..errors import StateError
 from .param_groups import Numbers
 
 KEY = "loss_scale"
-_MAX_FLOAT = sys.float_info.max  # of Python's integers, too
+_MAX_FLOAT = sys.float_info.max  # also the limit for Python's integers
 
 
 class LossScale:
-    """What a compiled step scales its loss by, and its gradients back before anything else looks at them.
+    """The factor that a compiled step scales its loss by. It unscales its gradients before it uses them.
 
-    After an update that was skipped the scale is multiplied by ``backoff_factor``, after ``growth_interval`` updates in a row that were made by
-    ``growth_factor``; all three may be set. ``state_dict`` is that of a ``torch.amp.GradScaler``, to and from which it can be handed.
+    After a skipped update the scale is multiplied by ``backoff_factor``. After ``growth_interval`` successful updates in a row it is multiplied by
+    ``growth_factor``. All three may be set. ``state_dict`` is compatible with that of a ``torch.amp.GradScaler``.
     """
 
     def __init__(self, numbers: Numbers, initial: float):
@@ -41,7 +41,7 @@ class LossScale:
         return self._now[0]
 
     def set_scale(self, scale: float) -> None:
-        """:class:`StateError` where it is not a positive number, which float32 can hold."""
+        """Set the scale. Raise :class:`StateError` if it is not a positive number within float32's range."""
         try:
             rounded = _float32(scale)
         except (OverflowError, RuntimeError, TypeError, ValueError):
@@ -52,7 +52,7 @@ class LossScale:
         self.write()
 
     def update(self, finite: bool, call: object = None) -> None:
-        """After an update that was made, or skipped because a gradient was not finite. ``call``: which it was; recorded again, it changes nothing."""
+        """Adjust the scale after an update that was made, or skipped because a gradient was not finite. A repeated ``call`` changes nothing."""
         scale, tracker, last = self._now
         if call is None or last is not call:
             if not finite:
@@ -66,7 +66,7 @@ class LossScale:
         self.write()
 
     def write(self, again: bool = False) -> None:
-        """Writes the scale for native code, if it has changed, or ``again``."""
+        """Write the scale for native code, if it has changed or ``again`` is set."""
         if again or self._written != self._now[0]:
             self._numbers.set(-1, KEY, -1, self._now[0])
             self._written = self._now[0]
@@ -81,7 +81,7 @@ class LossScale:
         }
 
     def check(self, state: Any) -> None:
-        """:class:`StateError` where ``state`` is not one of :meth:`state_dict`."""
+        """Raise :class:`StateError` if ``state`` is not a valid :meth:`state_dict`."""
         expected = self.state_dict()
         if not isinstance(state, Mapping) or state.keys() != expected.keys():
             raise StateError(f"the state of the loss scale is {state!r:.120}; expected {sorted(expected)}, as torch.amp.GradScaler has it")
@@ -100,5 +100,5 @@ class LossScale:
 
 
 def _float32(value: float) -> float:
-    """As ``GradScaler`` holds it."""
+    """Round to float32, as ``GradScaler`` does."""
     return float(torch.tensor(float(value), dtype=torch.float32))

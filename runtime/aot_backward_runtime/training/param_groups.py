@@ -1,4 +1,4 @@
-"""The parameter groups of a loaded step: dicts as an optimizer has them, whose numbers are elements of a vector that native code reads."""
+"""The parameter groups of a loaded step: dicts like an optimizer's, but their numbers are elements of a vector that native code reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Numbers:
     """The vector of numbers that the graphs read (:class:`NumberSpec`)."""
 
     def __init__(self, spec: StepSpec, vector: torch.Tensor, touched: list[bool]):
-        """``touched[0]`` is True while numbers are being written; where an interrupt leaves it True, the next call writes them again."""
+        """``touched[0]`` is True while numbers are being written. If an interrupt leaves it True, the next call writes them again."""
         self.touched = touched
         self.optimizer = spec.optimizer.rpartition(".")[2]
         self._places: dict[tuple[int, str, int], tuple[NumberSpec, torch.Tensor]] = {}
@@ -32,11 +32,11 @@ class Numbers:
             vector.copy_(torch.tensor([0.0, float(spec.fresh), *(n.value for n in spec.numbers)], dtype=torch.float64))
 
     def set_accumulating(self, flag: bool) -> None:
-        """Whether the next gradients are added to the accumulated ones, or replace them."""
+        """Set whether the next gradients are added to the accumulated ones, or replace them."""
         self._put(0, flag)
 
     def set_fresh(self, flag: bool) -> None:
-        """Whether the optimizer has no state yet."""
+        """Set whether the optimizer has no state yet."""
         self._put(1, flag)
 
     def _put(self, place: int, flag: bool) -> None:
@@ -53,18 +53,18 @@ class Numbers:
             self._flags[place].fill_(float(flag))
 
     def positions(self, group: int, key: str) -> list[int]:
-        """Where ``key`` has numbers: [-1] for one, the places within a list, or nothing."""
+        """Return the positions of the numbers of ``key``: [-1] for a single number, indices for a list, or an empty list."""
         return [p for g, k, p in self._places if (g, k) == (group, key)]
 
     def check(self, group: int, key: str, position: int, value: Any) -> float:
-        """``value`` as a float, within the intervals that the code was compiled for; :class:`InputError` names them."""
+        """Return ``value`` as a float, within the intervals that the code was compiled for. :class:`InputError` names them."""
         spec, _ = self._places[group, key, position]
         label = _label(group, key, position)
         try:
             if isinstance(value, (str, bytes, bytearray)):
                 raise TypeError("float() would read it")
             number = float(value)
-        except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: of a tensor that is complex, or on the meta device
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: a tensor that is complex or on the meta device
             shown = "an integer beyond float64" if isinstance(value, int) else f"{value!r:.60}"
             raise InputError(f"{label} is {shown}; expected a number") from error
         if spec.allowed and not any(inside(number, i) for i in spec.allowed):
@@ -79,19 +79,19 @@ class Numbers:
                 tensor.fill_(value)
 
     def add_initialised(self, number: int, tensor: torch.Tensor) -> None:
-        """Until the first step every element of ``tensor`` is the number at that place of the list."""
+        """Fill ``tensor`` with the number at that index of the list until the first step."""
         self._following.setdefault(number, []).append(tensor)
 
 
 class Group(dict[str, Any]):
-    """One parameter group. Setting a number moves what native code reads; what is fixed in that code raises :class:`InputError`. Other keys
-    (``initial_lr``) are the caller's own."""
+    """One parameter group. Setting a number changes the value that native code reads. Setting an option that is fixed in that code raises
+    :class:`InputError`. Other keys (``initial_lr``) are the caller's own."""
 
     def __init__(self, numbers: Numbers, index: int, spec: GroupSpec, params: list[torch.Tensor], on_params: Callable[[], None]):
         options = options_of(spec)
         super().__init__({"params": params, **options})
         self._numbers, self._index, self._on_params = numbers, index, on_params
-        self.own = options.keys() & numbers.defaults.keys()  # the rest, like a schedule's initial_lr, is the caller's
+        self.own = options.keys() & numbers.defaults.keys()  # other options, like a schedule's initial_lr, are the caller's
         self._fixed = {k for k in options if not numbers.positions(index, k)}
         self._tuples = {k for k, v in options.items() if isinstance(v, list)}
         for key in self._tuples:
@@ -107,7 +107,7 @@ class Group(dict[str, Any]):
         self.put(key, value)
 
     def check(self, key: str, value: Any) -> None:
-        """:class:`InputError` where ``value`` may not be set."""
+        """Raise :class:`InputError` if ``value`` may not be set."""
         if key == "params":
             raise InputError("the parameters of a group are fixed in the compiled step; export a step with other groups")
         if key in self._fixed and _differ(value, super().__getitem__(key)):
@@ -118,7 +118,7 @@ class Group(dict[str, Any]):
             self._numbers.check(self._index, key, position, part)
 
     def put(self, key: str, value: Any) -> None:
-        """Like setting, of what was checked."""
+        """Set a value that was checked."""
         if key not in self._fixed:
             value = plain(value)
             before, self._numbers.touched[0] = self._numbers.touched[0], True
@@ -127,7 +127,7 @@ class Group(dict[str, Any]):
             self._numbers.touched[0] = before
 
     def write(self) -> None:
-        """All numbers, to where native code reads them."""
+        """Write all numbers for native code."""
         for key in self.options().keys() - self._fixed:
             self._write(key)
 
@@ -182,7 +182,7 @@ class Group(dict[str, Any]):
         return self
 
     def options(self) -> dict[str, Any]:
-        """Everything but the parameters."""
+        """Return everything but the parameters."""
         return {k: v for k, v in self.items() if k != "params"}
 
     def __reduce__(self) -> Any:
@@ -190,7 +190,7 @@ class Group(dict[str, Any]):
 
 
 def plain(value: Any) -> Any:
-    """An option as JSON has it: tensors of one element and NumPy's numbers as Python's, tuples as lists."""
+    """Return an option as JSON data: tensors of one element and NumPy's numbers as Python's, tuples as lists."""
     if isinstance(value, torch.Tensor) and not value.is_meta and value.numel() == 1:
         return value.item()
     if type(value) not in (bool, int, float) and isinstance(value, numbers.Real):

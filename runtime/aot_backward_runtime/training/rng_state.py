@@ -1,4 +1,4 @@
-"""torch's random state, as a checkpoint holds it: ``cpu`` and ``cuda`` of rank 0, ``cpu/3`` and ``cuda/3`` of rank 3."""
+"""torch's random state in a checkpoint: ``cpu`` and ``cuda`` of rank 0, ``cpu/3`` and ``cuda/3`` of rank 3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import StateError
 
 
 def current(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states of this process's generators: the CPU's, and where ``device`` is a GPU that GPU's."""
+    """Return the states of this process's generators: the CPU's, and the GPU's if ``device`` is one."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -18,7 +18,7 @@ def current(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore(states: Mapping[str, torch.Tensor], device: torch.device, rank: int) -> None:
-    """Sets the generators of :func:`current` to what was saved of ``rank``, where it was."""
+    """Set the generators of :func:`current` to the state that was saved for ``rank``, if any."""
     suffix = f"/{rank}" if rank else ""
     if f"cpu{suffix}" in states:
         torch.set_rng_state(states[f"cpu{suffix}"])
@@ -27,7 +27,7 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device, rank: int)
 
 
 def check(name: str, state: torch.Tensor) -> None:
-    """:class:`StateError` where torch's generator refuses ``state``; it is tried on a generator of its own."""
+    """Raise :class:`StateError` if torch's generator refuses ``state``. It is tested on a new generator."""
     kind = name.partition("/")[0]
     if state.dtype != torch.uint8 or state.dim() != 1:
         raise StateError(f"the random state {name!r} is {state.dtype} of shape {tuple(state.shape)}; expected uint8 of one dimension")

@@ -1,4 +1,4 @@
-"""What a training step changes: parameters, buffers, the optimizer's state, accumulated gradients, the numbers of the parameter groups, counters."""
+"""The state that a training step changes: parameters, buffers, optimizer state, accumulated gradients, parameter groups' numbers, counters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .param_groups import Group, Numbers, plain
 Metadata = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | None]
 COUNTERS = ("count", "skipped", "accumulated")
 MALFORMED = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
-"""What a state of another structure raises where it is read: other nesting, missing keys, numbers and tensors of other kinds."""
+"""Exceptions from reading a state of another structure: other nesting, missing keys, numbers and tensors of other kinds."""
 _MAX_COUNT = 1 << 62
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Options by which eager chooses among implementations of the same computation."""
+"""Options that choose among eager's implementations of the same computation."""
 _LOSS = "loss_fn."
 
 
 class TrainingState:
-    """The tensors of a loaded step, by the names that eager gives them.
+    """The tensors of a loaded step, by their names in eager.
 
-    A new state is checked completely before the first tensor is written, so that an error leaves the old state.
+    A new state is checked completely before the first tensor is written, so an error leaves the old state.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TrainingState:
         on_params: Callable[[], None],
         touched: list[bool],
     ):
-        """``others``: the rest of the entry's state by name. ``persistent``: the names that the module's ``state_dict`` has. ``touched``: see
+        """``others``: the rest of the entry's state by name. ``persistent``: the names in the module's ``state_dict``. ``touched``: see
         :class:`Numbers`."""
         self.spec, self.parameters, self.buffers, self._persistent = spec, parameters, buffers, persistent
         self.numbers = Numbers(spec, others["numbers"], touched)
@@ -50,13 +50,13 @@ class TrainingState:
         self.loss = {n.removeprefix(_LOSS): t for n, t in others.items() if n.startswith(_LOSS)}
         """Tensors of the loss function, which eager's two dicts do not have."""
         self.initial = [_kept(t.detach()) for *_, t in self.slots] if spec.fresh else None
-        """The slots before the optimizer's first step; None where the export was in the middle of a training."""
+        """The slots before the optimizer's first step; None if the export was in the middle of a training."""
         self.gradients: dict[str, torch.Tensor] = {g.parameter: others[g.state] for g in spec.gradients}
         for s in spec.state:
             if s.starts_as >= 0:
                 self.numbers.add_initialised(s.starts_as, others[s.state])
         self.updates: tuple[int, object] = (0, None)
-        """How many were made, and the call that made the last: recorded again after an interrupt, it is not counted twice."""
+        """The number of updates, and the call that made the last: after an interrupt, a repeated call is not counted twice."""
         self._skips: tuple[int, object] = (0, None)
         self._adds: tuple[int, object] = (0, None)
         self.fresh = spec.fresh
@@ -92,12 +92,12 @@ class TrainingState:
             self.fresh = False
 
     def record_skip(self, call: object) -> None:
-        """The update of ``call`` was skipped."""
+        """Count the skipped update of ``call``."""
         if self._skips[1] is not call:
             self._skips = (self._skips[0] + 1, call)
 
     def record_accumulation(self, call: object) -> None:
-        """Counts ``call``, whose gradients were accumulated. :meth:`set_accumulated` sets whether native code adds the next ones to them."""
+        """Count ``call``, whose gradients were accumulated. :meth:`set_accumulated` sets whether native code adds the next ones to them."""
         if self._adds[1] is not call:
             self._adds = (self._adds[0] + 1, call)
 
@@ -109,18 +109,18 @@ class TrainingState:
 
     @property
     def module(self) -> dict[str, torch.Tensor]:
-        """All tensors of the module, also buffers that are not persistent: a forward may change them too."""
+        """All tensors of the module, including non-persistent buffers, because a forward may change them too."""
         return {**self.parameters, **self.buffers}
 
     def set_accumulated(self, calls: int) -> None:
-        """Sets how many calls' gradients are accumulated."""
+        """Set the number of calls with accumulated gradients."""
         before, self.numbers.touched[0] = self.numbers.touched[0], True
         self._adds = (calls, self._adds[1])
         self.numbers.set_accumulating(calls > 0)
         self.numbers.touched[0] = before
 
     def write_numbers(self) -> None:
-        """Writes everything that native code reads as a number; needed after an interrupt in the middle of writing."""
+        """Write every number that native code reads. This is needed after an interrupt in the middle of writing."""
         for group in self.groups:
             group.write()
         if self.scaler is not None:
@@ -133,7 +133,7 @@ class TrainingState:
         return {name: getattr(self, name) for name in COUNTERS}
 
     def replace(self, change: Change) -> None:
-        """``change`` becomes the state. After an interrupt inside, it may be called again."""
+        """Apply ``change`` to the state. After an interrupt inside, it may be called again."""
         tensor_values.write(change.copies)
         for group, given in zip(self.groups, change.options, strict=True):
             for key, value in given.items():
@@ -148,26 +148,26 @@ class TrainingState:
     # another process
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that training changes, but the groups' numbers, in the same order in each process."""
+        """Return everything that training changes, except the groups' numbers, in the same order in each process."""
         own = [*self.parameters.values(), *self.buffers.values(), *self.loss.values(), *(t for *_, t in self.slots)]
         return [t.detach() for t in (*own, *(self.gradients.values() if self.accumulated else ()))]
 
     def metadata(self) -> Metadata:
-        """What :meth:`tensors` does not hold."""
+        """Return the part of the state that :meth:`tensors` does not hold."""
         return [plain(g.options()) for g in self.groups], self.counters(), self.fresh, self.scaler.state_dict() if self.scaler is not None else None
 
     def replace_metadata(self, metadata: Metadata) -> None:
-        """As :meth:`metadata` of another process with the same package. :meth:`tensors` are not changed."""
+        """Apply the :meth:`metadata` of another process with the same package. :meth:`tensors` are not changed."""
         options, counters, fresh, scaler = metadata
         self.replace(Change([], options, counters, fresh, scaler))
 
     def check_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """:class:`StateError` where ``options``, one dict per group without its parameters, do not fit."""
+        """Raise :class:`StateError` if ``options``, one dict per group without its parameters, do not fit."""
         for group, given in zip(self.groups, options, strict=True):
             if not isinstance(given, Mapping):
                 raise StateError(f"the options of a parameter group are a {type(given).__name__}; expected a dict")
             for key in sorted(group.own - given.keys() - set(_IMPLEMENTATION)):
-                if group[key] is not False and group[key] is not None:  # an option that an older torch does not have is off
+                if group[key] is not False and group[key] is not None:  # an option that an older torch lacks is off
                     raise StateError(f"a parameter group has no {key!r}; in this step it is {group[key]!r}")
             for key, value in given.items():
                 if key not in _IMPLEMENTATION:
@@ -176,7 +176,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Change:
-    """A state that was checked whole, for :meth:`TrainingState.replace`."""
+    """A completely checked state, for :meth:`TrainingState.replace`."""
 
     copies: Copies
     options: Sequence[Mapping[str, Any]]
@@ -186,7 +186,7 @@ class Change:
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy; where one number is throughout, as in moments before the first step, that number, expanded."""
+    """Return a copy. If all elements are equal, as in moments before the first step, return that number, expanded."""
     if tensor.numel() and tensor.is_floating_point():
         low, high = torch.aminmax(tensor)
         if low == high:
@@ -195,13 +195,13 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def malformed(error: BaseException) -> str:
-    """What to say of one of :data:`MALFORMED`."""
+    """Return the message for one of :data:`MALFORMED`."""
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def matching(what: str, own: Mapping[str, torch.Tensor], given: Any, exactly: bool = False) -> Copies:
-    """Each of ``own`` with the tensor of that name in ``given``; :class:`StateError` where they do not fit. ``exactly``: the same dtypes, and no
-    names besides."""
+    """Pair each of ``own`` with the tensor of that name in ``given``. Raise :class:`StateError` if they do not fit. ``exactly``: require the same
+    dtypes, and no other names."""
     if not isinstance(given, Mapping):
         raise StateError(f"{what} state is a {type(given).__name__}; expected tensors by name")
     if problem := tensor_values.unlike(own, given, exactly=exactly):
@@ -210,7 +210,7 @@ def matching(what: str, own: Mapping[str, torch.Tensor], given: Any, exactly: bo
 
 
 def counter(name: str, value: Any) -> int:
-    """``value``, checked to be a count."""
+    """Return ``value``, checked to be a count."""
     if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise StateError(f"{name} is {value!r:.60}; expected a count")
     return value

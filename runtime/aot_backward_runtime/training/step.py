@@ -29,41 +29,41 @@ if TYPE_CHECKING:
     from .distributed import Replicas
 
 _MODULE = "module."
-_CACHED = 8  # calls that need only a check in C when they come again
+_CACHED = 8  # cached calls; a repeated one needs only a check in C
 _OPTIMIZER = "optimizer."
-_PUBLIC = (_MODULE, _OPTIMIZER)  # what the properties of a step return, and a caller may give other memory
+_PUBLIC = (_MODULE, _OPTIMIZER)  # the properties of a step return these tensors, and a caller may give them other memory
 
 
 class LoadedStep(torch.optim.Optimizer):
     """A training step: ``loss = step(x, y)`` runs forward, backward and optimizer in one native call.
 
-    Called as the module was, with the loss function's target as the last positional argument; what comes back is what the program returned
-    (the loss, a 0-d tensor, detached; or all results, the loss first). ``step(x, y, update=False)`` only accumulates gradients; the next call
-    with an update uses them all, and so does :meth:`step`. Where an argument does not fit, :class:`InputError` names it and nothing was changed.
+    Call it like the module, with the loss function's target as the last positional argument. It returns the program's results: the loss, a 0-d
+    tensor, detached; or all results, the loss first. ``step(x, y, update=False)`` only accumulates gradients; the next call with an update uses
+    them all, and so does :meth:`step`. :class:`InputError` names an argument that does not fit; then nothing was changed.
 
-    It is a ``torch.optim.Optimizer`` as far as a ``torch.optim.lr_scheduler`` looks: ``param_groups`` holds the numbers that a schedule moves,
-    and setting one is seen by the next call. ``count``: updates made. ``skipped``: updates skipped because a gradient was Inf or NaN (with
-    ``skip_nonfinite``). ``grad_norm``: of the last update, before clipping, a 0-d tensor (with ``clip_norm``), else None.
+    It implements as much of ``torch.optim.Optimizer`` as ``torch.optim.lr_scheduler`` needs: ``param_groups`` holds the numbers that a schedule
+    changes, and the next call uses them. ``count``: updates made. ``skipped``: updates skipped because a gradient was Inf or NaN (with
+    ``skip_nonfinite``). ``grad_norm``: norm in the last update, before clipping, a 0-d tensor (with ``clip_norm``), else None.
     """
 
     def __init__(self, entry: Entry, tensors: Mapping[str, torch.Tensor], digest: str, shared: bool):
-        """``tensors``: the weights by key, which become this step's own. ``digest``: of the package. ``shared``: whether others hold them too."""
-        # torch.optim.Optimizer.__init__ is not called: it is made for parameters that an eager step changes, and imports Dynamo
+        """``tensors``: the weights by key, which the step then owns. ``digest``: the package's. ``shared``: whether other entries hold them too."""
+        # torch.optim.Optimizer.__init__ is not called: it expects parameters that an eager step changes, and imports Dynamo
         spec = entry.spec.step
         assert spec is not None
         self._entry, self._tensors, self._digest = entry, dict(tensors), digest
-        self._watch = Watch()  # of the tensors that a caller has a reference to
+        self._watch = Watch()  # watches the tensors that a caller holds
         self._watched = False
         self._touched = self._watch.touched  # also set while numbers are being written
         self._shared = shared
-        self._exposed = shared  # whether user code may hold a parameter in a graph of autograd: then each write increments its version
+        self._exposed = shared  # whether user code may hold a parameter in an autograd graph: then each write increments its version
         made: dict[str, torch.Tensor] = {}
         for s in entry.spec.state:
             if s.weight not in made:
                 seen = s.name.startswith(_PUBLIC)
                 made[s.weight] = bound(StepParameter, tensors[s.weight], s.requires_grad, self._watch) if seen else tensors[s.weight]
         self._held = [made[s.weight] for s in entry.spec.state]
-        self._weak = [weakref.ref(t) for t in self._held if isinstance(t, BoundParameter)]  # torch.utils.swap_tensors refuses then
+        self._weak = [weakref.ref(t) for t in self._held if isinstance(t, BoundParameter)]  # makes torch.utils.swap_tensors refuse
         own = [s for s in entry.spec.state if s.name.startswith(_MODULE)]
         parameters = {s.name.removeprefix(_MODULE): made[s.weight] for s in own if s.parameter}
         buffers = {s.name.removeprefix(_MODULE): made[s.weight] for s in own if not s.parameter}
@@ -76,8 +76,8 @@ class LoadedStep(torch.optim.Optimizer):
         self._writes: Sequence[torch.Tensor] = [*parameters.values(), *buffers.values()]
         self._replicas: Replicas | None = None
         self._mode = "train" if entry.spec.training else "eval"
-        self._last: _StepCall | None = None  # the last call; None while there are accumulated gradients, or where they are averaged
-        self._cached: list[_StepCall] = []  # the last calls of different kinds, also of those that accumulate
+        self._last: _StepCall | None = None  # the last call; None while gradients are accumulated, or if they are averaged
+        self._cached: list[_StepCall] = []  # the last calls of different kinds, including accumulating ones
         self._binding: Binding | None = None
         self._run_update: Callable[..., list[torch.Tensor]] | None = None
         self._inconsistent = ""
@@ -91,11 +91,11 @@ class LoadedStep(torch.optim.Optimizer):
     # calling
 
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
-        """One step on these arguments. ``update=False``: gradients are only accumulated."""
+        """Run one step on these arguments. ``update=False``: only accumulate gradients."""
         last = self._last
         if last is None or kwargs or not update or self._touched[0] or (self._watched and self._watch.changed()) or not last.fits(args):
             return self._call_cached(args, kwargs, update)
-        # Native code runs inside one call of C, list.extend: wherever an interrupt comes, ``ran`` tells whether the update was made.
+        # Native code runs inside one call of C, list.extend: after an interrupt, ``ran`` tells whether the update was made.
         ran: list[list[torch.Tensor]] = []
         operands: Any = args if last.order is None else [args[i] for i in last.order]
         call = map(last.native, (operands,))
@@ -118,7 +118,7 @@ class LoadedStep(torch.optim.Optimizer):
         return ran[0][0] if last.plain else last.value(ran[0], args)
 
     def _record_update(self, results: Sequence[torch.Tensor], call: object) -> None:
-        """Counters and ``grad_norm`` after an update. Repeated for the same ``call``, after an interrupt, it changes nothing."""
+        """Update counters and ``grad_norm`` after an update. After an interrupt, a second call for the same ``call`` changes nothing."""
         state, spec = self._state, self._state.spec
         if spec.norm:
             self.grad_norm = results[-2 if spec.finite else -1]
@@ -132,7 +132,7 @@ class LoadedStep(torch.optim.Optimizer):
         state.record_update(call)
 
     def _after_failure(self, error: BaseException, ran: Sequence[Any], runnable: Runnable, adding: bool = False) -> None:
-        """After native code failed, or an interrupt came before it (``ran`` is empty) or behind it."""
+        """Handle a failure of native code, or an interrupt before it (``ran`` is empty) or after it."""
         if ran or isinstance(error, AotBackwardError):
             return
         if isinstance(error, RuntimeError):
@@ -142,7 +142,7 @@ class LoadedStep(torch.optim.Optimizer):
             self._inconsistent = f"a call was interrupted ({type(error).__name__}), which may have been inside native code"
 
     def _call_cached(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
-        """A call that is not like the last one: like an earlier one (other sizes, accumulated or averaged gradients), or else to be matched."""
+        """Serve a call that differs from the last one: from the cache (other sizes, accumulated or averaged gradients), or else by matching."""
         with self._lock:
             adding = not update or self._replicas is not None or self._state.accumulated > 0
             ready = None
@@ -160,8 +160,8 @@ class LoadedStep(torch.optim.Optimizer):
     def _run(
         self, ready: _StepCall, bound: Callable[[], tuple[Any, Any]], update: bool, hooked: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> list[torch.Tensor]:
-        """Runs native code on what ``bound`` returns, and records it; where that only accumulates gradients, also the ``update`` behind it.
-        ``hooked``: parameters by name whose gradients go through hooks."""
+        """Run native code on the result of ``bound``, and record it. If that only accumulates gradients and ``update`` is set, update too.
+        ``hooked``: parameters by name that have gradient hooks."""
         ran: list[Any] = []
         results: list[list[torch.Tensor]] = [] if hooked else ran
         call: Any = None
@@ -207,14 +207,14 @@ class LoadedStep(torch.optim.Optimizer):
             ready = _StepCall(entry, matched, runnable, self._held, written, apart)
             with torch.no_grad():
                 results = self._run(ready, lambda: runnable.bound(binding, matched.flat, matched.sizes), update, hooked)
-            self._opt_called = True  # lr_scheduler warns where it is stepped before its optimizer
+            self._opt_called = True  # lr_scheduler warns if it is stepped before its optimizer
             if ready.remember(matched, args):
                 self._cached = [ready, *self._cached[: _CACHED - 1]]
                 self._last = None if apart else ready
             return ready.value(results, matched.given)
 
     def _record_accumulation(self, call: object, update: bool) -> None:
-        """After gradients were added to the accumulated ones, or replaced them."""
+        """Record that gradients were added to the accumulated ones, or replaced them."""
         self._state.record_accumulation(call)
         self._last = None  # its plan would ignore the accumulated gradients
         if self._replicas is not None:
@@ -225,7 +225,7 @@ class LoadedStep(torch.optim.Optimizer):
             self._state.numbers.set_accumulating(True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Updates with the accumulated gradients. :class:`InputError` where there are none."""
+        """Update with the accumulated gradients. Raise :class:`InputError` if there are none."""
         with self._lock:
             if closure is not None:
                 raise InputError("a compiled step takes no closure: call it with the arguments of the module, loss = step(x, y)")
@@ -261,7 +261,7 @@ class LoadedStep(torch.optim.Optimizer):
         self.zero_grad()
 
     def _bind(self) -> Binding:
-        """The library's bindings, renewed where a tensor was given other memory."""
+        """Return the library's bindings, renewed if a tensor was given other memory."""
         for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
             if tensor.requires_grad != spec.requires_grad:
                 raise InputError(
@@ -284,11 +284,11 @@ class LoadedStep(torch.optim.Optimizer):
         return binding
 
     def _clear_cache(self) -> None:
-        """The next call of each kind is matched again."""
+        """Forget all cached calls: the next call of each kind is matched again."""
         self._last, self._cached, self._run_update = None, [], None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the accumulated gradients."""
+        """Drop the accumulated gradients."""
         self._state.set_accumulated(0)
         self._last = None
 
@@ -297,7 +297,7 @@ class LoadedStep(torch.optim.Optimizer):
             raise ExecutionError(f"the state is inconsistent: {self._inconsistent}; resume() a saved state, or load_state_dict(), and go on")
 
     def _execution_error(self, error: RuntimeError, adding: bool = False) -> ExecutionError:
-        """The error of a failed native call. ``adding``: one that only accumulates gradients."""
+        """Return the error of a failed native call. ``adding``: whether the call only accumulates gradients."""
         self._clear_cache()
         reason = reason_of(error)
         if adding:
@@ -314,7 +314,7 @@ class LoadedStep(torch.optim.Optimizer):
         return ExecutionError(f"entry {self._entry.name!r}: native code failed ({reason}); {left}")
 
     def train(self, mode: bool = True) -> LoadedStep:
-        """Serves calls from the variants exported in training mode."""
+        """Serve calls from the variants exported in training mode."""
         self._clear_cache()
         self._mode = "train" if mode else "eval"
         return self
@@ -326,12 +326,12 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """The optimizer's groups; numbers may be set, ``params`` are the parameters."""
+        """The optimizer's groups. Numbers can be set; ``params`` are the parameters."""
         return tuple(self._state.groups)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The module's parameters by name. Write into them in place; other memory (``.data =``) is bound by the next call."""
+        """The module's parameters by name. Write into them in place. The next call binds other memory (``.data =``)."""
         self._expose()
         return MappingProxyType(dict(self._state.parameters))
 
@@ -342,7 +342,7 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """The accumulated gradients by parameter; empty where there are none. The next call writes to them."""
+        """The accumulated gradients by parameter; empty if there are none. The next call writes to them."""
         return MappingProxyType({n: t.detach() for n, t in self._state.gradients.items()} if self._state.accumulated else {})
 
     @property
@@ -371,26 +371,26 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def accumulated(self) -> int:
-        """Calls whose gradients have been accumulated since the last update."""
+        """The number of calls with accumulated gradients since the last update."""
         return self._state.accumulated
 
     def state_dict(self, *, whole: bool = False) -> dict[str, Any]:
-        """``{"module": …, "optimizer": …, "count": …, …}``, copies, as an eager module's and optimizer's ``load_state_dict`` take them.
+        """Return ``{"module": …, "optimizer": …, "count": …, …}``, copies, for ``load_state_dict`` of an eager module and optimizer.
 
-        ``whole``: includes the optimizer's state before its first step, where eager has none yet. ``torch.distributed.checkpoint.load`` needs it:
-        it only fills entries that are there."""
+        ``whole``: include the optimizer's state before its first step, when eager has none yet. ``torch.distributed.checkpoint.load`` needs it: it
+        only fills existing entries."""
         with self._lock:
             return eager_state.to_eager(self._state, whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}`` of an eager training, or :meth:`state_dict`'s.
-        :class:`StateError` or :class:`InputError` names what does not fit; then nothing was changed."""
+        """Load ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}`` of an eager training, or a result of :meth:`state_dict`.
+        :class:`StateError` or :class:`InputError` names the part that does not fit; then nothing was changed."""
         with self._lock:
             self._replace_state(eager_state.from_eager(self._state, state_dict))
             self._inconsistent = ""
 
     def _replace_state(self, change: Change) -> None:
-        """``change`` becomes the state, also where an interrupt comes in the middle."""
+        """Apply ``change`` to the state, even if an interrupt comes in the middle."""
         self._last = None
         try:
             self._state.replace(change)
@@ -399,11 +399,11 @@ class LoadedStep(torch.optim.Optimizer):
             raise
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
-        """Writes the whole training state to ``path`` atomically: parameters, buffers, the optimizer's state, the groups' numbers,
-        accumulated gradients, the counters, torch's random state, and ``extra``, anything that JSON can hold (an epoch, a schedule's state).
+        """Write the whole training state to ``path`` atomically: parameters, buffers, the optimizer's state, the groups' numbers, accumulated
+        gradients, the counters, torch's random state, and ``extra``, any JSON value (an epoch, a schedule's state).
 
-        Over several processes all must call it, at the same point; rank 0 writes. Accumulated gradients are averaged first, and buffers
-        become those of rank 0, so that any number of processes can resume. Raises :class:`StateError`."""
+        If there are several processes, all must call it, at the same point; rank 0 writes. Accumulated gradients are averaged first, and all ranks
+        get the buffers of rank 0, so that any number of processes can resume. Raises :class:`StateError`."""
         with self._lock:
             if self._inconsistent:
                 raise StateError(f"nothing was saved to {path}: {self._inconsistent}")
@@ -418,10 +418,10 @@ class LoadedStep(torch.optim.Optimizer):
             replicas.collectives.by_first(lambda: checkpoint_contents.save(self._state, path, everyone, extra))
 
     def resume(self, path: str | os.PathLike[str], *, random: bool = True) -> Any:
-        """Restores what :meth:`save` wrote, bit for bit; returns its ``extra``. ``random=False`` leaves torch's random state as it is.
+        """Restore the state written by :meth:`save`, bit for bit, and return its ``extra``. ``random=False`` keeps torch's random state.
 
-        Over several processes all must call it; rank 0 reads, and all get what it read. A rank whose random state was not saved (there were
-        fewer processes) keeps its own. Raises :class:`StateError`, on every rank; then the state is unchanged."""
+        If there are several processes, all must call it; rank 0 reads the file for all. A rank without a saved random state (there were fewer
+        processes) keeps its own. Raises :class:`StateError`, on every rank; then the state is unchanged."""
         with self._lock:
 
             def read() -> tuple[dict[str, torch.Tensor], Any]:
@@ -445,14 +445,14 @@ class LoadedStep(torch.optim.Optimizer):
     def distribute(
         self, group: Any = None, *, broadcast_buffers: bool = True, bucket_mb: float | None = None, order: Sequence[str] | None = None
     ) -> LoadedStep:
-        """From now on gradients are averaged over the processes of ``group`` before each update, as ``DistributedDataParallel`` averages them;
-        all start from the state of rank 0. Call it on every rank, after ``torch.distributed.init_process_group``.
+        """Average gradients over the processes of ``group`` before each later update, as ``DistributedDataParallel`` does; all start from the state
+        of rank 0. Call it on every rank, after ``torch.distributed.init_process_group``.
 
-        ``broadcast_buffers``: before a forward all ranks get the buffers of rank 0 (BatchNorm's statistics), unless the call before was one
-        without an update. ``bucket_mb``: the size of the buckets in MiB, as DDP's ``bucket_cap_mb``; by default, as there, 25, and 1 for the
-        first. ``order``: the parameters' names in the order in which their gradients arrive in eager, where that is not last parameter first.
-        From three processes on the last bit of a sum depends on it; it has no other effect.
-        Raises :class:`DistributedError`; :class:`InputError` where the step is distributed already, or was exported for one process."""
+        ``broadcast_buffers``: before a forward all ranks get the buffers of rank 0 (BatchNorm's statistics), unless the previous call had no
+        update. ``bucket_mb``: the size of the buckets in MiB, as DDP's ``bucket_cap_mb``; by default 25, and 1 for the first, as in DDP. ``order``:
+        the parameters' names in the order in which their gradients arrive in eager, if that is not last parameter first. With three or more
+        processes the last bit of a sum depends on it; it has no other effect.
+        Raises :class:`DistributedError`; :class:`InputError` if the step is already distributed, or was exported for one process."""
         from .distributed import Replicas
 
         if self._update is None:
@@ -472,7 +472,7 @@ class LoadedStep(torch.optim.Optimizer):
         return self
 
     def _rank(self) -> int:
-        """The rank whose random state is resumed. A script may resume before it distributes."""
+        """Return the rank that selects the random state to resume. A script may resume before it distributes."""
         if self._replicas is not None:
             return self._replicas.collectives.rank
         distributed = torch.distributed
@@ -483,7 +483,7 @@ class LoadedStep(torch.optim.Optimizer):
             self._collectively("sharing buffers", replicas.share_buffers)
 
     def _collectively(self, what: str, action: Callable[[], None]) -> None:
-        """Runs ``action``, a collective. Where it raises, since a process ended or was interrupted, only some tensors may have new values."""
+        """Run ``action``, a collective. If it raises because a process ended or was interrupted, only some tensors may have new values."""
         try:
             action()
         except BaseException:
@@ -522,7 +522,7 @@ class LoadedStep(torch.optim.Optimizer):
     __getstate__ = __reduce__
 
     def _expose(self, kind: str = _MODULE) -> None:
-        """From now on user code may hold the tensors of that kind, give them other memory, and use them in graphs of autograd."""
+        """Record that user code may hold the tensors of ``kind``, give them other memory, and use them in autograd graphs."""
         self._exposed = self._watched = True
         self._watch.add(t for s, t in zip(self._entry.spec.state, self._held, strict=True) if s.name.startswith(kind))
 
@@ -531,6 +531,6 @@ class _StepCall(CachedCall):
     __slots__ = ("adding",)
 
     def __init__(self, entry: Entry, matched: MatchedCall, runnable: Runnable, held: list[torch.Tensor], written: Ranges, adding: bool):
-        """``adding``: whether it only accumulates gradients."""
+        """``adding``: whether the call only accumulates gradients."""
         super().__init__(entry, matched, runnable, held, written)
         self.adding = adding

@@ -1,4 +1,4 @@
-/* torch.nn.functional.scaled_dot_product_attention on a CPU, as eager calls it: with the logarithms of its sums, and its gradients. */
+/* torch.nn.functional.scaled_dot_product_attention on a CPU, with eager's interface: it also returns logsumexp. And its backward. */
 #include "core.h"
 
 #include <math.h>
@@ -11,7 +11,7 @@
 #define NAME d
 #include "attention.inc"
 
-/* Gradients lie as eager's do: (batch, length, heads, size), transposed. */
+/* Makes a gradient with eager's layout: (batch, length, heads, size), transposed. */
 static tensor *by_length(const tensor *q, int64_t length, int64_t size) {
   int64_t b = q->sizes[0], h = q->sizes[1], sizes[] = {b, h, length, size}, strides[] = {h * length * size, size, h * size, 1};
   return tensor_new(4, sizes, strides, q->dtype);

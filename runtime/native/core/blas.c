@@ -1,5 +1,5 @@
-/* Matrix products by a library that the machine has: OpenBLAS, BLIS or MKL, by CBLAS's interface, found when the first large product comes. $AOT_BACKWARD_BLAS
- * names another, or "none". Small products stay here: calling and packing cost more than they gain. */
+/* Matrix products by a library of the machine: OpenBLAS, BLIS or MKL, with the CBLAS interface. The first large product looks for it.
+ * $AOT_BACKWARD_BLAS names another library, or "none". Small products do not use it: calling and packing would cost more than they gain. */
 #include "core.h"
 
 #include <dlfcn.h>
@@ -21,7 +21,7 @@ typedef void wide_d(int, int, int, int64_t, int64_t, int64_t, double, const doub
 static struct {
   narrow_f *f;
   narrow_d *d;
-  wide_f *wide_f; /* whose sizes have 64 bits */
+  wide_f *wide_f; /* with 64-bit sizes */
   wide_d *wide_d;
   void (*threads)(int);
 } blas;
@@ -38,7 +38,7 @@ static void find(void) {
   else
     for (size_t i = 0; i < sizeof known / sizeof *known && !library; i++) library = dlopen(known[i], RTLD_NOW | RTLD_LOCAL);
   if (!library) return;
-  /* SciPy's builds of OpenBLAS, which wheels of NumPy bring along, have names of their own. */
+  /* SciPy's builds of OpenBLAS, which NumPy's wheels contain, export other names. */
   if (!FIND(library, blas.f, "cblas_sgemm")) FIND(library, blas.f, "scipy_cblas_sgemm");
   if (!FIND(library, blas.d, "cblas_dgemm")) FIND(library, blas.d, "scipy_cblas_dgemm");
   if (!blas.f) FIND(library, blas.wide_f, "scipy_cblas_sgemm64_");
@@ -53,7 +53,7 @@ void blas_threads(int count) {
   if (blas.threads) blas.threads(count);
 }
 
-/* Whether rows or columns lie side by side, and how far apart the others are; 0: neither. */
+/* Returns the leading dimension if rows or columns are contiguous, else 0. */
 static int64_t leading(int64_t rows, int64_t columns, int64_t row, int64_t column, int *how) {
   *how = column == 1 && row >= columns ? AS_IT_IS : TRANSPOSED;
   return *how == AS_IT_IS ? row : row == 1 && column >= rows ? column : 0;

@@ -5,17 +5,17 @@
 
 typedef struct {
   int64_t batch, groups, channels, filters, in[3], kernel[3], out[3], stride[3], padding[3], dilation[3];
-} shape; /* channels, filters: of a group; depth, height and width, of which those that are not there are 1 */
+} shape; /* channels, filters: per group; arrays: depth, height, width, 1 for a missing dimension */
 
 static int64_t product(const int64_t sizes[3]) { return sizes[0] * sizes[1] * sizes[2]; }
 
-/* Of a convolution of stride 1: its image with a border, so that each element of a kernel meets a piece of it that lies in one. A row of results is then
- * as long as one with its border; what is beyond is dropped. */
+/* The image of a stride-1 convolution with its border, so that the inputs of each kernel element are contiguous. A row of results is then as long as
+ * a row with its border; the excess is dropped. */
 typedef struct {
   int64_t size[3], wide, plane; /* wide: elements from the first result to the last */
 } border;
 
-/* Whether it pays: for a kernel of more than one element that does not reach over most of the image. */
+/* Returns whether this is worth it: for a kernel of more than one element that does not cover most of the image. */
 static bool slides(const shape *s, border *b) {
   for (int d = 0; d < 3; d++) {
     if (s->stride[d] != 1 || s->padding[d] < 0 || s->out[d] < 1) return false;
@@ -26,7 +26,7 @@ static bool slides(const shape *s, border *b) {
   return product(s->kernel) > 1 && s->channels && s->filters && b->wide <= 2 * product(s->out);
 }
 
-/* Where each element of a kernel, (channel, depth, height, width), meets the image with its border. */
+/* Returns the offset of each kernel element (channel, depth, height, width) in the image with its border. */
 static int64_t *offsets_of(const shape *s, const border *b) {
   int64_t elements = product(s->kernel), *out = take(sizeof *out * (size_t)(s->channels * elements));
   for (int64_t p = 0; out && p < s->channels * elements; p++) {
@@ -36,7 +36,7 @@ static int64_t *offsets_of(const shape *s, const border *b) {
   return out;
 }
 
-/* The convolution that gives the gradient by the input of one of stride 1. */
+/* Returns the convolution that computes the input gradient of a stride-1 convolution. */
 static shape gradient_shape(const shape *s) {
   shape out = *s;
   out.channels = s->filters;
@@ -58,7 +58,7 @@ static int64_t whole(int64_t count, int64_t of) { return (count + of - 1) / of *
 #define NAME d
 #include "convolution.inc"
 
-/* `x` is the input of the convolution, of a transposed one its result, whose sizes these are: that one is the other's gradient. */
+/* `sizes`: of the input. For a transposed convolution: of its result, because it is the gradient of a convolution with that input. */
 static int read_shape(const tensor *x, const int64_t *sizes, const tensor *w, const int64_t *stride, int64_t strides, const int64_t *padding,
                       int64_t paddings, const int64_t *dilation, int64_t dilations, int64_t groups, shape *s) {
   int absent = 5 - x->rank;
@@ -78,7 +78,7 @@ static int read_shape(const tensor *x, const int64_t *sizes, const tensor *w, co
   return 0;
 }
 
-/* The sizes of a transposed convolution's result. */
+/* Computes the result sizes of a transposed convolution. */
 static void transposed_sizes(const tensor *x, const tensor *w, const int64_t *stride, int64_t strides, const int64_t *padding, int64_t paddings,
                              const int64_t *dilation, int64_t dilations, const int64_t *more, int64_t mores, int64_t groups, int64_t sizes[5]) {
   sizes[0] = x->sizes[0];
@@ -135,8 +135,8 @@ static void sum_channels(const tensor *g, tensor *out) { /* row-major */
   else sum_planes_d(at(g), g->sizes[0], g->sizes[1], plane, at(out));
 }
 
-/* Whether eager's results have their channels last: where an operand has, and of volumes where oneDNN computes them (aten/src/ATen/native/Convolution.cpp:
- * use_mkldnn, with more than one thread). */
+/* Returns whether eager's results are channels_last: if an operand is, and in three dimensions only if oneDNN also computes them (use_mkldnn in
+ * aten/src/ATen/native/Convolution.cpp, with more than one thread). */
 static bool channels_last(const tensor *x, const tensor *w, int64_t groups) {
   if (!tensor_is_channels_last(x) && !tensor_is_channels_last(w)) return false;
   if (x->rank == 4) return true;
@@ -193,7 +193,7 @@ CORE int32_t aoti_torch_cpu_convolution_backward(tensor *gy_, tensor *x_, tensor
   tensor *const made[] = {dx, dw, db};
   tensor **const to[] = {gx, gw, gb};
   for (int i = 0; i < 3; i++) {
-    if (failed || !to[i]) tensor_drop(made[i]); /* what nobody asked for has no place */
+    if (failed || !to[i]) tensor_drop(made[i]); /* drop results that were not requested */
     else *to[i] = made[i];
   }
   return failed;

@@ -1,4 +1,4 @@
-/* Operators that compiled code calls by name, behind libtorch's stable C interface (torch/csrc/stable/c/shim.h), as far as they are served. */
+/* The supported operators that compiled code calls by name, with libtorch's stable C interface (torch/csrc/stable/c/shim.h). */
 #include "core.h"
 
 #include <stdlib.h>
@@ -69,7 +69,7 @@ static int check_errors(const tensor *const *in, const uint64_t *flags, tensor *
   return linalg_check_errors(in[0], (const char *)(uintptr_t)flags[0], !(flags[1] & 1));
 }
 
-/* Their arguments: T a tensor, O one that may be absent, S a text, F a number or a flag. */
+/* Arguments: T a tensor, O an optional tensor, S a string, F a number or a flag. */
 static const struct {
   const char *name, *arguments;
   int (*run)(const tensor *const *, const uint64_t *, tensor **);
@@ -93,10 +93,10 @@ static int number_of(const char *name, const char *overload) {
   return -1;
 }
 
-/* Whether torch_call_dispatcher has it: "aten::_embedding_bag_backward", "". */
+/* Returns whether torch_call_dispatcher has the operator: "aten::_embedding_bag_backward", "". */
 CORE int32_t core_serves(const char *name, const char *overload) { return number_of(name, overload) >= 0; }
 
-/* Takes what is on the stack, and leaves the results there. */
+/* Consumes the arguments on the stack and leaves the results there. */
 CORE int32_t torch_call_dispatcher(const char *name, const char *overload, uint64_t *stack, uint64_t version) {
   (void)version;
   int number = number_of(name, overload), tensors = 0, flags = 0;
@@ -106,7 +106,7 @@ CORE int32_t torch_call_dispatcher(const char *name, const char *overload, uint6
   tensor *out[MOST_RESULTS] = {0};
   uint64_t flag[MOST_ARGUMENTS] = {0};
   for (int i = 0; arguments[i]; i++) {
-    if (arguments[i] == 'O') { /* in a box, or 0 */
+    if (arguments[i] == 'O') { /* a pointer to the handle, or 0 */
       if (stack[i]) memcpy(&in[tensors], (void *)(uintptr_t)stack[i], sizeof *in);
       tensors++;
     } else if (arguments[i] == 'T') in[tensors++] = tensor_at(stack[i]);
@@ -123,7 +123,7 @@ CORE int32_t torch_call_dispatcher(const char *name, const char *overload, uint6
   return failed;
 }
 
-/* The executor is a C++ object, whose third virtual function calls an operator (extern_calls.c). An error of it passes through as a C++ exception. */
+/* The executor is a C++ object. Its third virtual function calls an operator (extern_calls.c). Its errors are C++ exceptions, which pass through. */
 CORE int32_t aoti_torch_proxy_executor_call_function(void *executor, int node, int numbers, int64_t *number, int tensors, tensor **given) {
   typedef void call(void *, int, int, int64_t *, int, tensor **);
   call *const *functions;

@@ -1,4 +1,4 @@
-/* Linear algebra that compiled code calls by name: determinants, inverses, solutions, Cholesky's factor; of batches, float32 and float64. As in eager,
+/* Linear algebra that compiled code calls by name: determinants, inverses, solutions, Cholesky factors; batched, float32 and float64. As in eager,
  * factors and most results are column-major. */
 #include "core.h"
 
@@ -27,7 +27,7 @@ static int check_square(const char *name, const tensor *a) {
   return 0;
 }
 
-/* One matrix after another, each of them column-major, or row-major. */
+/* Makes a batch of matrices, each column-major or row-major. */
 static tensor *matrices(int64_t rank, const int64_t *sizes, int32_t dtype, bool columns) {
   int64_t strides[RANKS], step = 1;
   for (int64_t d = rank - 1; d >= 0; step *= sizes[d] ? sizes[d] : 1, d--) strides[d] = step;
@@ -50,11 +50,11 @@ static int64_t batch_of(const tensor *a) {
   return out;
 }
 
-static char *matrix(const tensor *t, int64_t number) { /* of `matrices` */
+static char *matrix(const tensor *t, int64_t number) { /* `t` was made by `matrices` */
   return (char *)at(t) + number * t->sizes[t->rank - 1] * t->sizes[t->rank - 2] * size_of(t->dtype);
 }
 
-/* The factors of A, or of its transpose, in a tensor of their own; `info` may be NULL. */
+/* Factors A, or its transpose, into a new tensor. `info` may be NULL. */
 static int factors(const char *name, const tensor *a, bool transposed, tensor **lu, tensor **pivots, tensor **info) {
   *lu = *pivots = NULL;
   if (check_square(name, a)) return 1;
@@ -76,7 +76,7 @@ static int factors(const char *name, const tensor *a, bool transposed, tensor **
   return 0;
 }
 
-/* Eager factors the transpose of a row-major matrix here, and gradients rely on it. */
+/* Eager factors the transpose if the matrix is row-major, and gradients rely on it. */
 static int determinant(const tensor *a, tensor **product, tensor **sign, tensor **logarithm, tensor **lu, tensor **pivots) {
   tensor **const wanted[] = {product, sign, logarithm};
   char *to[3] = {0};
@@ -110,7 +110,7 @@ int linalg_lu_factor(const tensor *const *in, const uint64_t *flags, tensor **ou
   return factors("a factorisation", in[0], false, &out[0], &out[1], &out[2]);
 }
 
-/* The sizes of a batch that both have, and of a matrix like B. */
+/* Computes the broadcast batch sizes, followed by the matrix sizes of B. */
 static int broadcast(const tensor *a, const tensor *b, int64_t sizes[RANKS], int32_t *rank) {
   *rank = a->rank > b->rank ? a->rank : b->rank;
   for (int32_t d = 0; d < *rank - 2; d++) {
@@ -123,7 +123,7 @@ static int broadcast(const tensor *a, const tensor *b, int64_t sizes[RANKS], int
   return 0;
 }
 
-/* Which matrix of `t` goes with number `b` of a batch of these sizes. */
+/* Returns the number of the matrix of `t` for number `b` of the broadcast batch. */
 static int64_t number_in(const tensor *t, const int64_t *sizes, int32_t rank, int64_t b) {
   int64_t out = 0, step = 1;
   for (int32_t d = rank - 3; d >= 0; d--) {
@@ -137,7 +137,7 @@ static int64_t number_in(const tensor *t, const int64_t *sizes, int32_t rank, in
   return out;
 }
 
-/* `like`, as a tensor of these sizes without copying: dimensions before its own, and of 1, are repeated. */
+/* Broadcasts `like` to these sizes without a copy. */
 static tensor spread(const tensor *like, const int64_t *sizes, int32_t rank) {
   tensor out = *like;
   out.rank = rank;
@@ -149,7 +149,7 @@ static tensor spread(const tensor *like, const int64_t *sizes, int32_t rank) {
   return out;
 }
 
-/* X with A X = B, or X A = B: its transpose is solved for then, and lies there as a row-major X does. */
+/* Solves A X = B or X A = B. The latter solves for the transpose of X, which has the memory layout of a row-major X. */
 static tensor *solution(const tensor *lu, const tensor *pivots, const tensor *b, bool left, bool transposed) {
   int64_t sizes[RANKS], n = lu->sizes[lu->rank - 1], m;
   int32_t rank;
@@ -189,7 +189,7 @@ int linalg_solve(const tensor *const *in, const uint64_t *flags, tensor **out) {
   }
   if (b.dtype != a->dtype) return core_fail("linalg_solve of %s and %s", name_of(a->dtype), name_of(b.dtype));
   if (factors("a solution", a, false, &out[1], &out[2], &out[3])) return 1;
-  if (vector) { /* as a matrix of one column */
+  if (vector) { /* a matrix of one column */
     if (b.rank == RANKS) return core_fail("linalg_solve of %d dimensions", b.rank);
     b.sizes[b.rank] = 1;
     b.strides[b.rank++] = 1;
@@ -197,7 +197,7 @@ int linalg_solve(const tensor *const *in, const uint64_t *flags, tensor **out) {
   if (b.rank < 2) return core_fail("linalg_solve of a number");
   if (!(out[0] = solution(out[1], out[2], &b, left, false))) return 1;
   if (!vector) return 0;
-  tensor *x = out[0]; /* vectors of a batch are laid out as if they were one matrix */
+  tensor *x = out[0]; /* eager lays out a batch of vectors like one matrix */
   x->rank--;
   if (x->rank < 2) return 0;
   out[0] = columns_of(x);
@@ -230,7 +230,7 @@ int linalg_cholesky(const tensor *const *in, const uint64_t *flags, tensor **out
   const tensor *a = in[0];
   if (check_square("Cholesky's factor", a)) return 1;
   bool upper = flags[0] & 1;
-  tensor turned = *a; /* the upper triangle of the one is the lower of the other */
+  tensor turned = *a; /* the upper triangle of A is the lower one of its transpose */
   int32_t last = a->rank - 1;
   if (upper) {
     turned.strides[last] = a->strides[last - 1];
@@ -264,7 +264,7 @@ int linalg_solve_triangular(const tensor *const *in, const uint64_t *flags, tens
   tensor from = spread(b, sizes, rank), *own = columns_of(a), *x = own ? matrices(rank, sizes, b->dtype, left) : NULL;
   if (!x) return tensor_drop(own), 1;
   tensor_copy(&from, x);
-  for (int64_t i = 0; i < batch_of(x); i++) /* X A = B is A^T X^T = B^T */
+  for (int64_t i = 0; i < batch_of(x); i++) /* X A = B equals A^T X^T = B^T */
     BY_TYPE(a, substitute, n, m, (void *)matrix(own, number_in(own, sizes, rank, i)), left ? 1 : n, left ? n : 1, left ? upper : !upper, unit,
             (void *)matrix(x, i));
   tensor_drop(own);

@@ -1,4 +1,4 @@
-/* Max pooling over two dimensions, with where each maximum was. */
+/* Max pooling over two dimensions, with the index of each maximum. */
 #include "core.h"
 
 #include <math.h>

@@ -1,10 +1,10 @@
-/* Matrix products: of this library, packed for the processor. */
+/* Matrix products of this library, packed for the processor. */
 #include "core.h"
 
 #include <omp.h>
 #include <string.h>
 
-enum { SMALL = 2048, SMALL_COLUMNS = 64, MOST_WORK = 1 << 18 }; /* elements of B and its columns, and multiplications, of what gemm.inc calls small */
+enum { SMALL = 2048, SMALL_COLUMNS = 64, MOST_WORK = 1 << 18 }; /* limits of `small` in gemm.inc: elements and columns of B, multiplications */
 
 #define T float
 #define WIDE 0
@@ -55,7 +55,7 @@ enum { SMALL = 2048, SMALL_COLUMNS = 64, MOST_WORK = 1 << 18 }; /* elements of B
 #include "gemm.inc"
 
 int cpu_level(void) {
-  static int known; /* 1: none of them; written twice to the same value at worst */
+  static int known; /* 1: neither; threads may write it twice, with the same value */
   if (!known) {
     __builtin_cpu_init();
     bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -105,7 +105,7 @@ GEMM(d, double)
 SLIDE(f, float)
 SLIDE(d, double)
 
-/* 16 bits: computed in float32 and rounded once, as eager's are. */
+/* 16-bit products are computed in float32 and rounded once, as in eager. */
 static float wide(const tensor *t, int64_t place) {
   float f;
   if (t->dtype == BF16) {
@@ -149,7 +149,7 @@ static int halves(tensor *out, const tensor *a, const tensor *b, double beta, do
   return failed;
 }
 
-/* One matrix of `out`, from dimension `first` on, of batch number `batch`. */
+/* Computes matrix number `batch` of `out`; matrices begin at dimension `first`. */
 static int one(tensor *out, const tensor *a, const tensor *b, double beta, double alpha, int first, int64_t batch) {
   int64_t m = out->sizes[first], n = out->sizes[first + 1], k = a->sizes[first + 1];
   const int64_t *x = a->strides + first, *y = b->strides + first, *z = out->strides + first;
@@ -163,7 +163,7 @@ static int one(tensor *out, const tensor *a, const tensor *b, double beta, doubl
   return core_fail("a matrix product of %s", name_of(out->dtype));
 }
 
-/* Spreads `from`, of as many dimensions or fewer, over `to`. */
+/* Broadcasts `from`, with as many dimensions or fewer, into `to`. */
 static int spread(const tensor *from, tensor *to) {
   int64_t strides[RANKS] = {0};
   int32_t missing = to->rank - from->rank;

@@ -1,5 +1,5 @@
-/* torch's generator on CPUs: a Mersenne Twister (Matsumoto and Nishimura 1998), its state as torch.get_rng_state() has it, and what is drawn from it, to
- * eager's bits. The generator is the process's, as torch's default one. */
+/* torch's CPU generator: a Mersenne Twister (Matsumoto and Nishimura 1998). Its state has the format of torch.get_rng_state(), and it draws the same
+ * bits as eager. The process has one generator, like torch's default one. */
 #include "core.h"
 
 #include <math.h>
@@ -15,7 +15,7 @@ typedef struct {
   uint32_t next;
   bool seeded, has_normal;
   double normal;
-} twister; /* normal: of two that are made at once, the second */
+} twister; /* normal: the second of two that are made at once */
 
 static twister generator;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -49,14 +49,14 @@ static uint32_t draw(void) {
   return y ^ y >> 18;
 }
 
-static double uniform(void) { /* of 53 bits */
+static double uniform(void) { /* with 53 bits */
   uint64_t high = draw(), low = draw();
   return (double)((high << 32 | low) & (((uint64_t)1 << 53) - 1)) * 0x1p-53;
 }
 
 static void enter(void) {
   pthread_mutex_lock(&lock);
-  if (!generator.seeded) seed(67280421310721u); /* torch's own first seed */
+  if (!generator.seeded) seed(67280421310721u); /* torch's default seed */
 }
 
 CORE void core_seed(uint64_t value) {
@@ -65,7 +65,7 @@ CORE void core_seed(uint64_t value) {
   pthread_mutex_unlock(&lock);
 }
 
-/* at::CPUGeneratorImplState: seed, left, seeded, next, the words as 64 bits each, and the normal number that is kept. */
+/* Writes at::CPUGeneratorImplState: seed, left, seeded, next, the words with 64 bits each, and the stored normal number. */
 CORE void core_random_state(uint8_t out[STATE]) {
   int32_t seeded = 1;
   uint64_t next;
@@ -84,7 +84,7 @@ CORE void core_random_state(uint8_t out[STATE]) {
   pthread_mutex_unlock(&lock);
 }
 
-/* The state must have been checked. */
+/* The caller must have checked the state. */
 CORE void core_set_random_state(const uint8_t state[STATE]) {
   uint64_t next;
   enter();
@@ -100,7 +100,7 @@ CORE void core_set_random_state(const uint8_t state[STATE]) {
   pthread_mutex_unlock(&lock);
 }
 
-/* The mask is drawn in the order of memory, two words for each element, as bernoulli_ draws it. */
+/* Draws the mask in memory order, two words for each element, like bernoulli_. */
 CORE int32_t aoti_torch_cpu_native_dropout(tensor *x, double p, int32_t *train, tensor **out, tensor **mask) {
   bool on = !train || *train;
   double kept = 1 - p;
@@ -128,7 +128,7 @@ CORE int32_t aoti_torch_cpu_native_dropout(tensor *x, double p, int32_t *train, 
   return 0;
 }
 
-/* --- normal numbers: by Box and Muller, sixteen at once where there are as many, as eager draws them; their last bits are the math library's --- */
+/* --- normal numbers: Box-Muller, sixteen at once if there are as many, like eager; the last bits depend on the math library -------------------- */
 
 static float uniform_float(void) { return (float)(draw() & 0xFFFFFF) * 0x1p-24f; }
 
@@ -228,7 +228,7 @@ CORE int32_t aoti_torch_cpu_rand_like(tensor *like, int32_t *dtype, int32_t *lay
   return made_uniform(tensor_like(like, like->sizes, dtype ? *dtype : like->dtype), out);
 }
 
-/* Of [low, high), as at::uniform_int_from_to_distribution. */
+/* Draws from [low, high) like at::uniform_int_from_to_distribution. */
 static int fill_integers(tensor *t, int64_t low, int64_t high) {
   uint64_t range = (uint64_t)high - (uint64_t)low;
   if (low >= high) return core_fail("random_ expects 'from' to be less than 'to', but got from=%lld >= to=%lld", (long long)low, (long long)high);
@@ -257,7 +257,7 @@ static int made_integers(tensor *t, int64_t low, int64_t high, tensor **out) {
 CORE int32_t aoti_torch_cpu_randint_low(int64_t low, int64_t high, const int64_t *sizes, int64_t rank, int32_t *dtype, int32_t *layout,
                                         int32_t *device, int32_t index, int32_t *pinned, tensor **out) {
   (void)layout, (void)device, (void)index, (void)pinned;
-  return made_integers(tensor_new(rank, sizes, NULL, dtype ? *dtype : F32), low, high, out); /* as libtorch's function */
+  return made_integers(tensor_new(rank, sizes, NULL, dtype ? *dtype : F32), low, high, out); /* like libtorch's function */
 }
 
 CORE int32_t aoti_torch_cpu_randint(int64_t high, const int64_t *sizes, int64_t rank, int32_t *dtype, int32_t *layout, int32_t *device, int32_t index,
@@ -271,7 +271,7 @@ CORE int32_t aoti_torch_cpu_randint_low_out(tensor *out, int64_t low, int64_t hi
   return fill_integers(out, low, high);
 }
 
-/* Each place from the first on is exchanged with one that is not before it. */
+/* Swaps each position, in order, with itself or a later one. */
 CORE int32_t aoti_torch_cpu_randperm(int64_t n, int32_t *dtype, int32_t *layout, int32_t *device, int32_t index, int32_t *pinned, tensor **out) {
   (void)layout, (void)device, (void)index, (void)pinned;
   if ((dtype && *dtype != I64) || n < 0) return core_fail("randperm of %lld, of %s", (long long)n, dtype ? name_of(*dtype) : "int64");

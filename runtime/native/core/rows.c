@@ -1,4 +1,4 @@
-/* Sums over rows that an index chooses: gradients of embeddings and gathers, and embedding bags. */
+/* Sums of indexed rows: gradients of embeddings and gathers, and embedding bags. */
 #include "core.h"
 
 #include <math.h>
@@ -26,7 +26,7 @@ typedef enum { SUM, LARGEST, SMALLEST } reduction;
 REDUCE(float, f)
 REDUCE(double, d)
 
-/* out = self, and each element of src goes to the place along `dim` that index says: docs of torch.Tensor.scatter_reduce. */
+/* Sets out = self and reduces each element of src into the position along `dim` that index gives: docs of torch.Tensor.scatter_reduce. */
 CORE int32_t aoti_torch_cpu_scatter_reduce_two_out(tensor *out, tensor *self, int64_t dim, tensor *index, tensor *src, const char *how,
                                                    int32_t include_self) {
   reduction kind = !strcmp(how, "sum") ? SUM : !strcmp(how, "amax") ? LARGEST : !strcmp(how, "amin") ? SMALLEST : 3;
@@ -46,7 +46,7 @@ CORE int32_t aoti_torch_cpu_scatter_reduce_two_out(tensor *out, tensor *self, in
     count[d] = index->sizes[d];
     if (!count[d]) return 0;
   }
-  /* Along the last dimension the index may be the same throughout, as that of rows is: then a row goes at once. */
+  /* If the index is constant along the last dimension, as for embeddings, reduce a whole row at once. */
   bool rows = last != dim && (index->strides[last] == 0 || count[last] == 1);
   if (rows) width = count[last], count[last] = 1;
   for (;;) {
@@ -70,7 +70,7 @@ CORE int32_t aoti_torch_cpu_scatter_reduce_two_out(tensor *out, tensor *self, in
 
 /* --- embedding bags --------------------------------------------------------------------------------------------------------------------------- */
 
-/* Which rows a bag sums: [from, to) of the indices. */
+/* Finds the indices of a bag: [from, to). */
 static void bag_of(const tensor *offsets, int64_t bag, int64_t bags, int64_t indices, int64_t *from, int64_t *to) {
   *from = index_at(offsets, bag * offsets->strides[0]);
   *to = bag + 1 < bags || offsets->sizes[0] > bags ? index_at(offsets, (bag + 1) * offsets->strides[0]) : indices;
@@ -110,7 +110,7 @@ CORE int32_t aoti_torch_cpu__embedding_bag(tensor *weight, tensor *indices, tens
     return core_fail("embedding_bag with weights of %s, mode %lld", name_of(factors->dtype), (long long)mode);
   int64_t bags = offsets->sizes[0] - (include_last_offset ? 1 : 0), count = indices->sizes[0], rows = weight->sizes[0],
           sizes[2] = {bags, weight->sizes[1]};
-  /* Eager does not say then which bag an index is in; how large the bags are it says of means alone. */
+  /* Eager then returns no offset2bag. It sets bag_size only for means. */
   bool brief = mode == 0 && weight->strides[1] == 1 && weight->dtype == F32 && padding_idx < 0 && (!factors || factors->strides[0] == 1);
   int64_t told = brief ? 0 : count;
   tensor *y = tensor_zeros(2, sizes, weight->dtype), *of = tensor_zeros(1, &told, indices->dtype), *size = tensor_zeros(1, &bags, indices->dtype),
@@ -153,14 +153,14 @@ CORE int32_t aoti_torch_cpu__embedding_bag_forward_only(tensor *weight, tensor *
                                        padding_idx, out, offset2bag, bag_size, max_indices);
 }
 
-/* The bag that index `i` is in, as `offset2bag` says, or `offsets` where it is empty; `bag` is that of the index before. */
+/* Returns the bag of index `i`, from `offset2bag`, or from `offsets` if that is empty. `bag` is the bag of the previous index. */
 static int64_t bag_with(const tensor *offset2bag, const tensor *offsets, int64_t bags, int64_t i, int64_t bag) {
   if (offset2bag->sizes[0]) return index_at(offset2bag, i * offset2bag->strides[0]);
   while (bag + 1 < bags && index_at(offsets, (bag + 1) * offsets->strides[0]) <= i) bag++;
   return bag;
 }
 
-/* Each row's gradient is the sum of those of the bags that it is in. */
+/* The gradient of a row is the sum of the gradients of its bags. */
 int embedding_bag_backward(const tensor *grad, const tensor *indices, const tensor *offsets, const tensor *offset2bag, const tensor *bag_size,
                            int64_t rows, bool by_frequency, int64_t mode, bool sparse, const tensor *factors, int64_t padding_idx, tensor **out) {
   if ((grad->dtype != F32 && grad->dtype != F64) || mode > 1 || sparse || by_frequency)
@@ -180,7 +180,7 @@ int embedding_bag_backward(const tensor *grad, const tensor *indices, const tens
   return 0;
 }
 
-/* By the weight of each index: its row times the gradient of the bag that it is in. */
+/* The gradient of an index's weight is the dot product of its row and the gradient of its bag. */
 CORE int32_t aoti_torch_cpu__embedding_bag_per_sample_weights_backward(tensor *grad, tensor *weight, tensor *indices, tensor *offsets,
                                                                        tensor *offset2bag, int64_t mode, int64_t padding_idx, tensor **out) {
   if ((grad->dtype != F32 && grad->dtype != F64) || grad->dtype != weight->dtype || mode)

@@ -1,4 +1,4 @@
-/* What runs along one dimension: sums, products, the logarithm of sums of exponentials, the largest and the smallest so far. */
+/* Scans along one dimension: cumsum, cumprod, logcumsumexp, cummax and cummin. */
 #include "core.h"
 
 #include <math.h>
@@ -7,7 +7,7 @@
 typedef enum { SUM, PRODUCT, LOG_SUM } scan;
 typedef struct {
   int64_t outer, n, inner;
-} extent; /* a dimension, and how much there is before and behind it */
+} extent; /* elements of a dimension, and before and behind it */
 
 static extent along(const tensor *t, int64_t dim) {
   extent e = {1, 1, 1};
@@ -16,7 +16,7 @@ static extent along(const tensor *t, int64_t dim) {
   return e;
 }
 
-#define TOTAL_OF(type) __typeof__(_Generic((type)0, float: (double)0, default: (type)0)) /* as eager: at::acc_type */
+#define TOTAL_OF(type) __typeof__(_Generic((type)0, float: (double)0, default: (type)0)) /* like eager: at::acc_type */
 #define SCAN(type, suffix)                                                                                                                           \
   static void scan_##suffix(const type *from, type *to, extent e, scan how) {                                                                        \
     for (int64_t o = 0; o < e.outer; o++)                                                                                                            \
@@ -31,7 +31,7 @@ SCAN(float, f)
 SCAN(double, d)
 SCAN(int64_t, l)
 
-/* log(e^x + e^y) without overflow; NaN where one is. */
+/* log(e^x + e^y) without overflow; NaN if one is NaN. */
 #define LOG_SCAN(type, suffix, log1p, exp)                                                                                                           \
   static void log_scan_##suffix(const type *from, type *to, extent e) {                                                                              \
     for (int64_t o = 0; o < e.outer; o++)                                                                                                            \
@@ -78,7 +78,7 @@ CORE int32_t aoti_torch_cpu_cumprod(tensor *self, int64_t dim, int32_t *dtype, t
 
 CORE int32_t aoti_torch_cpu_logcumsumexp(tensor *self, int64_t dim, tensor **out) { return scanned("logcumsumexp", self, dim, LOG_SUM, out); }
 
-/* --- the largest, or the smallest, so far, and where it is: the last of equal ones, and NaN as the largest and the smallest of all ------------ */
+/* --- cummax and cummin: they return the last index of equal values; NaN counts as both the largest and the smallest value --------------------- */
 
 #define EXTREMES(type, suffix)                                                                                                                       \
   static void extremes_##suffix(const type *x, type *y, int64_t *places, extent e, bool largest) {                                                   \

@@ -1,4 +1,4 @@
-/* Sorting along a dimension, and the largest or smallest so many. */
+/* Sorting along a dimension, and topk. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -8,7 +8,7 @@ typedef struct {
   int64_t key, place;
 } ranked;
 
-/* An integer that rises with the number: NaN is the largest, and 0 and -0 are equal. */
+/* Maps a number to an integer in the same order: NaN is the largest, and 0 and -0 are equal. */
 static int64_t key_of(const tensor *t, int64_t place) {
   int64_t bits;
   double value;
@@ -24,7 +24,7 @@ static int64_t key_of(const tensor *t, int64_t place) {
   return bits < 0 ? bits ^ INT64_MAX : bits;
 }
 
-static int rising(const void *x, const void *y) { /* equal ones in their order */
+static int rising(const void *x, const void *y) { /* stable: equal values keep their order */
   const ranked *a = x, *b = y;
   if (a->key != b->key) return a->key < b->key ? -1 : 1;
   return a->place < b->place ? -1 : 1;
@@ -36,7 +36,7 @@ static int falling(const void *x, const void *y) {
   return a->place < b->place ? -1 : 1;
 }
 
-/* The first `k` along `dim`. `values` and `places` are of one layout. */
+/* Computes the first `k` along `dim`. `values` and `places` have the same layout. */
 static int ranks(const char *name, const tensor *self, int64_t k, int64_t dim, bool descending, tensor *values, tensor *places) {
   if (self->dtype != F32 && self->dtype != F64 && self->dtype != I64 && self->dtype != I32) return core_fail("%s of %s", name, name_of(self->dtype));
   int64_t sizes[RANKS], width = size_of(self->dtype), n = self->rank ? self->sizes[dim] : 1, step = self->rank ? values->strides[dim] : 0, rows = 1;

@@ -23,14 +23,14 @@ int core_fail(const char *format, ...) {
   return 1;
 }
 
-/* A check of compiled code that does not hold ends the call by a C++ exception, which compiled code turns into a status. */
+/* If a check of compiled code fails, a C++ exception ends the call. Compiled code turns it into a status. */
 CORE void aoti_torch_check(bool holds, const char *function, const char *file, uint32_t line, const char *text) {
   (void)function, (void)file, (void)line;
   if (holds) return;
   core_fail("%s", text);
   void (*raise)(const char *);
   void *library = dlopen("libstdc++.so.6", RTLD_NOW), *found = library ? dlsym(library, "_ZSt21__throw_runtime_errorPKc") : NULL;
-  if (!found) abort(); /* compiled code depends on it */
+  if (!found) abort(); /* compiled code depends on libstdc++ */
   memcpy(&raise, &found, sizeof raise);
   raise(text);
 }
@@ -45,7 +45,7 @@ const char *name_of(int32_t dtype) {
 
 /* --- memory ----------------------------------------------------------------------------------------------------------------------------------- */
 
-/* Blocks that were given back, by thread: steps take the same sizes again and again. None under a sanitizer, which would not see that one is used on. */
+/* Freed blocks of each thread, because steps reuse the same sizes. A sanitizer would not see a use after free in them, so MOST is 0 there. */
 #ifdef __SANITIZE_ADDRESS__
 enum { MOST = 0 };
 #else
@@ -146,7 +146,7 @@ static tensor *blank(int64_t rank, const int64_t *sizes, const int64_t *strides,
   return t;
 }
 
-/* Bytes from the first element to behind the last. */
+/* Returns the bytes from the first element to the end of the last. */
 static size_t extent(const tensor *t) {
   size_t reach = 1;
   for (int32_t d = 0; d < t->rank; d++) {
@@ -271,7 +271,6 @@ tensor *tensor_dense(const tensor *t) {
   return out;
 }
 
-/* As c10::is_channels_last_strides_2d and _3d. */
 bool tensor_is_channels_last(const tensor *t) {
   int64_t least = 0;
   if ((t->rank != 4 && t->rank != 5) || !t->strides[1]) return false;
@@ -353,8 +352,8 @@ CORE int32_t aoti_torch_as_strided(tensor *t, const int64_t *sizes, const int64_
   MADE(out, tensor_view(t, t->rank, sizes, strides, t->offset));
 }
 
-/* Compiled code makes a view of each constant that it is given (MaybeOwningAtenTensorHandle). That of torch 2.13 never drops it, that of 2.15 does
- * with its model. Between core_views_begin and core_views_end those of this thread are listed; core_views_drop drops what is left of them. */
+/* Compiled code makes a view of each constant (MaybeOwningAtenTensorHandle). Code of torch 2.13 never drops it; code of 2.15 drops it with its model.
+ * Between core_views_begin and core_views_end the views of this thread are listed. core_views_drop drops the remaining ones. */
 typedef struct {
   tensor *first;
 } views;
@@ -385,13 +384,13 @@ CORE int32_t aoti_torch_new_uninitialized_tensor(tensor **out) {
   MADE(out, blank(1, &none, NULL, F32));
 }
 
-/* A handle of its own for what `t` is: how a branch of compiled code hands on its results. */
+/* Makes another handle for `t`. Branches of compiled code return their results with it. */
 CORE int32_t aoti_torch_assign_tensors_out(tensor *t, tensor **out) {
   *out = tensor_view(t, t->rank, t->sizes, t->strides, t->offset);
   return !*out;
 }
 
-/* `to` becomes what `from` is. */
+/* Makes `to` refer to the tensor `from`. */
 CORE int32_t aoti_torch_assign_tensors(tensor *from, tensor *to) {
   storage *before = to->held;
   tensor *after = to->after, **in = to->listed;

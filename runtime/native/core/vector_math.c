@@ -3,7 +3,7 @@
 #include <math.h>
 #include <string.h>
 
-#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed in registers that the target has, as compiled code passes them */
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed in the target's registers, as by compiled code */
 
 #define WIDTH 16
 #define F 4

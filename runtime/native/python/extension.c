@@ -1,5 +1,5 @@
-/* aot_backward_native._extension: aot_backward.h for Python 3.11 and later, by its stable interface. Arrays come in by the buffer protocol or DLPack, and go
- * out as Tensor, which has both. */
+/* aot_backward_native._extension: aot_backward.h for Python 3.11 and later, with the stable ABI. Arguments use the buffer protocol or DLPack. Results
+ * are Tensors, which have both. */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -9,7 +9,7 @@
 
 enum { MOST_DIMENSIONS = 64 };
 
-/* DLPack's, of the version that every library takes: https://dmlc.github.io/dlpack/latest/c_api.html */
+/* DLPack's DLManagedTensor, the version that every library accepts: https://dmlc.github.io/dlpack/latest/c_api.html */
 typedef struct managed {
   DLTensor tensor;
   void *context;
@@ -18,7 +18,7 @@ typedef struct managed {
 
 typedef struct {
   PyTypeObject *package, *function, *tensor;
-  PyObject *errors; /* of each status */
+  PyObject *errors; /* one for each status */
 } state;
 
 static struct PyModuleDef definition;
@@ -32,12 +32,12 @@ typedef struct {
   PyObject_HEAD state *module;
   aotb_function *handle;
   PyObject *package;
-  int busy; /* under the interpreter's lock: a call runs, or its results are being copied */
+  int busy; /* protected by the GIL: a call runs, or its results are being copied */
 } Function;
 
 typedef struct {
   PyObject_HEAD void *data;
-  PyObject *owner; /* whose memory it is; NULL: its own */
+  PyObject *owner; /* of the memory; NULL: this tensor */
   DLDataType dtype;
   int dimensions;
   int64_t shape[MOST_DIMENSIONS];
@@ -55,7 +55,7 @@ static PyObject *raise_error(const state *s, aotb_status status) {
 /* --- dtypes ----------------------------------------------------------------------------------------------------------------------------------- */
 
 static const struct {
-  const char *name, *format; /* of the buffer protocol; NULL: it has none */
+  const char *name, *format; /* format of the buffer protocol; NULL: none */
   uint8_t code, bits;
 } dtypes[] = {{"float32", "f", 2, 32},    {"float64", "d", 2, 64},      {"int64", "q", 0, 64},  {"int32", "i", 0, 32},   {"int16", "h", 0, 16},
               {"int8", "b", 0, 8},        {"uint8", "B", 1, 8},         {"bool", "?", 6, 8},    {"float16", "e", 2, 16}, {"bfloat16", NULL, 4, 16},
@@ -68,12 +68,12 @@ static int dtype_number(DLDataType t) {
   return -1;
 }
 
-/* Of a buffer's format; bits 0: none that is known. */
+/* Returns the dtype of a buffer's format; bits 0: unknown. */
 static DLDataType dtype_of(const char *format, Py_ssize_t size) {
   DLDataType out = {0, 0, 1};
   if (!format) format = "B";
   if (*format == '@' || *format == '=' || *format == '<') format++;
-  if (*format == 'l' || *format == 'L') { /* of the platform: 8 bytes here */
+  if (*format == 'l' || *format == 'L') { /* C's long: 8 bytes here */
     out.code = *format == 'L';
     out.bits = (uint8_t)(8 * size);
   } else
@@ -125,7 +125,7 @@ static void copy_rows(char *to, const char *from, const DLTensor *like, int d, s
     copy_rows(to + (size_t)(i * inner) * size, from + (size_t)(i * like->strides[d]) * size, like, d + 1, size);
 }
 
-/* Memory of its own, row-major. */
+/* Returns a row-major copy. */
 static PyObject *copied(const state *s, const DLTensor *from) {
   if (from->ndim < 0) Py_RETURN_NONE;
   Tensor *t = new_tensor(s, from);
@@ -193,7 +193,7 @@ static void capsule_delete(PyObject *capsule) {
 }
 
 static PyObject *tensor_dlpack(PyObject *self, PyObject *args, PyObject *kwargs) {
-  (void)args, (void)kwargs; /* stream and version: there is one of either */
+  (void)args, (void)kwargs; /* stream and version: only one of each is supported */
   Tensor *t = (Tensor *)self;
   managed *m = calloc(1, sizeof *m);
   if (!m) return PyErr_NoMemory();
@@ -208,7 +208,7 @@ static PyObject *tensor_dlpack(PyObject *self, PyObject *args, PyObject *kwargs)
   return capsule;
 }
 
-/* The numbers, row-major. */
+/* Returns the row-major bytes. */
 static PyObject *tensor_tobytes(PyObject *self, PyObject *none) {
   (void)none;
   Tensor *t = (Tensor *)self;
@@ -244,8 +244,8 @@ static PyObject *tensor_dtype(PyObject *self, void *none) {
 typedef struct {
   DLTensor tensor;
   Py_buffer buffer;
-  managed *given; /* of DLPack, to be given back; NULL */
-  int held;       /* whether `buffer` is to be released */
+  managed *given; /* from DLPack, to be deleted; or NULL */
+  int held;       /* whether to release `buffer` */
   int64_t shape[MOST_DIMENSIONS], strides[MOST_DIMENSIONS];
 } Input;
 
@@ -287,7 +287,7 @@ static int take_buffer(Input *in, PyObject *object, Py_ssize_t number) {
 static int take_tensor(Input *in, PyObject *object) {
   Tensor *t = (Tensor *)object;
   in->tensor = (DLTensor){t->data, {1, 0}, t->dimensions, t->dtype, t->shape, t->strides, 0};
-  return 0; /* the caller holds it */
+  return 0; /* the caller owns it */
 }
 
 static int take_dlpack(Input *in, PyObject *object, Py_ssize_t number) {
@@ -337,7 +337,7 @@ static int enter(Function *f) {
   return f->busy = 1, 0;
 }
 
-/* Calls it with arrays, and returns a list of `results` tensors of their own memory, or None. */
+/* Calls `function` with arrays. Returns a list of `results` items: copied tensors or None. */
 static PyObject *called(Function *f, call *function, PyObject *const *args, Py_ssize_t count, uint32_t results, int may_be_none) {
   if (enter(f)) return NULL;
   Input *inputs = take(f->module, args, count, may_be_none);
@@ -472,7 +472,7 @@ static PyObject *function_resume(PyObject *self, PyObject *args) {
   return out;
 }
 
-/* A view of the memory itself, which keeps the function. */
+/* Returns a view of the state's memory, which keeps the function alive. */
 static PyObject *function_state(PyObject *self, PyObject *name) {
   Function *f = (Function *)self;
   Py_ssize_t length;
@@ -492,7 +492,7 @@ static PyObject *function_state(PyObject *self, PyObject *name) {
   return (PyObject *)t;
 }
 
-/* A list of (name, dtype, shape as texts, group, position, value). */
+/* Returns a list of (name, dtype, shape as strings, group, position, value). */
 static PyObject *function_describe(PyObject *self, PyObject *args) {
   Function *f = (Function *)self;
   unsigned variant;
@@ -618,7 +618,7 @@ static PyObject *module_open(PyObject *module, PyObject *args) {
   return status ? NULL : (PyObject *)p;
 }
 
-/* tensor(dtype, shape, data): row-major numbers as bytes. */
+/* tensor(dtype, shape, data): data is row-major bytes. */
 static PyObject *module_tensor(PyObject *module, PyObject *args) {
   state *s = PyModule_GetState(module);
   const char *name;
@@ -651,7 +651,7 @@ done:
   return out;
 }
 
-/* errors(classes): of each status. */
+/* errors(classes): one class for each status. */
 static PyObject *module_errors(PyObject *module, PyObject *classes) {
   state *s = PyModule_GetState(module);
   if (!PyList_Check(classes) || PyList_Size(classes) != AOTB_MEMORY + 1) {
@@ -666,7 +666,7 @@ static PyObject *module_errors(PyObject *module, PyObject *classes) {
 
 /* --- the module ------------------------------------------------------------------------------------------------------------------------------- */
 
-/* Functions of another kind than PyCFunction are told by their flags. */
+/* Method flags give the true type of functions that are not a PyCFunction. */
 #define FAST(function) ((PyCFunction)(void (*)(void))(function))
 
 static PyMethodDef tensor_methods[] = {{"__dlpack__", FAST(tensor_dlpack), METH_VARARGS | METH_KEYWORDS, NULL},
@@ -729,7 +729,7 @@ static PyMethodDef module_methods[] = {{"open", module_open, METH_VARARGS, NULL}
                                        {"tensor", module_tensor, METH_VARARGS, NULL},
                                        {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, (void *)(uintptr_t)begin}, {0, NULL}};
-/* What is made of it lives as long as the process: packages and functions point at it. */
+/* The module state lives as long as the process: packages and functions point to it. */
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "aot_backward_native._extension", .m_size = sizeof(state),
                                         .m_methods = module_methods, .m_slots = module_slots};
 

@@ -1,5 +1,5 @@
-/* Layouts: PKWARE APPNOTE 6.3, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16, 4.5.3. Whatever a header states is compared with the size of the file before
- * memory is taken, or a byte read, by it. */
+/* Layouts: PKWARE APPNOTE 6.3, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16, 4.5.3. Every size and offset in a header is compared with the size of the
+ * file before it is used to allocate or read. */
 #define _POSIX_C_SOURCE 200809L
 #define _FILE_OFFSET_BITS 64
 #include "archive.h"
@@ -37,7 +37,7 @@ void archive_bytes(const archive *z, uint64_t offset, void *out, size_t size) {
   }
 }
 
-/* Number of members, and offset and length of the central directory, which ends where the end records begin. */
+/* Reads the number of members, and offset and length of the central directory, which must end at the end records. */
 static void end_record(const archive *z, uint64_t *count, uint64_t *start, uint64_t *length) {
   uint8_t e[END], l[LOCATOR], w[END64];
   if (z->size < END) WRONG(z, "not a zip archive (%llu bytes)", (unsigned long long)z->size);
@@ -68,7 +68,7 @@ static void end_record(const archive *z, uint64_t *count, uint64_t *start, uint6
   *start = start64;
 }
 
-/* The zip64 field among the extra fields, of which no other but `second` may be there. */
+/* Returns the zip64 field of the extra fields, or NULL. Only `second` is allowed as another field. */
 static const uint8_t *zip64_field(const archive *z, const char *name, const uint8_t *data, size_t size, uint32_t second, size_t *length) {
   const uint8_t *found = NULL;
   bool seen = false;
@@ -88,7 +88,7 @@ static const uint8_t *zip64_field(const archive *z, const char *name, const uint
   return found;
 }
 
-/* Puts the true values in the place of those that are wider than 32 bits. */
+/* Replaces values that do not fit 32 bits by their 64-bit values. */
 static void widen(const archive *z, const char *name, uint64_t *const *values, int count, const uint8_t *field, size_t length) {
   size_t missing = 0;
   for (int i = 0; i < count; i++) missing += *values[i] == WIDE;
@@ -124,7 +124,7 @@ static int by_folded_name(const void *x, const void *y) {
 
 static int by_name(const void *x, const void *y) { return strcmp(((const member *)x)->name, ((const member *)y)->name); }
 
-/* One entry of the central directory, and the local header that it speaks of. Returns the bytes it takes. */
+/* Reads one entry of the central directory and its local header. Returns the bytes of the entry. */
 static size_t entry(const archive *z, const uint8_t *c, size_t left, uint64_t limit, uint64_t expected, member *out) {
   if (left < CENTRAL || four(c) != 0x02014B50) WRONG(z, "an entry of the central directory is not sound");
   size_t n = two(c + 28), extra = two(c + 30), comment = two(c + 32), length;

@@ -1,4 +1,4 @@
-/* Where the members of a package lie: a zip file in the narrow form of docs/format.md, section 1, and nothing else. */
+/* Locates the members of a package: a zip file in the restricted form of docs/format.md, section 1. */
 #ifndef AOTB_ARCHIVE_H
 #define AOTB_ARCHIVE_H
 #include "words.h"
@@ -17,9 +17,9 @@ typedef struct {
   uint32_t count;
 } archive;
 
-/* Reads the directory of the file, which stays open. */
+/* Reads the directory of the file. The file stays open. */
 void archive_read(archive *z, arena *a, int file);
 const member *archive_find(const archive *z, const char *name);
-/* Exactly `size` bytes from `offset`. */
+/* Reads exactly `size` bytes from `offset`. */
 void archive_bytes(const archive *z, uint64_t offset, void *out, size_t size);
 #endif

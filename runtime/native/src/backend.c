@@ -12,7 +12,7 @@ static const char *const FOLDER = "AOT_BACKWARD_LIBTORCH";
 static const char CORE[] = "libaotb_core.so";
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* ISO C has no conversion from a data pointer to a function's; POSIX has this one. */
+/* ISO C cannot convert a data pointer to a function pointer; POSIX defines this conversion. */
 #define FIND(b, to, name) (*(void **)&(to) = dlsym((b)->library, name))
 
 static bool has_all(backend *b, const char **missing) {
@@ -35,7 +35,7 @@ static bool has_all(backend *b, const char **missing) {
   return true;
 }
 
-/* libtorch_cpu.so: what the process has loaded already, else the path or folder that is named, else what the dynamic linker finds. */
+/* Opens libtorch_cpu.so: the given path; else the library that the process has loaded, the one in $AOT_BACKWARD_LIBTORCH, or the linker's. */
 static void *open_libtorch(arena *a, const char *named, const char **path) {
   const char *folder = getenv(FOLDER);
   void *found = NULL;
@@ -52,8 +52,8 @@ static void *open_libtorch(arena *a, const char *named, const char **path) {
              why ? why : *path, FOLDER);
 }
 
-/* libaotb_core.so: what the process has loaded already, to which the linker binds compiled code, by whichever copy of this library; else the one
- * beside this library. */
+/* Opens libaotb_core.so: the library that the process has loaded, also by another copy of this library, because the linker binds compiled code to it;
+ * else the file next to this library. */
 static void *open_core(arena *a, const char **path) {
   Dl_info own;
   void *loaded = dlopen(*path = CORE, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
@@ -138,9 +138,9 @@ const backend *backend_open(arena *a, const char *which) {
 
 /* --- random numbers --------------------------------------------------------------------------------------------------------------------------- */
 
-/* libtorch has no C function for its default generator, so the C++ ones are called by their mangled names (Itanium C++ ABI): at::Generator is one
- * pointer to a CPUGeneratorImpl, and an at::Tensor one pointer to a TensorImpl, so that a pointer to such a pointer is what AOTInductor's interface
- * calls a tensor's handle. */
+/* libtorch has no C function for its default generator. So the C++ functions are called by their mangled names (Itanium C++ ABI). at::Generator is
+ * one pointer to a CPUGeneratorImpl. at::Tensor is one pointer to a TensorImpl, and a tensor handle of AOTInductor's interface is a pointer to an
+ * at::Tensor. */
 
 enum { RANDOM_STATE = 5056 };
 
@@ -174,7 +174,7 @@ const uint8_t *backend_random(arena *a, const backend *b, size_t *size) {
     own(state);
     return state;
   }
-  void (*get)(void *result, void *self); /* what is returned in memory is the first argument */
+  void (*get)(void *result, void *self); /* a result in memory is the first argument */
   void *from = generator(a, b), *data;
   int64_t *sizes;
   NEED(a, b, get, "_ZNK2at16CPUGeneratorImpl9get_stateEv");
@@ -204,7 +204,7 @@ void backend_set_random(arena *a, const backend *b, const uint8_t *state, size_t
   tensor_handle given;
   NEED(a, b, set, "_ZN2at16CPUGeneratorImpl9set_stateERKN3c1010TensorImplE");
   if (b->from_blob((void *)(uintptr_t)state, 1, sizes, strides, 0, 0, 0, 0, &given)) arena_fail(a, AOTB_MEMORY, "no memory");
-  set(to, *(void **)given); /* it throws where the state is not one: random_problem is asked before */
+  set(to, *(void **)given); /* throws if the state is invalid, which random_problem checks before */
   b->drop(given);
 }
 

@@ -1,6 +1,6 @@
-/* As runtime/aot_backward_runtime/package/code_cache.py, which says why: between the hash and dlopen nobody but this user can change the file, because
- * every level is owned by this user and writable by nobody else, and every folder above belongs to this user or to root and is writable by nobody else,
- * or sticky as /tmp is. */
+/* The rules of runtime/aot_backward_runtime/package/code_cache.py, which gives the reasons. Between the hash and dlopen only this user can change the
+ * file: every level is owned by this user and writable by nobody else. Every folder above belongs to this user or to root, and is either writable by
+ * nobody else or sticky like /tmp. */
 #define _GNU_SOURCE
 #include "cache.h"
 
@@ -21,7 +21,7 @@
 
 static const char *const VARIABLE = "AOT_BACKWARD_CACHE";
 
-/* What is wrong with a folder, or NULL; it is made where it is missing. */
+/* Makes the folder if it is missing. Returns why it cannot be used, or NULL. */
 static const char *folder_problem(arena *a, const char *path) {
   struct stat status;
   struct statvfs system;
@@ -34,7 +34,7 @@ static const char *folder_problem(arena *a, const char *path) {
   return NULL;
 }
 
-/* Root and this user, and what stands for the users outside of a user namespace (a rootless container), of whom root is one. */
+/* Trusts root, this user, and the id that stands for users outside of a user namespace (a rootless container), such as the host's root. */
 static bool is_trusted(uid_t user) {
   char map[128] = "";
   unsigned first = 0, outside = 0, count = 0, stranger = 0;
@@ -51,7 +51,7 @@ static bool is_trusted(uid_t user) {
   return known && user == stranger;
 }
 
-/* The group of this user alone that many systems make with each user, whose folders are then writable by it. */
+/* Returns whether this is the user's private group. Many systems create one with each user and make new folders writable for it. */
 static bool is_own_group(arena *a, gid_t group) {
   struct passwd user, *found = NULL;
   struct group own, *its = NULL;
@@ -63,7 +63,7 @@ static bool is_own_group(arena *a, gid_t group) {
   return alone;
 }
 
-/* Whether another user could put another folder in the place of `path`, which is absolute and without links. */
+/* Returns why another user could replace the folder `path`, or NULL. `path` is absolute and without links. */
 static const char *above_problem(arena *a, const char *path) {
   char *copy = arena_text(a, path, strlen(path));
   for (;;) {
@@ -119,7 +119,7 @@ static const char *working_folder(arena *a) {
   return out;
 }
 
-static char temporary[4096]; /* of this process; removed with what lies in it when it exits */
+static char temporary[4096]; /* folder of this process, removed with its contents at exit */
 static pid_t temporary_of;
 
 static int remove_one(const char *path, const struct stat *status, int kind, struct FTW *at) {
@@ -184,8 +184,8 @@ static bool matches(const char *path, const cached_file *f) {
   return right && !strcmp(digest, f->sha256);
 }
 
-/* Writes beside, then renames, so that other processes see the old file or the whole new one. Not synced: what a crash of the machine leaves does not
- * match its digest, and is written again. */
+/* Writes a temporary file and renames it, so that other processes see the old file or the whole new one. It does not sync: a file that a machine
+ * crash damages does not match its digest and is written again. */
 static const char *write_file(arena *a, const char *folder, const cached_file *f) {
   char *beside = arena_print(a, "%s/.%s.XXXXXX", folder, f->name);
   const char *path = arena_print(a, "%s/%s", folder, f->name);
@@ -202,7 +202,7 @@ static const char *write_file(arena *a, const char *folder, const cached_file *f
     }
     done += (size_t)n;
   }
-  if (close(fd) || (rename(beside, path) && (rmdir(path), rename(beside, path)))) { /* an empty folder may be in the way */
+  if (close(fd) || (rename(beside, path) && (rmdir(path), rename(beside, path)))) { /* an empty folder may have this name */
     const char *wrong = arena_print(a, "%s: %s", path, strerror(errno));
     unlink(beside);
     return wrong;
@@ -216,7 +216,7 @@ static const char *place_in(arena *a, const char *cache, const char *key, const 
   const char *levels[] = {arena_print(a, "%s/lib", cache), arena_print(a, "%s/lib/%s", cache, key)};
   for (int i = 0; i < 2; i++) {
     struct stat status;
-    if (!stat(levels[i], &status) && S_ISREG(status.st_mode)) unlink(levels[i]); /* it is ours, and in the way */
+    if (!stat(levels[i], &status) && S_ISREG(status.st_mode)) unlink(levels[i]); /* remove this user's file of that name */
     if ((*wrong = folder_problem(a, levels[i]))) return NULL;
   }
   for (uint32_t i = 0; i < count; i++) {

@@ -1,5 +1,5 @@
-/* Where native code is extracted: a private folder, by content, which Python's runtime shares. $AOT_BACKWARD_CACHE, else ~/.cache/aot-backward, else
- * one of this process. */
+/* The cache of extracted native code: a private folder, keyed by content, shared with the Python runtime. It is $AOT_BACKWARD_CACHE, else
+ * ~/.cache/aot-backward, else a folder of this process. */
 #ifndef AOTB_CACHE_H
 #define AOTB_CACHE_H
 #include "words.h"
@@ -10,6 +10,6 @@ typedef struct {
   size_t size;
 } cached_file;
 
-/* The path of the first of these files, which lie side by side in a folder of this user's alone and have these digests. */
+/* Writes these files, unless they exist with these digests, into one folder that only this user can write. Returns the path of the first file. */
 const char *cache_place(arena *a, const cached_file *files, uint32_t count);
 #endif

@@ -1,4 +1,4 @@
-/* A call: inputs are matched with a variant, as runtime/aot_backward_runtime/entries/dispatch.py matches them, and results are handed out. */
+/* A call: matches inputs with a variant, like runtime/aot_backward_runtime/entries/dispatch.py, and returns results. */
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -24,9 +24,9 @@ aotb_status function_leave(struct aotb_function *f, aotb_status status) {
   return status;
 }
 
-/* --- what came, beside what was compiled for -------------------------------------------------------------------------------------------------- */
+/* --- matching inputs -------------------------------------------------------------------------------------------------------------------------- */
 
-/* Keeps the words of why a variant does not serve the call. */
+/* Stores the reason why a variant does not match the call. Returns false. */
 static bool refuse(struct aotb_function *f, const char *format, ...) PRINTF(2, 3);
 static bool refuse(struct aotb_function *f, const char *format, ...) {
   va_list list;
@@ -45,7 +45,7 @@ static const char *shape_words(const struct aotb_function *f, uint32_t rank, con
   return out;
 }
 
-/* Dtype, device, rank and memory. */
+/* Checks dtype, device, rank and memory. */
 static bool check_kind(struct aotb_function *f, const tensor_spec *spec, const DLTensor *t) {
   char shape[160];
   if (t->device.device_type != 1) return refuse(f, "%s is on device %" PRId32 "; expected 1, the CPU", spec->name, t->device.device_type);
@@ -113,7 +113,7 @@ static bool solve(struct aotb_function *f, variant *v, const DLTensor *inputs) {
   return true;
 }
 
-/* Whether it points at a result of an earlier call, whose memory this call gives back. */
+/* Returns whether `data` lies in a result of an earlier call, which this call frees. */
 static bool is_lent(const struct aotb_function *f, const void *data) {
   for (uint32_t i = 0; i < f->entry->variant_count; i++) {
     const variant *v = &f->variants[i];
@@ -125,7 +125,7 @@ static bool is_lent(const struct aotb_function *f, const void *data) {
   return false;
 }
 
-/* The tensor with the strides that the code was compiled for: itself, or a copy in the function's own memory. */
+/* Sets `to` to the tensor with the strides that the code was compiled for: the tensor itself, or a copy in the function's memory. */
 static bool fit(struct aotb_function *f, const tensor_spec *spec, const DLTensor *t, const int64_t *values, fitted *to) {
   bool fits = true, empty = false;
   int64_t given[DEEPEST], row = 1, reach = 0, elements = 1;
@@ -174,7 +174,7 @@ static bool serves(struct aotb_function *f, variant *v, const DLTensor *inputs, 
 
 static uint32_t gradients_of(const variant *v) { return v->spec->backward ? v->spec->backward->gradient_count : 0; }
 
-/* Notes why one variant more does not serve the call. */
+/* Appends the reason why another variant does not match. */
 static void add_reason(const struct aotb_function *f, char *reasons, size_t room, bool first) {
   size_t n = strlen(reasons), left = room - n;
   int written = snprintf(reasons + n, left, "%s%s", first ? "" : "; or ", f->words);
@@ -216,7 +216,7 @@ variant *function_match(struct aotb_function *f, const DLTensor *inputs, uint32_
 
 /* --- results ---------------------------------------------------------------------------------------------------------------------------------- */
 
-/* What a result must look like: of output `i`, or of gradient `i - outputs`. False: there is none. */
+/* The expected dtype and shape of a result: output `i`, or gradient `i - outputs`. */
 typedef struct {
   const source *from;
   const dtype *type;
@@ -258,7 +258,7 @@ static bool wanted(struct aotb_function *f, variant *v, const runnable *r, uint3
   return true;
 }
 
-/* Whether a caller's own tensor can take the result. One that an earlier call filled in whole is none: its shape is the function's. */
+/* Checks that the caller's tensor can take the result. If an earlier call filled in its shape, the tensor is the function's and is filled in anew. */
 static aotb_status check_own(struct aotb_function *f, const wanted_result *w, DLTensor *t) {
   char one[160], other[160];
   uintptr_t at = (uintptr_t)t->shape - (uintptr_t)f->layouts;
@@ -292,7 +292,7 @@ static void drop_results(runnable *r) {
     }
 }
 
-/* Where a result's memory is, and its strides. */
+/* Finds memory, shape and strides of a result. */
 static bool locate(struct aotb_function *f, variant *v, const runnable *r, const wanted_result *w, void **data, const int64_t **shape,
                    const int64_t **stride) {
   if (w->from->from == FROM_RESULT) {
@@ -365,7 +365,7 @@ static int32_t operand(struct aotb_function *f, variant *v, const backend *b, co
   } else if (from->from == FROM_COTANGENT) {
     t = &v->incoming[from->number];
     spec = &v->spec->cotangents.at[from->number];
-  } else if (from->from == FROM_SIZE) { /* handed over as that of an empty tensor */
+  } else if (from->from == FROM_SIZE) { /* passed as the size of an empty tensor */
     int64_t shape[2] = {0, 0}, stride[2] = {1, 1};
     if (!expression_value(&from->size, v->values, &shape[0]) || shape[0] < 0) return 1;
     return b->from_blob(NULL, 2, shape, stride, 0, 6, 0, 0, out);
@@ -386,7 +386,7 @@ static int32_t operand(struct aotb_function *f, variant *v, const backend *b, co
   return b->from_blob(t->data, spec->rank, t->shape, t->stride, 0, spec->type->code, 0, 0, out);
 }
 
-/* The name of a state that the call writes, which an input reaches into; NULL: none. */
+/* Returns the name of a state that the call writes and that shares memory with an input; NULL: none. */
 static const char *overlapped(const struct aotb_function *f, const runnable *r, const fitted *t, const tensor_spec *spec) {
   int64_t reach = 0;
   for (uint32_t d = 0; d < spec->rank; d++) {

@@ -1,4 +1,4 @@
-/* PyTorch's dtypes: their names, sizes, and what DLPack, safetensors and AOTInductor call them. */
+/* PyTorch's dtypes: their names and sizes, and their codes in DLPack, safetensors and AOTInductor. */
 #ifndef AOTB_DTYPES_H
 #define AOTB_DTYPES_H
 #include "words.h"
@@ -6,14 +6,14 @@
 typedef struct {
   const char *name;   /* "float32" */
   const char *stored; /* in safetensors: "F32"; complex128 is stored as F64 with a last dimension of 2 */
-  int32_t code;       /* of c10::ScalarType, which has not changed since 2018 */
+  int32_t code;       /* c10::ScalarType, which has not changed since 2018 */
   int32_t size;       /* bytes */
   DLDataType dl;
 } dtype;
 
-/* NULL where there is none of that name. */
+/* NULL if the name is unknown. */
 const dtype *dtype_named(const char *name);
 const dtype *dtype_coded(int32_t code);
-/* Bytes of an element by the name of safetensors; 0 where it is unknown. */
+/* Returns the bytes of an element by safetensors' name; 0 if it is unknown. */
 int32_t dtype_stored_size(const char *name);
 #endif

@@ -59,7 +59,7 @@ static void higher(int highest[3], const int version[3]) {
   if (version_order(version, highest) > 0) memcpy(highest, version, 3 * sizeof *highest);
 }
 
-/* A version that the library asks for. One without a number came with a numbered glibc: packed relative relocations. */
+/* Records a required version. GLIBC_ABI_DT_RELR (packed relative relocations) came with glibc 2.36. */
 static void asks_for(elf *out, const char *name) {
   int version[3];
   if (!strcmp(name, "GLIBC_ABI_DT_RELR")) higher(out->glibc, (int[3]){2, 36, 0});
@@ -87,7 +87,7 @@ static void versions(const file *f, elf *out, uint64_t address, uint64_t records
 }
 
 static void check_sections(const file *f, const Elf64_Ehdr *header) {
-  if (!header->e_shnum) return; /* stripped of them */
+  if (!header->e_shnum) return; /* stripped */
   if (header->e_shentsize != sizeof(Elf64_Shdr)) WRONG(f, "%s: section headers of %u bytes", f->name, header->e_shentsize);
   const uint8_t *table = part(f, header->e_shoff, (uint64_t)header->e_shnum * sizeof(Elf64_Shdr), "section headers");
   for (uint32_t i = 0; i < header->e_shnum; i++) {
@@ -99,7 +99,7 @@ static void check_sections(const file *f, const Elf64_Ehdr *header) {
 
 elf elf_read(arena *a, const char *name, const uint8_t *bytes, size_t size) {
   file f = {.a = a, .name = name, .bytes = bytes, .size = size};
-  elf out = {.executable_stack = true}; /* what the linker assumes where no header says otherwise */
+  elf out = {.executable_stack = true}; /* the linker's default without a header */
   Elf64_Ehdr header;
   memcpy(&header, part(&f, 0, sizeof header, "ELF header"), sizeof header);
   if (memcmp(header.e_ident, ELFMAG, SELFMAG)) WRONG(&f, "%s: not an ELF file", name);
@@ -134,7 +134,7 @@ elf elf_read(arena *a, const char *name, const uint8_t *bytes, size_t size) {
   Elf64_Dyn *entries = TAKE(a, (size_t)tags + 1, Elf64_Dyn);
   memcpy(entries, part(&f, dynamic->p_offset, dynamic->p_filesz, "dynamic section"), dynamic->p_filesz);
   while (used < tags && entries[used].d_tag != DT_NULL) {
-    const Elf64_Dyn *e = &entries[used++]; /* of two entries with one tag, the linker takes the later */
+    const Elf64_Dyn *e = &entries[used++]; /* if two entries have one tag, the linker takes the later */
     if (e->d_tag == DT_STRTAB) strings_at = e->d_un.d_ptr;
     if (e->d_tag == DT_STRSZ) strings_size = e->d_un.d_val;
     if (e->d_tag == DT_VERNEED) needs_at = e->d_un.d_ptr;

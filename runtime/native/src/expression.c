@@ -22,9 +22,9 @@ enum {
   GREATER_EQUAL,
   LARGER,
   SMALLER,
-  /* the rest with a place to go on at: */ UNLESS,
+  /* jumps, with their target: */ UNLESS,
   IF,
-  UNLESS_BOTH /* + a comparison: the first of a chain */
+  UNLESS_BOTH /* + a comparison: not the last of its chain */
 };
 
 typedef struct {
@@ -34,7 +34,7 @@ typedef struct {
   uint32_t count;
   int64_t *code;
   uint32_t used, room;
-  int depth, height; /* of the stack of values, here */
+  int depth, height; /* of nesting; of the value stack */
 } reader;
 
 static _Noreturn void wrong(const reader *r, const char *what) {
@@ -64,7 +64,7 @@ static void blank(reader *r) {
   while (*r->at == ' ' || *r->at == '\t') r->at++;
 }
 
-/* Whether `token` comes next, whole: a word ends where its letters do, and '<' is not the beginning of '<='. */
+/* Consumes `token` if it comes next. A word must end with it, and '<' does not match '<='. */
 static bool eat(reader *r, const char *token) {
   blank(r);
   size_t n = strlen(token);
@@ -151,7 +151,7 @@ static int64_t comparison_sign(reader *r) {
                         : -1;
 }
 
-/* a < b < c: the second value is compared twice, and nothing behind the first that does not hold is looked at. */
+/* Parses a < b < c: `b` is compared twice, and a false comparison skips the rest. */
 static void comparison(reader *r) {
   uint32_t ends[64], n = 0;
   sum(r);
@@ -209,7 +209,7 @@ expression expression_read(arena *a, const char *text, const char *const *symbol
 
 expression expression_number(arena *a, int64_t number) { return (expression){.text = arena_print(a, "%lld", (long long)number), .number = number}; }
 
-/* Towards minus infinity, as Python divides. */
+/* Divides like Python, rounding towards minus infinity. */
 static bool divide(int64_t x, int64_t y, int64_t *quotient, int64_t *rest) {
   if (y == 0 || (x == INT64_MIN && y == -1)) return false;
   *quotient = x / y;
@@ -238,7 +238,7 @@ bool expression_value(const expression *e, const int64_t *values, int64_t *out) 
     return true;
   }
   int64_t stack[STACK + 2], other;
-  int n = 1; /* the first place is nobody's, so that there is always one below */
+  int n = 1; /* the first slot is unused, so that there is always one below */
   stack[0] = 0;
   for (uint32_t at = 0; at < e->length; at += 2) {
     int64_t op = e->code[at], operand = e->code[at + 1], *top = &stack[n - 1];
@@ -289,7 +289,7 @@ bool expression_value(const expression *e, const int64_t *values, int64_t *out) 
       if (op < UNLESS) {
         n--;
         top[-1] = compare(op, top[-1], *top);
-      } else { /* of a chain */
+      } else { /* inside a chain */
         n--;
         if (compare(op - UNLESS_BOTH, top[-1], *top)) top[-1] = *top;
         else {

@@ -1,7 +1,7 @@
-/* Compiled code calls what AOTInductor has no C function for through a C++ object with one virtual function (torch/csrc/inductor/aoti_torch/
- * proxy_executor.h), and says in a JSON file what each call is. libtorch makes such an object for programs in C++; here it is made in C, by the layout
- * that the Itanium C++ ABI gives it, and calls the operators by libtorch's stable C interface (torch/csrc/stable/c/shim.h). That interface wants every
- * argument, defaults too, and each as what the operator's schema says: so the schemas of the operators that are served stand here. */
+/* If AOTInductor has no C function for an operator, compiled code calls it through a C++ object with one virtual function
+ * (torch/csrc/inductor/aoti_torch/proxy_executor.h). A JSON file describes each call. libtorch makes such an object for C++ programs. This file makes
+ * it in C, with the layout of the Itanium C++ ABI. It calls the operators by libtorch's stable C interface (torch/csrc/stable/c/shim.h), which needs
+ * every argument, defaults too, with the type of the operator's schema. So this file contains the schemas of the supported operators. */
 #define _GNU_SOURCE
 #include "extern_calls.h"
 
@@ -12,7 +12,7 @@
 
 #define SHOWN(text) shown(text, strlen(text))
 
-/* Types: T tensor, I int, B bool, F float, S string, D dtype, Y layout, V device, N number; L before it: a list; ? behind it: may be none. */
+/* Types: T tensor, I int, B bool, F float, S string, D dtype, Y layout, V device, N number; prefix L: a list; suffix ?: optional. */
 static const struct {
   const char *name, *parameters;
   int results;
@@ -55,7 +55,7 @@ static const struct {
 
 typedef struct {
   char type;
-  bool list, optional, none, dynamic; /* dynamic: its integers come with the call */
+  bool list, optional, none, dynamic; /* dynamic: the call passes its integers */
   uint32_t count;                     /* integers of a list */
   int64_t integer;
   double number;
@@ -70,26 +70,26 @@ typedef struct {
 } call;
 
 typedef struct extern_calls {
-  const void *const *functions; /* of the C++ object: its virtual functions */
+  const void *const *functions; /* virtual functions of the C++ object */
   call *calls;
   uint32_t count;
   uint64_t version;
   int32_t (*dispatch)(const char *, const char *, uint64_t *stack, uint64_t version);
   int32_t (*new_list)(size_t, void **), (*push)(void *, uint64_t), (*new_string)(const char *, size_t, void **);
   int32_t (*share)(tensor_handle, tensor_handle *), (*assign)(tensor_handle from, tensor_handle to), (*drop)(tensor_handle);
-  int32_t (*new_box)(uint64_t **); /* NULL: not there, and operators delete what `allocate`, C++'s operator new, gave */
+  int32_t (*new_box)(uint64_t **); /* NULL: missing; operators then delete memory of `allocate`, C++'s operator new */
   void *(*allocate)(size_t);
   int32_t (*fill)(tensor_handle, double), (*pad)(tensor_handle, const int64_t *, int64_t, const char *, double *, tensor_handle *);
-  void (*raise)(const char *); /* std::runtime_error, through the frames of compiled code, which turns it into a status */
+  void (*raise)(const char *); /* throws std::runtime_error through compiled code, which turns it into a status */
 } extern_calls;
 
 static _Noreturn void raise_error(const extern_calls *e, const char *words) {
   e->raise(words);
-  abort(); /* it has not returned */
+  abort(); /* raise does not return */
 }
 
 static uint64_t boxed(const extern_calls *e, uint64_t value) {
-  uint64_t *box = NULL; /* the operator gives it back */
+  uint64_t *box = NULL; /* the operator frees it */
   if (e->new_box ? e->new_box(&box) : !(box = e->allocate(sizeof *box))) raise_error(e, "no memory for an argument");
   *box = value;
   return (uint64_t)(uintptr_t)box;
@@ -109,7 +109,7 @@ static uint64_t integers(const extern_calls *e, const int64_t *values, uint32_t 
   return (uint64_t)(uintptr_t)list;
 }
 
-/* Two operators take a number of any type, for which the C interface has no form: they are made of others. */
+/* Two operators take a number of any type, which the C interface cannot pass. They are composed of other functions. */
 static tensor_handle full(const extern_calls *e, uint64_t *stack, double value) {
   const int64_t *shape = (const int64_t *)(uintptr_t)stack[0];
   int64_t strides[64], row = 1;
@@ -182,7 +182,7 @@ static void call_function(extern_calls *e, int number, int number_count, int64_t
   call_one(e, &e->calls[number], numbers, number_count, tensors, tensor_count);
 }
 
-static void nothing(extern_calls *e) { (void)e; } /* the destructors, which nobody calls */
+static void nothing(extern_calls *e) { (void)e; } /* the destructors, which are never called */
 
 /* --- reading the JSON file -------------------------------------------------------------------------------------------------------------------- */
 
@@ -206,7 +206,7 @@ static double number_in(const place *p, const json *value) {
   return value->number;
 }
 
-/* The numbers of torch/_export/serde/schema.py, which are not those of C++. */
+/* Converts the numbers of torch/_export/serde/schema.py, which differ from C++'s. */
 static int64_t dtype_of_serialized(const place *p, int64_t number) {
   static const int codes[] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15};
   if (number < 1 || number > 13) WRONG(p, "an unknown dtype, %" PRId64, number);
@@ -294,7 +294,7 @@ static void find_functions(arena *a, const backend *b, extern_calls *e) {
   }
   void *box = dlsym(b->library, "torch_new_stable_ivalue"), *standard = dlopen("libstdc++.so.6", RTLD_NOW | RTLD_LOCAL),
        *raise = standard ? dlsym(standard, "_ZSt21__throw_runtime_errorPKc") : NULL, *allocate = standard ? dlsym(standard, "_Znwm") : NULL;
-  if (!raise || !allocate) /* compiled code depends on it */
+  if (!raise || !allocate) /* compiled code depends on libstdc++ */
     arena_fail(a, AOTB_INCOMPATIBLE, "its code calls operators by name, for which libstdc++.so.6 is needed");
   memcpy(&e->new_box, &box, sizeof box);
   memcpy(&e->raise, &raise, sizeof raise);

@@ -39,7 +39,7 @@ static void begin_variant(struct aotb_function *f, const variant_spec *spec, var
                  spec->outputs.at[i].rank);
 }
 
-/* Constants that are no state of the entry, such as a table that the function holds. */
+/* Adds constants that are not in the entry's state, such as a table of the function. */
 static void add_constants(const struct aotb_function *f, const plan_spec *plan, uint32_t *numbers, uint32_t *count, bool *taken) {
   if (!plan || !plan->library) return;
   const build_spec *build = &plan->library->builds[f->package->target];
@@ -204,7 +204,7 @@ static aotb_description of_state(const struct aotb_function *f, const state_spec
 static aotb_description of_gradient(const struct aotb_function *f, const variant_spec *v, const char *of) {
   const char *name = strchr(of, ':') + 1;
   if (!strncmp(of, "input:", 6)) return of_tensor(&v->inputs.at[strtoul(name, NULL, 10)]);
-  uint32_t i = 0; /* it is there: manifest.c */
+  uint32_t i = 0; /* it exists: manifest.c */
   while (strcmp(f->entry->state[i].name, name)) i++;
   return of_state(f, &f->entry->state[i]);
 }

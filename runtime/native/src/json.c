@@ -14,7 +14,7 @@ typedef struct {
   int depth;
   aotb_status status;
   bool python;
-  json *stack; /* items of the arrays and objects that are open */
+  json *stack; /* items of the open arrays and objects */
   size_t used, room;
 } reader;
 
@@ -62,7 +62,7 @@ static char *put(char *out, unsigned code) {
   return out;
 }
 
-/* How many bytes the UTF-8 character at `p` takes; 0 where it is none: too long a form, a surrogate, beyond U+10FFFF, cut short. */
+/* Returns the bytes of the UTF-8 character at `p`; 0 if it is invalid: overlong, a surrogate, beyond U+10FFFF, truncated. */
 static int width(const unsigned char *p, const unsigned char *end) {
   if (*p < 0x80) return 1;
   int n = *p >= 0xC2 && *p <= 0xDF ? 2 : (*p & 0xF0) == 0xE0 ? 3 : *p >= 0xF0 && *p <= 0xF4 ? 4 : 0;
@@ -79,7 +79,7 @@ static const char *string(reader *r, uint32_t *length) {
   while (close < r->end && *close != '"') close += *close == '\\' && r->end - close > 1 ? 2 : 1;
   if (close >= r->end) wrong(r, "a string that does not end");
   if ((size_t)(close - r->at) > UINT32_MAX) wrong(r, "a string that is too long");
-  char *out = arena_take(r->a, (size_t)(close - r->at) + 1, 1), *w = out; /* no escape takes less room than what it stands for */
+  char *out = arena_take(r->a, (size_t)(close - r->at) + 1, 1), *w = out; /* an escape is never shorter than its character */
   while (r->at < close) {
     unsigned char c = (unsigned char)*r->at;
     if (c < ' ') wrong(r, "a control character in a string");
@@ -128,7 +128,7 @@ static bool digits(reader *r) {
 }
 
 double json_number(const char *text, const char **end) {
-  static locale_t plain; /* a point is a point, whatever the program's locale says */
+  static locale_t plain; /* the decimal point does not depend on the program's locale */
   if (!plain) {
     locale_t made = newlocale(LC_ALL_MASK, "C", NULL), none = NULL;
     if (!__atomic_compare_exchange_n(&plain, &none, made, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) freelocale(made);
@@ -180,7 +180,7 @@ static uint32_t hash(const char *key) {
   return h;
 }
 
-/* Slots of a table for so many members: a power of two, at most half of them taken. */
+/* Returns the slots of a table for `count` members: a power of two, at most half of them used. */
 static uint32_t slots_for(uint32_t count) {
   uint32_t n = 16;
   while (n < 2 * count) n *= 2;

@@ -1,4 +1,4 @@
-/* JSON, strictly: UTF-8, no key twice, no NaN, integers within 64 bits, a limit of nesting. */
+/* Strict JSON: UTF-8, no duplicate keys, no NaN, 64-bit integers, limited nesting. */
 #ifndef AOTB_JSON_H
 #define AOTB_JSON_H
 #include "words.h"
@@ -9,28 +9,28 @@ typedef struct json json;
 struct json {
   json_kind kind;
   uint32_t count;  /* items of an array, members of an object, bytes of a string */
-  const char *key; /* of a member of an object, terminated; without a zero byte in it, as every text here */
+  const char *key; /* of a member of an object; terminated, without zero bytes, like every text here */
   union {
     int64_t integer;
     double number;
     const char *text; /* terminated */
-    json *items;      /* of arrays and objects, in their order */
+    json *items;      /* of arrays and objects, in file order */
   };
-  const uint32_t *places; /* of a large object: a hash table of member numbers + 1 */
-  const char *raw;        /* where it stands in the text, and how long it is there */
+  const uint32_t *places; /* for a large object: a hash table of member numbers + 1 */
+  const char *raw;        /* its source text; raw_length is its length */
   uint32_t raw_length;
 };
 
-/* The value in the text. `what` is what errors call it: "manifest.json". */
+/* Parses the text. Errors call it `what`: "manifest.json". */
 json json_read(arena *a, const char *what, const char *text, size_t length);
-/* The same with errors of another status. */
+/* Parses the text; errors have the given status. */
 json json_read_as(arena *a, aotb_status status, const char *what, const char *text, size_t length);
-/* As Python writes it: NaN, Infinity and -Infinity are numbers, and integers beyond 64 bits become such. */
+/* Parses JSON of Python: NaN, Infinity and -Infinity are numbers, and integers beyond 64 bits become floating-point numbers. */
 json json_read_python(arena *a, aotb_status status, const char *what, const char *text, size_t length);
-/* The member of an object; NULL where there is none. */
+/* Returns the member of an object; NULL if it is missing. */
 const json *json_get(const json *object, const char *key);
-/* The number at the beginning of a text, whatever the locale, and where it ends. */
+/* Parses the number at the beginning of a text, independent of the locale. Sets `end` behind it. */
 double json_number(const char *text, const char **end);
-/* The kind in words: "an object". */
+/* Returns the name of the kind: "an object". */
 const char *json_words(const json *value);
 #endif

@@ -12,8 +12,8 @@
 #include "extern_calls.h"
 #include "sha256.h"
 
-/* A process that is linked with libtorch has its functions in the global scope, where the standalone backend's come after them. A sanitizer's runtime
- * does not let a library look into its own scope first. */
+/* In a process that is linked with libtorch, the global scope has libtorch's functions before the standalone backend's. So a library searches its own
+ * scope first. A sanitizer's runtime does not allow that. */
 #ifdef __SANITIZE_ADDRESS__
 enum { OWN_SCOPE_FIRST = 0 };
 #else
@@ -30,9 +30,9 @@ typedef struct {
   tensor_handle handle;
 } named_constant;
 
-static const char *file_of(const char *path) { return strrchr(path, '/') + 1; } /* they lie in folders: manifest.c */
+static const char *file_of(const char *path) { return strrchr(path, '/') + 1; } /* every path has a folder: manifest.c */
 
-/* What the headers ask of the dynamic linker must be what the manifest lists, before the linker may see it. */
+/* Checks before dlopen that the manifest lists everything that the headers ask of the dynamic linker. */
 static void check_headers(arena *a, const library_spec *spec, const build_spec *build, const uint8_t *bytes, size_t size) {
   elf e = elf_read(a, build->member, bytes, size);
   if (e.executable_stack) arena_fail(a, AOTB_FORMAT, "corrupt: %s asks for an executable stack", build->member);
@@ -55,12 +55,12 @@ static void check_headers(arena *a, const library_spec *spec, const build_spec *
   }
 }
 
-/* Compiled code names libtorch_cpu.so as what it depends on; for the standalone backend a copy of it names that one, which is open already. */
+/* Compiled code depends on libtorch_cpu.so. For the standalone backend a copy of it depends on libaotb_core.so instead, which is open already. */
 static void rename_dependency(arena *a, cached_file *f) {
   static const char needed[] = "\0libtorch_cpu.so", own[] = "\0libaotb_core.so";
   char *place = memmem(f->bytes, f->size, needed, sizeof needed);
   if (!place) return;
-  memcpy(place, own, sizeof own); /* as long: it lies in the arena, a copy of the package's */
+  memcpy(place, own, sizeof own); /* of the same length; the bytes are a copy in the arena */
   char *digest = arena_take(a, 65, 1);
   sha256 h;
   sha256_begin(&h);
@@ -69,7 +69,7 @@ static void rename_dependency(arena *a, cached_file *f) {
   f->sha256 = digest;
 }
 
-/* The path of the library in the cache of code, its JSON files beside it. */
+/* Extracts the library and its JSON files into the code cache. Returns the library's path. */
 static const char *extracted(struct aotb_package *p, arena *a, const backend *b, const library_spec *spec, const build_spec *build) {
   const char *members[] = {build->member, build->metadata, build->extern_file};
   cached_file files[3];
@@ -87,7 +87,7 @@ static const char *extracted(struct aotb_package *p, arena *a, const backend *b,
   return cache_place(a, files, count);
 }
 
-/* The line of the constant in what the library says of its constants: "NAME float32 [2,3] [3,1]". NULL where it says nothing of it. */
+/* Returns the layout that the library states for a constant: "float32 [2,3] [3,1]" of the line "NAME float32 [2,3] [3,1]". NULL: not stated. */
 static const char *stated_layout(const char *all, const char *name, size_t *length) {
   size_t n = strlen(name);
   for (const char *line = all; line && *line;) {
@@ -102,7 +102,7 @@ static const char *stated_layout(const char *all, const char *name, size_t *leng
   return NULL;
 }
 
-/* The layout of a weight as a library states it; where a dimension has one element, its stride is that of the text `like`. */
+/* Formats the layout of a weight like a library. Dimensions of one element take their stride from the text `like`. */
 static const char *described(arena *a, const weight_spec *w, const char *like, size_t length) {
   const char *sizes = "", *strides = "", *their = memrchr(like, '[', length);
   their = their ? their + 1 : NULL;
@@ -128,7 +128,7 @@ static size_t answered(arena *a, const library *l, const char *what, ask *functi
   return out;
 }
 
-/* Compares what the library says of itself with the manifest: native code checks nothing. */
+/* Compares the library's own metadata with the manifest, because compiled code checks nothing. */
 static void check_stated(arena *a, const library *l, weight *const *weights) {
   const char *layouts = dlsym(l->code, LAYOUTS);
   ask *of[5];
@@ -218,7 +218,7 @@ library *library_open(struct aotb_package *p, arena *a, const backend *b, const 
   *(void **)&create = dlsym(l->code, "AOTInductorModelContainerCreateWithDevice");
   *(void **)&l->run = dlsym(l->code, "AOTInductorModelContainerRun");
   *(void **)&l->destroy = dlsym(l->code, "AOTInductorModelContainerDelete");
-  *(void **)&l->last_error = dlsym(l->code, "AOTInductorGetLastError"); /* older ones have none */
+  *(void **)&l->last_error = dlsym(l->code, "AOTInductorGetLastError"); /* older libraries lack it */
   if (!create || !l->run || !l->destroy) WRONG("%s is no library of AOTInductor", l->build->member);
   if (create(&l->container, 1, "cpu", NULL)) WRONG("%s could not be opened", l->build->member);
   check_stated(a, l, weights);

@@ -1,4 +1,4 @@
-/* One compiled graph: extracted, its headers checked, opened, compared with the manifest, bound to weights by pointer, and called. */
+/* One compiled graph. It is extracted, its headers are checked, it is opened, compared with the manifest, bound to weights by pointer, and called. */
 #ifndef AOTB_LIBRARY_H
 #define AOTB_LIBRARY_H
 #include "backend.h"
@@ -15,13 +15,13 @@ typedef struct {
   struct extern_calls *externs; /* operators that it calls by name; NULL: none */
   tensor_handle *constants;
   uint32_t constant_count;
-  void *views; /* of the constants: backend.h */
+  void *views; /* views of the constants: backend.h */
 } library;
 
-/* `weights` are those of the entry, by number of the manifest's; NULL where the entry has none of that number. */
+/* `weights` belong to the entry and are indexed as in the manifest; NULL if the entry does not use that weight. */
 library *library_open(struct aotb_package *p, arena *a, const backend *b, const library_spec *spec, weight *const *weights);
 void library_close(library *l);
 
-/* Calls it. The handles of the inputs are the library's from then on. On failure: AOTB_RUN, with no results. `entry` is for the words. */
+/* Runs the library, which takes ownership of the input handles. A failure is AOTB_RUN, without results. `entry` is for the message. */
 aotb_status library_run(library *l, const char *entry, tensor_handle *inputs, tensor_handle *outputs);
 #endif

@@ -14,7 +14,7 @@ enum { SEALED_SINCE = 15 };
 
 /* --- fields ----------------------------------------------------------------------------------------------------------------------------------- */
 
-/* Where a value stands, innermost first; put into words only where something is wrong. */
+/* The path of a value, innermost first. It is formatted only for errors. */
 typedef struct place {
   const struct place *in;
   const char *name; /* of a field or key, or NULL: an item of an array */
@@ -28,7 +28,7 @@ typedef struct {
 
 static const char *where(const reader *r, const place *p) {
   if (!p) return "manifest";
-  const char *outside = where(r, p->in); /* as deep as the schema is nested */
+  const char *outside = where(r, p->in); /* recursion ends at the depth of the schema */
   return p->name ? arena_print(r->a, "%s.%s", outside, shown(p->name, strlen(p->name))) : arena_print(r->a, "%s[%" PRIu32 "]", outside, p->number);
 }
 
@@ -40,7 +40,7 @@ static const json *typed(const reader *r, const place *p, const json *value, jso
   return value;
 }
 
-/* The field of that kind; NULL where it is not there and need not be. */
+/* Returns the field of that kind; NULL if it is missing and optional. */
 static const json *field(const reader *r, const place *p, const json *object, const char *name, json_kind kind, bool needed) {
   const json *value = json_get(object, name);
   place here = {p, name, 0};
@@ -53,7 +53,7 @@ static const char *text_of(const reader *r, const place *p, const json *object, 
   return value ? value->text : otherwise;
 }
 
-static bool truth(const reader *r, const place *p, const json *object, const char *name, int otherwise) { /* -1: must be there */
+static bool truth(const reader *r, const place *p, const json *object, const char *name, int otherwise) { /* -1: required */
   const json *value = json_get(object, name);
   place here = {p, name, 0};
   if (!value && otherwise >= 0) return otherwise;
@@ -125,7 +125,7 @@ static const dtype *dtype_of(const reader *r, const place *p, const json *object
   return found;
 }
 
-/* Of a library only name, dtype and rank are kept: its sizes are those of the variant that calls it. */
+/* Reads a tensor. A library's tensor keeps only name, dtype and rank, because the calling variant has the sizes. */
 static tensor_spec tensor(const reader *r, const place *p, const json *value, const symbols *s) {
   typed(r, p, value, JSON_OBJECT);
   tensor_spec out = {.name = text_of(r, p, value, "name", NULL), .type = dtype_of(r, p, value)};
@@ -201,7 +201,7 @@ static const char *find_state(const reader *r, const place *p, const entry_spec 
   return name;
 }
 
-/* Checks that a source of one of the kinds `allowed` exists, and that its dtype and rank are those of `wanted`, if there is one. */
+/* Checks that a source of one of the kinds `allowed` exists, and that it has dtype and rank of `wanted`, if that is not NULL. */
 static void resolve(const reader *r, const place *p, const entry_spec *e, const variant_spec *v, const plan_spec *plan, const source *from,
                     unsigned allowed, const tensor_spec *wanted) {
   static const tensor_specs none;
@@ -331,7 +331,7 @@ static void read_symbols(const reader *r, const place *in, const json *object, v
   }
 }
 
-/* Checks that symbols, incoming gradients and shared memory are of tensors that exist. */
+/* Checks that symbols, incoming gradients and shared memory refer to existing tensors. */
 static void resolve_tensors(const reader *r, const place *p, const variant_spec *v) {
   for (uint32_t i = 0; i < v->symbol_count; i++) {
     const symbol_spec *s = &v->symbols[i];
@@ -512,7 +512,7 @@ static bool read_entry(const reader *r, const place *p, const json *value, entry
   if (!strcmp(kind, "module")) e->kind = ENTRY_MODULE;
   else if (!strcmp(kind, "grad")) e->kind = ENTRY_GRAD;
   else if (!strcmp(kind, "step")) e->kind = ENTRY_STEP;
-  else return false; /* recorded passes, or what a later version has */
+  else return false; /* recorded passes, or a kind of a later version */
   e->name = value->key;
   e->single = truth(r, p, value, "single", false);
   e->has_aux = truth(r, p, value, "has_aux", false);
@@ -660,7 +660,7 @@ static void check_members(const manifest *m, const archive *z) {
       arena_fail(z->a, AOTB_FORMAT, "corrupt: member %s has %" PRIu64 " bytes, expected %" PRIu64, SHOWN(name), found->size, m->members[i].size);
     weights = weights || !strcmp(name, WEIGHTS);
   }
-  if (z->count != m->member_count + 1) /* listed names are different, and each was found: what is more is not listed */
+  if (z->count != m->member_count + 1) /* all listed members exist, so an additional one is not listed */
     for (uint32_t i = 0; i < z->count; i++)
       if (strcmp(z->members[i].name, MANIFEST) && !manifest_digest(m, z->members[i].name))
         arena_fail(z->a, AOTB_FORMAT, "corrupt: member %s is not in the manifest", z->members[i].name);
@@ -668,7 +668,7 @@ static void check_members(const manifest *m, const archive *z) {
     arena_fail(z->a, AOTB_FORMAT, "corrupt: has_weights is %s, but %s says otherwise", m->has_weights ? "true" : "false", WEIGHTS);
 }
 
-/* Since format 1.15 a manifest ends with ,"sha256":"DIGEST"} of all bytes before that comma. */
+/* Since format 1.15 a manifest ends with ,"sha256":"DIGEST"}, the digest of all bytes before that comma. */
 static bool check_digest(arena *a, const char *text, size_t length) {
   static const char before[] = ",\"sha256\":\"", behind[] = "\"}";
   size_t tail = sizeof before - 1 + 64 + sizeof behind - 1;

@@ -1,5 +1,5 @@
-/* The manifest of a package, read into structs: the fields that a caller from C needs, of entries of kind module, grad and step. The names are those of
- * runtime/aot_backward_runtime/format/manifest.py, which is the schema. Recorded passes belong to a Python program; their entries are left out. */
+/* The manifest of a package as structs: the fields that C callers need, for entries of kind module, grad and step. The names follow the schema,
+ * runtime/aot_backward_runtime/format/manifest.py. Entries of recorded passes belong to a Python program and are skipped. */
 #ifndef AOTB_MANIFEST_H
 #define AOTB_MANIFEST_H
 #include "archive.h"
@@ -47,8 +47,8 @@ typedef enum { FROM_NOTHING, FROM_RESULT, FROM_INPUT, FROM_SAVED, FROM_COTANGENT
 
 typedef struct {
   origin from;
-  uint32_t number;  /* of a result, input, saved tensor, incoming gradient; of a parameter: in the entry's state */
-  const char *text; /* as it stands: "result:3" */
+  uint32_t number;  /* of a result, input, saved tensor or incoming gradient; for a parameter: in the entry's state */
+  const char *text; /* from the manifest: "result:3" */
   expression size;  /* of FROM_SIZE */
 } source;
 
@@ -59,14 +59,14 @@ typedef struct {
 
 typedef struct {
   const char *of; /* "parameter:NAME" or "input:I" */
-  source from;    /* FROM_NOTHING: there is none, as in eager */
+  source from;    /* FROM_NOTHING: no gradient, as in eager */
   uint32_t cotangent_count;
   const uint32_t *cotangents;
 } gradient_spec;
 
 typedef struct {
   const char *library_name;
-  struct library_spec *library; /* NULL: nothing is called */
+  struct library_spec *library; /* NULL: no code is called */
   sources operands, outputs, saved;
   texts reads, writes;
   uint32_t gradient_count, consumes_count;
@@ -91,7 +91,7 @@ typedef struct library_spec {
   const char *name;
   tensor_specs inputs, outputs;
   uint32_t build_count;
-  build_spec *builds; /* one for each target of the package, the first one's first */
+  build_spec *builds; /* one for each target of the package, in order */
 } library_spec;
 
 typedef struct {
@@ -123,7 +123,7 @@ typedef struct {
   shared_spec *shared;
   ambient_spec ambient;
   uint32_t verdict_count;
-  const char **verdicts; /* their status, one for each target */
+  const char **verdicts; /* status for each target */
   plan_spec *forward, *backward, *inference, *gradient, *step, *accumulate;
 } variant_spec;
 
@@ -173,7 +173,7 @@ typedef struct {
   variant_spec *variants;
   texts wrt, names;
   step_spec *step_of;
-  const char *standalone; /* "verified": that backend gave the stored results; else why not, or "" where it was not tried */
+  const char *standalone; /* "verified": the standalone backend gave the stored results; else the reason, or "" if it was not tried */
 } entry_spec;
 
 typedef struct {
@@ -196,7 +196,7 @@ typedef struct {
   } *members;
 } manifest;
 
-/* Compares its SHA-256, reads it, and resolves every reference, also those to members of the archive. What is consistent was asserted by its writer. */
+/* Compares the SHA-256, parses the text, and resolves every reference, including references to archive members. The writer asserted consistency. */
 void manifest_read(manifest *m, const archive *z, const char *text, size_t length);
 
 library_spec *manifest_library(const manifest *m, const char *name);

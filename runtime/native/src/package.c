@@ -38,7 +38,7 @@ const uint8_t *package_member(const struct aotb_package *p, arena *a, const char
 
 /* --- the processor ---------------------------------------------------------------------------------------------------------------------------- */
 
-/* The flags of the first processor as /proc/cpuinfo writes them, with a space before and behind. */
+/* Returns the flags of the first processor from /proc/cpuinfo, with a space before and behind. */
 static const char *processor_flags(arena *a) {
   FILE *file = fopen("/proc/cpuinfo", "re");
   char *line = NULL, *out = NULL;
@@ -62,7 +62,7 @@ static bool has_flag(const char *flags, const char *flag) {
   return false;
 }
 
-/* The highest version of glibc, or libstdc++'s, that code for the target asks for. */
+/* Finds the highest version of glibc, or of libstdc++, that code for the target requires. */
 static void highest(const manifest *m, uint32_t target, bool glibcxx, int out[3]) {
   memset(out, 0, 3 * sizeof *out);
   for (uint32_t i = 0; i < m->library_count; i++) {
@@ -72,7 +72,7 @@ static void highest(const manifest *m, uint32_t target, bool glibcxx, int out[3]
   }
 }
 
-/* Why the code for a target cannot run here, or NULL. */
+/* Returns why the code for a target cannot run here, or NULL. */
 static const char *problem(struct aotb_package *p, uint32_t number, const char *flags) {
   const target_spec *t = &p->m.targets[number];
   struct utsname system;
@@ -89,7 +89,7 @@ static const char *problem(struct aotb_package *p, uint32_t number, const char *
   return NULL;
 }
 
-/* Of the targets whose flags this processor has, the one with the most. */
+/* Chooses the target with the most flags among the targets that this processor supports. */
 static void choose_target(struct aotb_package *p) {
   const char *flags = processor_flags(&p->a), *why = NULL;
   bool found = false;
@@ -105,7 +105,7 @@ static void choose_target(struct aotb_package *p) {
   if (!found && p->m.library_count) arena_fail(&p->a, AOTB_INCOMPATIBLE, "it cannot run here: %s", why);
 }
 
-/* Code of one torch runs on that torch's minor version alone: layouts of C++ objects and the semantics of operators move with it. */
+/* Checks that torch has the minor version that the code was built with: other versions change layouts of C++ objects and semantics of operators. */
 static void check_torch(struct aotb_package *p) {
   int built[3];
   char minor[32];
@@ -121,7 +121,7 @@ static void check_torch(struct aotb_package *p) {
 
 /* --- open and close --------------------------------------------------------------------------------------------------------------------------- */
 
-/* The digest of the whole file, of which the manifest that was read must be a part: the file may be written to meanwhile. */
+/* Returns the digest of the whole file. Checks that it still contains the manifest that was read, because the file may have changed meanwhile. */
 static const char *digest_of_file(struct aotb_package *p, const member *m, const char *text) {
   enum { CHUNK = 1 << 20 };
   uint8_t *chunk = arena_take(&p->a, CHUNK, 1);

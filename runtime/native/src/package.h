@@ -9,14 +9,14 @@ struct aotb_package {
   arena a;
   archive z;
   manifest m;
-  uint32_t target; /* of the manifest's */
+  uint32_t target; /* index in the manifest */
   const backend *backend;
-  bool unchecked; /* standalone runs entries that were not compared on it */
+  bool unchecked; /* standalone also runs entries that were not compared on it */
   char *path;
-  unsigned references; /* the caller's and those of its functions */
+  unsigned references; /* of the caller and of functions */
 };
 
-/* A member whole, in the arena, compared with its digest. */
+/* Returns a whole member, in the arena, compared with its digest. */
 const uint8_t *package_member(const struct aotb_package *p, arena *a, const char *name, size_t *size);
 
 const char *kind_name(entry_kind kind);

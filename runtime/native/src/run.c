@@ -47,6 +47,6 @@ aotb_status aotb_backward(aotb_function *f, const DLTensor *incoming, uint32_t i
   if (!function_fit_incoming(f, v, incoming, incoming_count))
     return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s: %s", f->entry->name, f->words));
   status = function_call(f, v, &v->backward, gradients, gradient_count);
-  if (v->backward.plan->consumes_count && status != AOTB_INPUT) v->saved = false; /* AOTB_INPUT: nothing has run */
+  if (v->backward.plan->consumes_count && status != AOTB_INPUT) v->saved = false; /* after AOTB_INPUT nothing has run */
   return function_leave(f, status);
 }

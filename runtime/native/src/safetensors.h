@@ -1,4 +1,4 @@
-/* The header of a safetensors file, read strictly: every tensor's place, which together are all of the data, without a gap. */
+/* The header of a safetensors file, parsed strictly: the tensors must cover the data without gaps. */
 #ifndef AOTB_SAFETENSORS_H
 #define AOTB_SAFETENSORS_H
 #include "dtypes.h"
@@ -6,21 +6,21 @@
 
 typedef struct {
   const char *name;
-  const char *type; /* as the format writes it: "F32" */
+  const char *type; /* in the format's notation: "F32" */
   uint32_t rank;
   const int64_t *shape;
-  uint64_t begin, end; /* bytes in the data */
+  uint64_t begin, end; /* byte offsets in the data */
 } stored;
 
 typedef struct {
   uint32_t count;
-  stored *at;    /* in the order of their bytes */
+  stored *at;    /* in the order of their offsets */
   json metadata; /* an object of strings, or null */
 } stored_tensors;
 
-/* `text`: the header's JSON. `data`: bytes of the data behind it. Any error has `status`, and begins with `what`. */
+/* `text`: the header's JSON. `data`: the number of bytes behind it. Errors have `status` and begin with `what`. */
 stored_tensors safetensors_read(arena *a, aotb_status status, const char *what, const char *text, size_t length, uint64_t data);
 const stored *safetensors_find(const stored_tensors *all, const char *name);
-/* Whether it is a tensor of that dtype and shape; complex128 is stored as F64 with a last dimension of 2. */
+/* Returns whether the tensor has that dtype and shape; complex128 is stored as F64 with a last dimension of 2. */
 bool safetensors_is(const stored *s, const dtype *type, uint32_t rank, const int64_t *shape);
 #endif

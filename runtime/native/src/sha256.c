@@ -36,7 +36,7 @@ static void blocks_plain(uint32_t state[8], const uint8_t *data, size_t count) {
   }
 }
 
-/* By the processor's own instructions: five times as fast. The state is held as ABEF and CDGH. */
+/* Uses the processor's SHA instructions, which are five times as fast. The state is held as ABEF and CDGH. */
 __attribute__((target("sha,sse4.1,ssse3"))) static void blocks_sha(uint32_t state[8], const uint8_t *data, size_t count) {
   const __m128i order = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
   __m128i t = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)state), 0xB1),

@@ -13,7 +13,7 @@
 #include "json.h"
 #include "sha256.h"
 
-enum { LARGEST = 1 << 20 }; /* bytes of a signature or a key; they have some 2,000 and 200 */
+enum { LARGEST = 1 << 20 }; /* bytes of a signature or a key; typical are 2,000 and 200 */
 static const char TYPE[] = "application/vnd.in-toto+json";
 
 #define WRONG(a, ...) arena_fail(a, AOTB_SIGNATURE, __VA_ARGS__)
@@ -33,7 +33,7 @@ static bytes read_file(arena *a, const char *path, const char *what, bool plain)
   while (right && out.size <= LARGEST && (n = read(fd, out.at + out.size, LARGEST + 1 - out.size)) > 0) out.size += (size_t)n;
   close(fd);
   uint8_t *kept =
-      right && !n && out.size <= LARGEST ? arena_take(a, out.size + 1, 1) : NULL; /* one of the arena's own fails for want of memory alone */
+      right && !n && out.size <= LARGEST ? arena_take(a, out.size + 1, 1) : NULL; /* a copy in the arena; it fails only if memory is short */
   if (kept) memcpy(kept, out.at, out.size);
   free(out.at);
   if (!kept) WRONG(a, "%s %s is no plain file of at most %d bytes", what, path, LARGEST);
@@ -46,7 +46,7 @@ static int digit(char c) {
   return found ? (int)(found - all) : -1;
 }
 
-/* False where the text is not base64, padded; line ends are skipped. */
+/* Decodes padded base64 and skips line ends. Returns false if the text is invalid. */
 static bool decode(arena *a, const char *text, size_t length, bytes *out) {
   uint32_t held = 0;
   int bits = 0;
@@ -69,7 +69,7 @@ static bool decode(arena *a, const char *text, size_t length, bytes *out) {
   return (digits + padding) % 4 == 0 && padding < 3;
 }
 
-static char *encode(arena *a, const uint8_t *data, size_t size) { /* in lines of 64, as PEM has it */
+static char *encode(arena *a, const uint8_t *data, size_t size) { /* in lines of 64 characters, as in PEM */
   static const char all[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
   char *out = arena_take(a, size * 2 + 8, 1), *w = out;
   for (size_t i = 0; i < size; i += 3) {
@@ -103,14 +103,14 @@ static crypto open_crypto(arena *a) {
   for (int i = 0; i < 2 && !library; i++) library = dlopen(files[i], RTLD_NOW | RTLD_LOCAL);
   if (!library) WRONG(a, "a signature was asked for, which needs OpenSSL's libcrypto.so.3 (or 1.1), and there is none");
   for (size_t i = 0; i < sizeof to / sizeof *to; i++) {
-    void *found = dlsym(library, names[i]); /* it stays open */
+    void *found = dlsym(library, names[i]); /* the library stays open */
     if (!found) WRONG(a, "libcrypto lacks %s", names[i]);
     memcpy(to[i], &found, sizeof found);
   }
   return c;
 }
 
-/* What stands before the point of a key on P-256, P-384, P-521 in its DER form (RFC 5480). */
+/* The bytes before the point in the DER form of keys on P-256, P-384, P-521 (RFC 5480). */
 static const struct {
   uint8_t size, bytes[32];
 } curves[] = {
@@ -167,7 +167,7 @@ static const json *item(const json *value, uint32_t number) {
 }
 static const char *words_of(const json *value) { return value && value->kind == JSON_STRING ? value->text : ""; }
 
-/* The statement, as far as it says of which bytes it is: one resource, ".". */
+/* Returns the digest in the statement, which must name one resource, ".". */
 static const char *resource_of(arena *a, const char *file, const bytes *payload) {
   json statement =
       json_read_as(a, AOTB_SIGNATURE, arena_print(a, "the statement of the signature %s", file), (const char *)payload->at, payload->size);

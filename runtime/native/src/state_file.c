@@ -1,4 +1,4 @@
-/* The file that a training is saved to: runtime/aot_backward_runtime/training/checkpoint.py says what it is, checkpoint_contents.py what it holds. */
+/* The file of a training state. runtime/aot_backward_runtime/training/checkpoint.py describes its format, checkpoint_contents.py its contents. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -22,7 +22,7 @@ static const char BLANK[] = "000000000000000000000000000000000000000000000000000
 static const uint64_t LARGEST_HEADER = 100000000, LARGEST_COUNT = (uint64_t)1 << 62;
 enum { ALIGNED = 64, OPTIMIZER_STATE = 5056 /* bytes of the CPU's random state */ };
 
-/* A tensor of the file beside the one of the entry that it is. */
+/* A tensor of the file, with the memory of the entry's tensor. */
 typedef struct {
   const char *name;
   const dtype *type;
@@ -36,7 +36,7 @@ typedef struct {
   part *at;
 } parts;
 
-/* --- text that grows -------------------------------------------------------------------------------------------------------------------------- */
+/* --- growing text ----------------------------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
   arena *a;
@@ -65,7 +65,7 @@ static void add_integer(text *t, int64_t value) {
   add(t, digits);
 }
 
-/* As Python writes it: the shortest digits that read back as the same number, whatever the locale. */
+/* Writes a number like Python: the shortest digits that parse to the same number, independent of the locale. */
 static void add_number(text *t, double value) {
   char digits[40];
   if (isnan(value)) return add(t, "NaN");
@@ -78,7 +78,7 @@ static void add_number(text *t, double value) {
     double back = json_number(digits, &end);
     if (back == value) break;
   }
-  add(t, digits); /* 1e-03, 5e-01: JSON takes them */
+  add(t, digits); /* 1e-03 and 5e-01 are valid JSON */
 }
 
 static void add_string(text *t, const char *words) {
@@ -87,13 +87,13 @@ static void add_string(text *t, const char *words) {
     char escaped[8];
     if (*c == '"' || *c == '\\') snprintf(escaped, sizeof escaped, "\\%c", *c);
     else if (*c < ' ') snprintf(escaped, sizeof escaped, "\\u%04x", *c);
-    else snprintf(escaped, sizeof escaped, "%c", *c); /* UTF-8 as it is */
+    else snprintf(escaped, sizeof escaped, "%c", *c); /* UTF-8 is copied */
     add(t, escaped);
   }
   add(t, "\"");
 }
 
-/* --- what the file says of the training ------------------------------------------------------------------------------------------------------- */
+/* --- the metadata of the training ------------------------------------------------------------------------------------------------------------- */
 
 static int number_at(const step_spec *s, int64_t group, const char *key, int64_t position) {
   for (uint32_t i = 0; i < s->number_count; i++)
@@ -169,7 +169,7 @@ static void write_about(text *t, const struct aotb_function *f, const char *extr
   add(t, "}");
 }
 
-/* --- which tensors it holds ------------------------------------------------------------------------------------------------------------------- */
+/* --- the tensors of the file ------------------------------------------------------------------------------------------------------------------ */
 
 static void add_part(arena *a, parts *all, const char *name, const weight *w) {
   (void)a;
@@ -262,7 +262,7 @@ static void put(arena *a, int fd, const void *bytes, size_t size, const char *pa
   }
 }
 
-/* The row-major bytes: the memory itself, or a copy in the arena. */
+/* Returns the row-major bytes: the tensor's memory, or a copy in the arena. */
 static const void *plain_bytes(arena *a, const part *p) {
   int64_t plain[64], row = 1;
   bool same = true;
@@ -288,12 +288,12 @@ static void write_all(arena *a, int fd, text *header, const parts *all, const ch
     put(a, fd, bytes, (size_t)all->at[i].bytes, path);
   }
   sha256_end(&h, digest);
-  memcpy(memmem(header->at, header->used, BLANK, 64), digest, 64); /* the first: nothing stands before it */
+  memcpy(memmem(header->at, header->used, BLANK, 64), digest, 64); /* the first match is the placeholder */
   if (lseek(fd, 0, SEEK_SET)) arena_fail(a, AOTB_STATE, "cannot save training state %s: %s; nothing was changed", path, strerror(errno));
   put(a, fd, header->at, header->used, path);
 }
 
-/* As format/atomic_file.py: written beside, locked while it is written, synced, renamed. */
+/* A file that replaces another, like format/atomic_file.py: a temporary file is locked, written, synced and renamed. */
 typedef struct {
   char *temporary;
   int fd;
@@ -331,7 +331,7 @@ static void save(struct aotb_function *f, arena *a, const char *path, const char
   all.at[all.count++] = (part){"random/cpu", dtype_named("uint8"), 1, shape, shape + 1, (void *)(uintptr_t)random, size};
   qsort(all.at, all.count, sizeof *all.at, by_alignment);
   text header = write_header(a, &all, about.at);
-  char *target = realpath(path, NULL), *copy; /* where a link leads */
+  char *target = realpath(path, NULL), *copy; /* the target of a link */
   copy = arena_text(a, target ? target : path, strlen(target ? target : path));
   free(target);
   open_beside(a, copy, path, r);
@@ -388,7 +388,7 @@ static const char *metadata(const file *s, const char *key) {
   return value ? value->text : "";
 }
 
-/* The whole file, compared with its digest. */
+/* Reads the whole file and compares it with its digest. */
 static file read_file(arena *a, const char *path, int fd) {
   struct stat status;
   file s = {0};
@@ -479,7 +479,7 @@ static bool of_implementation(const char *key) {
   return false;
 }
 
-/* The options of a group: its numbers into `numbers`, what is fixed as it is here. */
+/* Reads the numbers of a group into `numbers`. Fails if a fixed option differs from this step's. */
 static void check_options(struct aotb_function *f, arena *a, const char *path, uint32_t group, const json *given, double *numbers) {
   const step_spec *s = f->entry->step_of;
   const json *own = f->step.options[group];
@@ -499,18 +499,18 @@ static void check_options(struct aotb_function *f, arena *a, const char *path, u
       if (problem) UNFIT(a, path, "%s", problem);
     }
     if (any) continue;
-    if (!theirs && (mine->kind == JSON_FALSE || mine->kind == JSON_NULL)) continue; /* an option that an older torch does not have is off */
+    if (!theirs && (mine->kind == JSON_FALSE || mine->kind == JSON_NULL)) continue; /* an option that an older torch lacks is off */
     if (theirs && same_value(mine, theirs)) continue;
     json *defaults = TAKE(a, 1, json);
     *defaults = json_read(a, "the optimizer's defaults", s->defaults, strlen(s->defaults));
-    if (!theirs && !json_get(defaults, mine->key)) continue; /* the caller's own, as a schedule's initial_lr */
+    if (!theirs && !json_get(defaults, mine->key)) continue; /* added by the caller, such as a scheduler's initial_lr */
     if (theirs && !json_get(defaults, mine->key)) continue;
     UNFIT(a, path, "param_groups[%" PRIu32 "]['%s'] is fixed in the compiled step at %.*s", group, SHOWN(mine->key),
           (int)(mine->raw_length < 80 ? mine->raw_length : 80), mine->raw);
   }
 }
 
-/* That torch's generator can be in that state: at::CPUGeneratorImplStateLegacy, of which the words of the Mersenne Twister are 64 bits each. */
+/* Returns whether this is a valid state of torch's generator: at::CPUGeneratorImplStateLegacy, with 64 bits for each word of the Mersenne Twister. */
 static bool is_random_state(const stored *s, const uint8_t *data) {
   uint32_t left, seeded, next_high;
   uint64_t next;
@@ -554,7 +554,7 @@ static void check_groups(struct aotb_function *f, arena *a, const char *path, co
   for (uint32_t g = 0; g < groups->count; g++) check_options(f, a, path, g, member_of(a, path, &groups->items[g], "options", JSON_OBJECT), numbers);
 }
 
-/* Checks all of it, then writes all of it. */
+/* Checks the whole file before it changes any state. */
 static void resume(struct aotb_function *f, arena *a, const char *path, int fd, const char **extra) {
   const step_spec *s = f->entry->step_of;
   file all = read_file(a, path, fd);
@@ -600,7 +600,7 @@ static void resume(struct aotb_function *f, arena *a, const char *path, int fd, 
     memcpy(kept, others->raw, others->raw_length);
     kept[others->raw_length] = 0;
   }
-  /* From here on nothing fails. */
+  /* Nothing below can fail. */
   for (uint32_t i = 0; i < own.count; i++) {
     int64_t plain[64], row = 1;
     for (uint32_t d = own.at[i].rank; d--; row *= own.at[i].shape[d]) plain[d] = row;

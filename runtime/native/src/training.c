@@ -1,4 +1,4 @@
-/* Steps: numbers of the parameter groups, accumulated gradients, counters, and the loss scale, as runtime/aot_backward_runtime/training/ has them. */
+/* Steps: numbers of the parameter groups, accumulated gradients, counters, and the loss scale, like runtime/aot_backward_runtime/training/. */
 #include <float.h>
 #include <inttypes.h>
 #include <math.h>
@@ -55,11 +55,11 @@ void training_begin(struct aotb_function *f) {
     t->options[i] = options;
   }
   training_accumulated(f, 0);
-  t->fresh = s->fresh; /* what the state starts as is stored as it is */
+  t->fresh = s->fresh; /* the weights contain the initial state */
   t->numbers[1] = s->fresh;
 }
 
-/* The rule of torch.amp.GradScaler. */
+/* Adapts the loss scale like torch.amp.GradScaler. */
 static void scale_after(training *t, bool finite) {
   if (t->scale_number < 0) return;
   if (!finite) {
@@ -85,7 +85,7 @@ static double number_of(const library *l, tensor_handle h, const dtype *type) {
   return NAN;
 }
 
-/* After an update has run: whether it was made, by what the library gives behind the outputs. */
+/* Reads gradient norm and finiteness from the last outputs of the library, and counts the update as made or skipped. */
 static void record_update(struct aotb_function *f, const runnable *r) {
   training *t = &f->step;
   const step_spec *s = f->entry->step_of;
@@ -111,7 +111,7 @@ static aotb_status consistent(const struct aotb_function *f) {
       f->entry->name);
 }
 
-/* What is left after native code failed; the words are added to. */
+/* Handles a failure of native code: updates the state and adds the consequences to the message. */
 static aotb_status failed(struct aotb_function *f, aotb_status status, bool adding) {
   if (status != AOTB_RUN) return status;
   const char *left = "nothing was changed";

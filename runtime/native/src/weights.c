@@ -22,7 +22,7 @@ int64_t layout_span(uint32_t rank, const int64_t *shape, const int64_t *stride) 
     if (stride[d] < 0 || stride[d] >= (int64_t)1 << 60 || shape[d] < 0) return -1;
     empty = empty || !shape[d];
   }
-  for (;;) { /* dimensions by rising stride: each next one lies beyond all that the smaller ones reach */
+  for (;;) { /* dimensions by rising stride: each stride must exceed the span of the smaller ones */
     int64_t next = INT64_MAX;
     uint32_t at = 0, equal = 0;
     for (uint32_t d = 0; d < rank; d++) {
@@ -50,13 +50,13 @@ void copy_tensor(void *to, const int64_t *to_stride, const void *from, const int
   for (uint32_t d = 0; d < rank; d++)
     if (!shape[d]) return;
   while (rank && shape[rank - 1] == 1) rank--;
-  size_t row = size; /* what lies side by side in both goes at once */
+  size_t row = size; /* dimensions that are contiguous in both are copied at once */
   while (rank && to_stride[rank - 1] * (int64_t)size == (int64_t)row && from_stride[rank - 1] * (int64_t)size == (int64_t)row)
     row *= (size_t)shape[--rank];
   for (;;) {
     memcpy(t, f, row);
     uint32_t d = rank;
-    while (d && at[d - 1] + 1 == shape[d - 1]) { /* this index begins anew */
+    while (d && at[d - 1] + 1 == shape[d - 1]) { /* this index wraps around */
       d--;
       t -= at[d] * to_stride[d] * (int64_t)size;
       f -= at[d] * from_stride[d] * (int64_t)size;
@@ -129,7 +129,7 @@ static void check_filled(const struct aotb_package *p, arena *a) {
     arena_fail(a, AOTB_FORMAT, "corrupt: the weights that are one number throughout take more memory than any optimizer's state");
 }
 
-/* The bytes of a weight, compared with its digest. */
+/* Reads the bytes of a weight and compares them with its digest. */
 static void read_stored(arena *a, const archive *z, uint64_t offset, void *out, size_t bytes, const weight_spec *w) {
   char digest[65];
   sha256 h;
@@ -149,7 +149,7 @@ static void lay_out(void *out, const void *raw, const weight_spec *w) {
   copy_tensor(out, w->stride, raw, plain, (size_t)w->type->size, w->rank, w->shape);
 }
 
-/* Of a weight whose strides are not row-major. */
+/* Reads a weight with strides that are not row-major. */
 static void read_relaid(arena *a, const archive *z, uint64_t offset, void *out, size_t bytes, const weight_spec *w) {
   jmp_buf *outer = a->back, here;
   void *raw = malloc(bytes + 1);

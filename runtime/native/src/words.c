@@ -10,7 +10,7 @@ static _Thread_local char words[1024];
 
 const char *aotb_error(void) { return words; }
 
-/* Names of a package may be any text: what moves a cursor, colours a terminal or turns the direction of writing becomes question marks. */
+/* Names of a package may be any text. Replaces bytes that move a cursor, colour a terminal or change the writing direction by question marks. */
 static void make_printable(char *text) {
   for (unsigned char *c = (unsigned char *)text; *c; c++) {
     int length = 0;
@@ -23,7 +23,7 @@ static void make_printable(char *text) {
 }
 
 aotb_status aotb_fail(aotb_status status, const char *format, ...) {
-  char said[sizeof words]; /* the arguments may be words of an error before */
+  char said[sizeof words]; /* the arguments may include an earlier message */
   va_list list;
   va_start(list, format);
   vsnprintf(said, sizeof said, format, list);

@@ -1,4 +1,4 @@
-"""A plain loop over handwritten digits: momentum, ``zero_grad``, dropout, BatchNorm, and a last batch that is smaller."""
+"""A plain loop over handwritten digits: momentum, ``zero_grad``, dropout, BatchNorm, and a smaller last batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPOCH = -(-IMAGES // BATCH)
 
 
 def network() -> nn.Sequential:
-    """From images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10) of the ten digits."""
+    """Return a net from images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10) of the ten digits."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),

@@ -14,7 +14,7 @@ EPOCH = -(-TEXTS // BATCH)
 
 
 class Classifier(nn.Module):
-    """From bytes (batch, length), 0 where padded, to the logits (batch, 4) of the modules that they may be of."""
+    """Maps bytes (batch, length), padded with 0, to the logits (batch, 4) of the modules that they may come from."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""How the clients here are run: ``python CLIENT.py eager|record|replay PACKAGE RESULTS``, each mode by a process of its own.
+"""Run a client: ``python CLIENT.py eager|record|replay PACKAGE RESULTS``, each mode in a separate process.
 
-What is written to RESULTS, as JSON, is what ``tests/passes/test_replay_clients.py`` compares.
+``tests/passes/test_replay_clients.py`` compares the JSON in RESULTS.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"}
 
 Train = Callable[[int], tuple[list[float], list[list[int]]]]
-"""From a number of steps to the loss of each and the shapes of the batches, in order; the first steps are the same for any number."""
+"""Maps a number of steps to the loss of each and the shapes of the batches, in order. The first steps are the same for any number."""
 
 
 def main(train: Train, recorded: int) -> None:
-    """``recorded``: steps that the recording process makes; the others make :data:`STEPS`."""
+    """Train and write RESULTS. The recording process makes ``recorded`` steps, the others :data:`STEPS`."""
     mode, package, results = sys.argv[1:]
     children: list[str] = []
     sys.addaudithook(lambda event, arguments: children.append(f"{event} {arguments[:2]}") if event in STARTS else None)
@@ -56,8 +56,8 @@ def main(train: Train, recorded: int) -> None:
 
 
 def docstrings() -> list[tuple[int, bytes]]:
-    """Text that is on every machine: beginnings of paragraphs, 12 to 64 bytes, of the standard library's docstrings, and which of four modules
-    each is of."""
+    """Return text that every machine has, and which of four modules it is from: beginnings of paragraphs, 12 to 64 bytes, of the standard library's
+    docstrings."""
     import argparse
     import email.message
     import statistics

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` on a tiny BERT that fills in masked bytes: each batch is padded to its longest text, the last one is smaller."""
+"""``transformers.Trainer`` on a tiny BERT that fills in masked bytes. Each batch is padded to its longest text; the last one is smaller."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train(steps: int) -> tuple[list[float], list[list[int]]]:
             disable_tqdm=True,
         )
         Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[watching]).train()  # type: ignore[arg-type]
-    return watching.losses, shapes[:steps]  # one more may have been fetched
+    return watching.losses, shapes[:steps]  # the Trainer may have fetched one more
 
 
 if __name__ == "__main__":

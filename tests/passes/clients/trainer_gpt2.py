@@ -13,7 +13,7 @@ ROWS, LENGTH = 400, 32
 
 
 class Losses(TrainerCallback):
-    """Keeps what the Trainer logs, and ends the training after ``steps`` of the :data:`STEPS` that its schedule is made for."""
+    """Keeps the Trainer's logged losses, and ends the training after ``steps`` of the :data:`STEPS` in its schedule."""
 
     def __init__(self, steps: int):
         self.steps = steps

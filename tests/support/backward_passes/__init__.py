@@ -1,4 +1,4 @@
-"""Backward passes of every kind that a script may run, each small: what recorded passes are compared on with eager, by topic."""
+"""Small backward passes of every kind that a script may run, by topic. Tests compare recorded passes with eager on them."""
 
 from . import corners, custom_functions, engine, hooks, modes, operators, views
 from .scenario import SCENARIOS

@@ -1,4 +1,4 @@
-"""Corner cases: splits, failing hooks, modes within a pass, outputs that nobody uses."""
+"""Corner cases: splits, failing hooks, modes within a pass, unused outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def unpacking_that_fails() -> Step:
 
 @scenario
 def custom_zeros_of_every_kind() -> Step:
-    """Gradients that are not there, of no dimensions and of another dtype."""
+    """Undefined gradients, 0-d gradients and gradients of another dtype."""
 
     class Three(Function):
         @staticmethod
@@ -67,7 +67,7 @@ def custom_zeros_of_every_kind() -> Step:
 
 @scenario
 def hook_that_replaces_nothing() -> Step:
-    """A gradient that is not there cannot be replaced."""
+    """An undefined gradient cannot be replaced."""
     w, c = leaf(3), leaf(3)
 
     def step(i: int) -> Seen:
@@ -105,7 +105,7 @@ def anomaly_in_a_custom_function() -> Step:
 
 @scenario
 def modes_within_the_pass() -> Step:
-    """Whether gradients are recorded, and autocast, as hooks and custom functions see them."""
+    """Grad mode and autocast, as hooks and custom functions see them."""
     w, log = leaf(3), list[object]()
 
     def note(what: str) -> None:
@@ -158,7 +158,7 @@ def outputs_that_nobody_uses(i: int, w: Any) -> Any:
 
 @scenario
 def nothing_in_reach() -> Step:
-    """Eager calls the hooks of a sole root even where nothing follows, but not those of several."""
+    """Eager calls the hooks of a sole root even if nothing follows it, but not the hooks of several roots."""
     a, b = leaf(3), leaf(3)
 
     def step(i: int) -> Seen:

@@ -1,4 +1,4 @@
-"""Custom ``autograd.Function``s, and gradients that are not there."""
+"""Custom ``autograd.Function``s, and undefined gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .scenario import Seen, Step, backward_of, batch, clear, error, grads, leaf,
 
 
 class Halves(Function):
-    """The first gradient is dropped, the second doubled."""
+    """Drops the first gradient and doubles the second."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ class Halves(Function):
 
 
 class Undefined(Function):
-    """Sees which gradients are not there."""
+    """Logs which incoming gradients are undefined."""
 
     log: list[object]
 
@@ -79,7 +79,7 @@ def custom_materialized_gradients(i: int, a: Any) -> Any:
 
 
 class Everything(Function):
-    """Saves inputs, outputs and numbers; takes arguments that are no tensors; says what is not differentiable."""
+    """Saves inputs, outputs and numbers, takes non-tensor arguments, and marks outputs as non-differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, power: int, w: Tensor, name: str, flag: bool) -> tuple[Tensor, Tensor, str]:
@@ -141,7 +141,7 @@ def custom_other_styles(i: int, a: Any, b: Any) -> Any:
 
 @scenario
 def custom_of_a_wrong_shape() -> Step:
-    """A gradient that must be summed, one of another dtype, and one that cannot be made to fit."""
+    """Backward returns a gradient that must be summed, one of another dtype, and one that cannot fit."""
 
     class Odd(Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""What is asked of the engine: roots, inputs, retained graphs, accumulation, loss scaling."""
+"""Uses of the engine: roots, inputs, retained graphs, accumulation, loss scaling."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def zeroed_in_place() -> Step:
 
 @scenario
 def same_gradient_tensor_kept() -> Step:
-    """Accumulation goes into the tensor that is there, and others who hold it see it."""
+    """Accumulation writes into the existing tensor, and other holders of it see the change."""
     w = leaf(3, 3)
 
     def step(i: int) -> Seen:
@@ -277,7 +277,7 @@ def detached_branches(i: int, a: Any, b: Any) -> Any:
 
 @backward_of(lambda: leaf(16))
 def fan_in(i: int, a: Any) -> Any:
-    """Sums of many gradients round by the order in which they arrive."""
+    """The order in which gradients arrive determines the rounding of their sum."""
     x = torch.randn(batch(i), 16)
     h = a * x
     parts = [h.sin() * 1e3, h.exp(), h * h, a * 1e-3, (h + a).tanh(), h.cos() * 1e5, a.sigmoid() * x]

@@ -451,7 +451,7 @@ def hooks_of_what_is_asked_for() -> Step:
 
 @scenario
 def gradients_kept_by_hooks() -> Step:
-    """What a hook was given stays as it was."""
+    """The gradient that a hook received does not change later."""
     w = leaf(3, 3)
 
     def step(i: int) -> Seen:

@@ -1,4 +1,4 @@
-"""What the engine treats apart: double backward, batched gradients, threads, passes within passes, compiled forwards."""
+"""Special cases of the engine: double backward, batched gradients, threads, nested passes, compiled forwards."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def two_threads() -> Step:
 
 
 class Nested(Function):
-    """Its backward runs backward passes of its own."""
+    """Runs backward passes within its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def nothing_requires_a_gradient() -> Step:
 
 @scenario
 def saved_tensor_changed_in_place() -> Step:
-    """Eager refuses; so must we, in the same words."""
+    """Replay must refuse as eager does, with the same message."""
     w = leaf(3)
 
     def step(i: int) -> Seen:

@@ -25,7 +25,7 @@ def indexing(i: int, w: Any) -> Any:
 
 @backward_of(lambda: leaf(1, 4))
 def as_many_outputs_as_rows(i: int, w: Any) -> Any:
-    """Of ``unbind`` and ``split``: the engine's cache does not tell how many there are."""
+    """The engine's cache does not tell the number of outputs of ``unbind`` and ``split``."""
     x = w * torch.randn(2 * [3, 5, 2][i], 4)
     first, second = x.unbind(0)[:2]
     third, fourth = x.split(2)[:2]

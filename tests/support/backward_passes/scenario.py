@@ -1,7 +1,7 @@
-"""Backward passes of every kind that a script may run, each small: what recorded passes are compared on with eager.
+"""Small backward passes of every kind that a script may run. Tests compare recorded passes with eager on them.
 
-A scenario makes fresh parameters and returns ``step(i)``, which runs forward and backward number ``i`` (most at another batch size for
-``i == 2``) and returns what it saw: gradients (None where there is none), logs of hook calls, and the texts of errors.
+A scenario makes fresh parameters and returns ``step(i)``. The step runs forward and backward number ``i``, most at another batch size for
+``i == 2``. It returns what it saw: gradients (None if there is none), logs of hook calls, and the texts of errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCENARIOS: dict[str, Callable[[], Step]] = {}
 
 
 def scenario(make: Callable[[], Step]) -> Callable[[], Step]:
-    """Registers ``make`` by its name, with the random numbers of the factory and of each step fixed."""
+    """Register ``make`` by its name, with fixed random seeds for the factory and for each step."""
 
     def seeded() -> Step:
         torch.manual_seed(0)
@@ -36,8 +36,8 @@ def scenario(make: Callable[[], Step]) -> Callable[[], Step]:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Those that an index is multiplied with: a gradient that the engine took over has the others of the kernel that made it, and a copy of it does
-    not (a 1x1 convolution in channels_last: [4, 1, 4, 4] on one processor, [4, 1, 1, 1] on another)."""
+    """Return the strides of the dimensions larger than 1. The kernel chooses the other strides, and a copy of the gradient does not keep them (a 1x1
+    convolution in channels_last: [4, 1, 4, 4] on one processor, [4, 1, 1, 1] on another)."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -50,7 +50,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def grads(*tensors: Tensor | nn.Module) -> Seen:
-    """``.grad`` of each, copied, by position."""
+    """Return copies of each ``.grad``, by position."""
     leaves = [p for t in tensors for p in (t.parameters() if isinstance(t, nn.Module) else [t])]
     return {f"grad {n}": None if p.grad is None else p.grad.clone() for n, p in enumerate(leaves)}
 
@@ -68,7 +68,7 @@ def named(values: Iterable[Tensor | None], name: str = "result") -> Seen:
 
 
 def error(call: Callable[[], object]) -> str:
-    """The error of ``call``, in words."""
+    """Return the type and text of the error that ``call`` raises."""
     try:
         call()
     except Exception as e:
@@ -89,8 +89,8 @@ def sums(values: Sequence[Tensor | None]) -> list[tuple[float, list[int]] | None
 
 
 def backward_of(parameters: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[[], Step]]:
-    """Registers a scenario that is one ``backward()`` a step. ``parameters()``: a module or a leaf, or a tuple of such. The function takes the number
-    of the step and these, and returns the loss, with further leaves after it; what the scenario saw are the gradients of all."""
+    """Register a scenario that calls ``backward()`` once a step. ``parameters()`` returns a module, a leaf or a tuple of these. The function takes
+    the step's number and these, and returns the loss, optionally followed by further leaves. The scenario returns the gradients of all."""
 
     def register(forward: Callable[..., Any]) -> Callable[[], Step]:
         def make() -> Step:

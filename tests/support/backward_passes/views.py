@@ -104,7 +104,7 @@ def transposed_leaf_gradient() -> Step:
 
 @backward_of(lambda: leaf(3, dtype=torch.complex64))
 def update_through_a_view_of_another_type(i: int, w: Any) -> Any:
-    """The view cannot be made again from sizes and strides."""
+    """The view cannot be recreated from sizes and strides."""
     h = w * torch.randn(batch(i), 3)
     torch.view_as_real(h).mul_(2)
     h.real.add_(1)

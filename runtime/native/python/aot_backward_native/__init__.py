@@ -1,13 +1,13 @@
-"""Packages of aot-backward without PyTorch: the C library, from Python.
+"""Run packages of aot-backward without PyTorch, through the C library.
 
     import aot_backward_native as abn
 
     energy = abn.load("energy.pt2").grad()
     value, gradient = energy(positions)
 
-Arrays come in by the buffer protocol or DLPack (NumPy, ``array.array``, PyTorch, JAX), on the CPU. They go out as NumPy's where NumPy is imported,
-else as :class:`Tensor`, which has both protocols and which ``tensor("bfloat16", (2, 3), data)`` makes of row-major bytes. This module imports
-neither NumPy nor PyTorch.
+Arguments are CPU arrays with the buffer protocol or DLPack (NumPy, ``array.array``, PyTorch, JAX). Results are NumPy arrays if NumPy is imported,
+else :class:`Tensor`, which has both protocols. ``tensor("bfloat16", (2, 3), data)`` makes one from row-major bytes. This module imports neither NumPy
+nor PyTorch.
 """
 
 from __future__ import annotations
@@ -63,44 +63,45 @@ _FOLDER = Path(__file__).parent
 def load(
     path: str | os.PathLike[str], *, backend: str | None = None, public_key: str | os.PathLike[str] | None = None, unchecked: bool = False
 ) -> Package:
-    """Opens a package: its archive and manifest are checked, nothing is run.
+    """Open a package and check its archive and manifest. No code is run.
 
-    ``backend``: "standalone", which needs no PyTorch; "libtorch", or the path of a ``libtorch_cpu.so``; without one ``$AOT_BACKWARD_BACKEND``, else
-    "standalone". It refuses entries that were not compared with eager on it when they were exported, unless ``unchecked``. ``public_key``: a PEM
-    file, by whose key the package must be signed. Raises :class:`PackageError`, :class:`IncompatibleError`, :class:`SignatureError`.
+    ``backend`` is "standalone", which needs no PyTorch; "libtorch"; or the path of a ``libtorch_cpu.so``. The default is ``$AOT_BACKWARD_BACKEND``
+    if it is set, else "standalone". Standalone refuses entries that export did not compare with eager on it, unless ``unchecked`` is true.
+    ``public_key`` is a PEM file; the package must be signed by its key. Raises :class:`PackageError`, :class:`IncompatibleError`,
+    :class:`SignatureError`.
     """
     return Package(_extension.open(path, backend, public_key, unchecked), os.fspath(path))
 
 
 class Package:
-    """An open package. Functions made of it have weights of their own."""
+    """Open package. Each function made from it has its own weights."""
 
     def __init__(self, opened: Any, path: str):
         self._opened, self._path = opened, path
 
     @property
     def entries(self) -> dict[str, str]:
-        """Name and kind ("grad", "module", "step") of each entry that can be called without PyTorch."""
+        """Return name and kind ("grad", "module", "step") of each entry that can be called without PyTorch."""
         return dict(self._opened.entries())
 
     def grad(self, name: str | None = None) -> Grad:
-        """The gradient function of that name; a sole one needs no name. A new object with each call, for a thread of its own."""
+        """Return the named gradient function; the name is optional if there is only one. Each call makes a new object: use one per thread."""
         return Grad(*self._new("grad", name))
 
     def module(self, name: str | None = None) -> Module:
-        """The module of that name; a sole one needs no name."""
+        """Return the named module; the name is optional if there is only one."""
         return Module(*self._new("module", name))
 
     def step(self, name: str | None = None) -> Step:
-        """The training step of that name; a sole one needs no name."""
+        """Return the named training step; the name is optional if there is only one."""
         return Step(*self._new("step", name))
 
     def seed(self, seed: int) -> None:
-        """Of the random numbers of the process (dropout), as ``torch.manual_seed``."""
+        """Seed the random numbers of the process (dropout) like ``torch.manual_seed``."""
         self._opened.seed(seed)
 
     def threads(self, count: int) -> None:
-        """How many threads compiled code of this process uses."""
+        """Set the number of threads of compiled code in this process."""
         self._opened.threads(count)
 
     def _new(self, kind: str, name: str | None) -> tuple[str, Any]:
@@ -124,11 +125,11 @@ class _Entry:
 
     @property
     def inputs(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """Name, dtype and shape of each argument of the first variant; a dynamic size is a text such as "s0"."""
+        """Return name, dtype and shape of each argument of the first variant; a dynamic size is a string such as "s0"."""
         return [d[:3] for d in self._function.describe(0, _INPUTS)]
 
     def train(self, mode: bool = True) -> Any:
-        """Serves calls from the variants of that mode; returns itself."""
+        """Select the variants of that mode. Return self."""
         self._function.train(mode)
         return self
 
@@ -136,7 +137,7 @@ class _Entry:
         return self.train(False)
 
     def use_variant(self, number: int | None) -> Any:
-        """Serves calls from that variant alone, such as one exported for fewer gradients (None: from any); returns itself."""
+        """Run only that variant, such as one exported for fewer gradients (None: any variant). Return self."""
         self._function.use_variant(-1 if number is None else number)
         return self
 
@@ -151,7 +152,7 @@ class _Entry:
         return (*args, *(kwargs[n] for n in rest))
 
     def _gradient_names(self) -> list[str]:
-        """Of the variant that served the last call."""
+        """Return the gradient names of the variant that the last call ran."""
         number = self._function.served
         if number not in self._gradients:
             self._gradients[number] = [d[0] for d in self._function.describe(number, _GRADIENTS)]
@@ -162,10 +163,10 @@ class _Entry:
 
 
 class Grad(_Entry):
-    """A value and its gradients in one native call."""
+    """Gradient function: a value and its gradients in one native call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The outputs (one as itself, more as a tuple) and the gradients: by name, a sole one as itself, None where there is none."""
+        """Return outputs (a tuple if several) and gradients (a dict by name if several). A gradient is None if eager's is."""
         results = list(map(_shown, self._function.run(*self._arguments(args, kwargs))))
         names = self._gradient_names()
         outputs, gradients = results[: -len(names)], results[-len(names) :]
@@ -173,101 +174,101 @@ class Grad(_Entry):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Live views of parameters and buffers: they may be written between calls."""
+        """Return live views of parameters and buffers. You may write to them between calls."""
         return self._states()
 
 
 class Module(_Entry):
-    """A module: inference by calling it, or a forward and its backward."""
+    """Module: call it for inference, or use :meth:`forward` and :meth:`backward`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs, computed without gradients: one as itself, more as a tuple."""
+        """Return the outputs, computed without gradients; a tuple if several."""
         return _single(list(map(_shown, self._function.run(*self._arguments(args, kwargs)))))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As a call, for a :meth:`backward`. The inputs must stay as they are until then."""
+        """Return the outputs and save tensors for :meth:`backward`. Do not change the inputs in between."""
         self._kept = self._arguments(args, kwargs)
         return _single(list(map(_shown, self._function.forward(*self._kept))))
 
     def backward(self, *incoming: Any) -> dict[str, Any]:
-        """Gradients by what they are of, given those of the outputs that have one (None: none)."""
+        """Return gradients by target name. ``incoming`` has one gradient per differentiable output (None: none)."""
         names = self._gradient_names()
         return dict(zip(names, map(_shown, self._function.backward(*incoming)), strict=True))
 
     @property
     def state(self) -> dict[str, Any]:
-        """Live views of parameters and buffers: they may be written between calls."""
+        """Return live views of parameters and buffers. You may write to them between calls."""
         return self._states()
 
 
 class Step(_Entry):
-    """A training step: loss, gradients, clipping and the optimizer's update in one native call."""
+    """Training step: loss, gradients, clipping and the optimizer's update in one native call."""
 
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
-        """Makes one update, or with ``update=False`` adds up gradients, and returns the outputs, of which the first is the loss."""
+        """Make one update, or accumulate gradients if ``update=False``. Return the outputs; the first is the loss."""
         inputs = self._arguments(args, kwargs)
         return _single(list(map(_shown, (self._function.run if update else self._function.accumulate)(*inputs))))
 
     def step(self) -> None:
-        """One update by the gradients that were added up."""
+        """Make one update with the accumulated gradients."""
         self._function.update()
 
     def zero_grad(self) -> None:
-        """Drops the gradients that were added up."""
+        """Drop the accumulated gradients."""
         self._function.zero_grad()
 
     @property
     def param_groups(self) -> list[Group]:
-        """The numbers of each parameter group, which a schedule may set: ``step.param_groups[0]["lr"] = 1e-4``."""
+        """Return the hyperparameters of each parameter group. A schedule may set them: ``step.param_groups[0]["lr"] = 1e-4``."""
         numbers = self._function.describe(0, _NUMBERS)
         return [Group(self._function, number) for number in range(1 + max((d[3] for d in numbers), default=-1))]
 
     @property
     def clipping(self) -> Group:
-        """``clip_norm``, ``clip_value``: numbers of the whole step."""
+        """Return ``clip_norm`` and ``clip_value``, which apply to the whole step."""
         return Group(self._function, -1)
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Live views of the module's parameters and buffers and of the optimizer's state: they may be written between calls."""
+        """Return live views of parameters, buffers and optimizer state. You may write to them between calls."""
         return self._states()
 
     @property
     def count(self) -> int:
-        """Updates made."""
+        """Return the number of updates made."""
         return int(self._function.progress()[0])
 
     @property
     def skipped(self) -> int:
-        """Updates that were skipped because a gradient was not finite."""
+        """Return the number of updates skipped because a gradient was not finite."""
         return int(self._function.progress()[1])
 
     @property
     def accumulated(self) -> int:
-        """Calls since the last update."""
+        """Return the number of calls since the last update."""
         return int(self._function.progress()[2])
 
     @property
     def grad_norm(self) -> float:
-        """Of the last update, before clipping; NaN where the step has none."""
+        """Return the gradient norm of the last update, before clipping; NaN if the step does not compute it."""
         return float(self._function.progress()[3])
 
     @property
     def loss_scale(self) -> float:
-        """1 where the step has none."""
+        """Return the loss scale; 1 if the step does not scale its loss."""
         return float(self._function.progress()[4])
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
-        """Writes the whole training to a file, which PyTorch's runtime reads too, or nothing. ``extra``: anything that JSON can hold."""
+        """Save the whole training state, or write nothing. PyTorch's runtime can read the file. ``extra`` can be any JSON value."""
         self._function.save(path, json.dumps(extra))
 
     def resume(self, path: str | os.PathLike[str]) -> Any:
-        """Restores it bit for bit, the random numbers too, and returns ``extra``."""
+        """Restore the state bit for bit, including random numbers. Return ``extra``."""
         return json.loads(self._function.resume(path))
 
 
 class Group(MutableMapping[str, float]):
-    """Numbers of a parameter group by option. One of a list is called "betas[1]"."""
+    """Hyperparameters of a parameter group by option. An item of a list is named "betas[1]"."""
 
     def __init__(self, function: Any, number: int):
         self._function, self._number = function, number
@@ -298,17 +299,17 @@ class Group(MutableMapping[str, float]):
 
 
 def include_dir() -> str:
-    """The folder of ``aot_backward.h``."""
+    """Return the folder of ``aot_backward.h``."""
     return str(_FOLDER / "include")
 
 
 def library_dir() -> str:
-    """The folder of ``libaot_backward.so``, ``libaotb_core.so`` and ``pkgconfig``."""
+    """Return the folder of ``libaot_backward.so``, ``libaotb_core.so`` and ``pkgconfig``."""
     return str(_FOLDER / "lib")
 
 
 def cmake_dir() -> str:
-    """What CMake's ``aot_backward_DIR`` must be for ``find_package(aot_backward)``."""
+    """Return the value of CMake's ``aot_backward_DIR`` for ``find_package(aot_backward)``."""
     return str(_FOLDER / "lib" / "cmake" / "aot_backward")
 
 

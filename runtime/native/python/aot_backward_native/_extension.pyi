@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from typing import Any
 
 class Tensor:
-    """Numbers in memory: NumPy's asarray and torch.from_dlpack take it without a copy."""
+    """Array that NumPy's asarray and torch.from_dlpack accept without a copy."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -1,40 +1,40 @@
-"""What a package can go wrong with. The names are those of aot_backward_runtime's errors: each names the thing, what came, what was expected."""
+"""Errors of packages, with the names of aot_backward_runtime's errors. Each message names the object, the expected and the actual value."""
 
 
 class AotBackwardError(Exception):
-    """The common base."""
+    """Base class of all errors."""
 
 
 class PackageError(AotBackwardError):
-    """The file is not a whole, unaltered package of a format version that this reader knows, or has no such entry."""
+    """The file is incomplete, altered, or of an unsupported format version; or the package has no such entry."""
 
 
 class SignatureError(AotBackwardError):
-    """The signature of a package is not by the key that was asked for, and nothing of the package was used."""
+    """The package is not signed by the requested key. Nothing of the package was used."""
 
 
 class IncompatibleError(AotBackwardError):
-    """The package is sound, but was built for another processor, glibc, torch or backend."""
+    """The package is valid but was built for another processor, glibc, torch or backend."""
 
 
 class InputError(AotBackwardError, ValueError):
-    """An argument of a call does not fit what was exported; nothing was run."""
+    """An argument does not match the exported entry. No code was run."""
 
 
 class ExecutionError(AotBackwardError, RuntimeError):
-    """Native code failed after its arguments had been found good."""
+    """Native code failed although its arguments were valid."""
 
 
 class StateError(AotBackwardError):
-    """A training state could not be saved, and the old file stays; or the file to resume from does not fit, and nothing has changed."""
+    """Saving failed and the old file was kept, or the file to resume from does not match and nothing has changed."""
 
 
 class OutOfMemoryError(AotBackwardError, MemoryError):
-    """There is no memory for what was asked for."""
+    """Not enough memory for the call."""
 
 
 OF_STATUS = [
     AotBackwardError, PackageError, PackageError, IncompatibleError, SignatureError, PackageError, InputError, StateError, ExecutionError,
     OutOfMemoryError,
 ]  # fmt: skip
-"""By the number of ``aotb_status`` in ``aot_backward.h``."""
+"""Error classes, indexed by ``aotb_status`` of ``aot_backward.h``."""
