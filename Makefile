@@ -113,6 +113,7 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
+	@$(BIN)/python -m tests.tools.plain_words
 
 venv: $(STAMP)
 
