@@ -124,17 +124,17 @@ def test_verify_a_step(package: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("step", None, "entry fit is of kind 'step', but has no step"),
-        ("kind", "module", "entry fit is of kind 'module', but has a step"),
-        ("variants/0/step/call/library", "nonsuch", "entry fit refers to 'nonsuch'"),
-        ("variants/0/accumulate/call/library", "nonsuch", "entry fit refers to 'nonsuch'"),
-        ("step/update/call/library", "nonsuch", "entry fit refers to 'nonsuch'"),
-        ("step/state/3/state", "nonsuch", "its step refers to 'nonsuch'"),
-        ("step/gradients/0/state", "nonsuch", "its step refers to 'nonsuch'"),
-        ("step/groups/1/parameters", ["nonsuch"], "its step refers to 'module.nonsuch'"),
-        ("step/numbers", [], "its vector of numbers has the shape [13]; expected 2 numbers"),
-        ("step/state/0/starts_as", 99, "starts as number 99, of 11"),
-        ("step/numbers/0/group", 7, "the number 'lr' is of group 7, of 2"),
+        ("step", None, "entry fit: an entry of kind 'step' has 1 variants and no training step"),
+        ("kind", "module", "entry fit: an entry of kind 'module' has 1 variants and a training step"),
+        ("variants/0/step/call/library", "nonsuch", "entry fit: variant 0: step: its call refers to 'nonsuch'"),
+        ("variants/0/accumulate/call/library", "nonsuch", "accumulate: its call refers to 'nonsuch'"),
+        ("step/update/call/library", "nonsuch", "the update refers to 'nonsuch'"),
+        ("step/state/3/state", "nonsuch", "the step refers to 'nonsuch'"),
+        ("step/gradients/0/state", "nonsuch", "the step refers to 'nonsuch'"),
+        ("step/groups/1/parameters", ["nonsuch"], "a parameter group refers to 'module.nonsuch'"),
+        ("step/numbers", [], "its numbers are float64 of shape (13,), expected float64 of shape (2,)"),
+        ("step/state/0/starts_as", 99, "refers to 99, which the manifest does not have"),
+        ("step/numbers/0/group", 7, "the number 'lr' refers to 7"),
     ],
 )
 def test_a_step_that_names_what_is_not_there_is_refused(field: str, value: object, words: str, package: Path, tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_what_runs_without_pytorch_is_read(path: Path) -> None:
     entries = open_package(path).manifest.entries
     assert {name: entry.standalone for name, entry in entries.items()} == {
         "bend": "verified",
-        "swing": "calls aten._linalg_det, aten.linalg_lu_solve",
+        "swing": "verified" if path in DIGEST else "calls aten._linalg_det, aten.linalg_lu_solve",
     }
 
 

@@ -27,6 +27,7 @@ import aot_backward as ab
 import aot_backward_runtime
 from aot_backward_runtime import AotBackwardError, PackageError, SignatureError
 from aot_backward_runtime import load as load_package
+from aot_backward_runtime.format.manifest_json import sealed
 from aot_backward_runtime.format.zip_directory import read_at
 from aot_backward_runtime.native.weights import load_weights
 from aot_backward_runtime.package.archive import open_package
@@ -95,6 +96,7 @@ def twins(package: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[byte
     weights = replaced(members[WEIGHTS], tensor_bytes(weight), tensor_bytes(nines))
     manifest = replaced(members[MANIFEST], digest(tensor_bytes(weight)).encode(), digest(tensor_bytes(nines)).encode())
     manifest = replaced(manifest, digest(members[WEIGHTS]).encode(), digest(weights).encode())
+    manifest = sealed(manifest[: manifest.rindex(b',"sha256"')] + b"}")
     bad = good
     for before, after in ((members[WEIGHTS], weights), (members[MANIFEST], manifest)):
         bad = replaced(bad, before, after)

@@ -194,8 +194,9 @@ def write_clippings(path: Path) -> None:
             clipped(step)
 
 
+# A golden package holds the digest of the source of this class, its docstring included.
 class Gated(nn.Module):
-    """A module with attributes and a submodule in another mode."""
+    """Attributes of its own, and a submodule in another mode."""
 
     def __init__(self) -> None:
         super().__init__()
