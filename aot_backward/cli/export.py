@@ -37,7 +37,12 @@ class Program(click.ParamType):
 @click.command(epilog=EXIT_CODES)
 @click.argument("program", type=Program(), metavar="FILE.py:NAME")
 @click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT", help="OUT.pt2 or OUT.onnx: what to write, whole or not at all."
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="OUT",
+    help="OUT.pt2 or OUT.onnx: the file to write, whole or not at all.",
 )
 @click.option(
     "--target",
@@ -49,7 +54,7 @@ class Program(click.ParamType):
 )
 @click.option("--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
-@tune_option("How many ways to compile are timed beside eager: those that the graphs suggest, or none. The fastest is shipped.")
+@tune_option("Time the alternatives that the graphs suggest against eager, or none. The fastest is shipped.")
 @click.option(
     "--entry",
     "wanted",
@@ -62,11 +67,11 @@ class Program(click.ParamType):
     type=click.Choice(["torch", "standalone"]),
     default="torch",
     show_default=True,
-    help="standalone: fail where an entry does not run without PyTorch, and name the operators that stand in the way.",
+    help="standalone: fail if an entry needs PyTorch, and name the operators that need it.",
 )
 @click.option("--format", "form", type=click.Choice(["pt2", "onnx"]), default="pt2", show_default=True, help="A package, or ONNX graphs.")
 @external_data_option
-@click.option("--json", "as_json", is_flag=True, help="With --format onnx: what was written as one JSON object on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="With --format onnx: report the written files as one JSON object on standard output.")
 @debug_option
 @click.pass_context
 def export(
@@ -83,11 +88,11 @@ def export(
     external_data: bool | None,
     as_json: bool,
 ) -> None:
-    """Compile what the function NAME of FILE.py returns into the package OUT.pt2.
+    """Compile the entries that the function NAME of FILE.py returns into the package OUT.pt2.
 
-    NAME takes no arguments and returns an aot_backward.Module, Grad or Step, or several as a dict by the name each gets in the package; a sole
-    one is called "module", "grad" or "step". Every gradient, and what a training step changes, is compared with eager before anything is
-    written.
+    NAME takes no arguments. It returns an aot_backward.Module, Grad or Step, or a dict of several by their names in the package; a single
+    entry is called "module", "grad" or "step". Export compares every gradient, and every change of a training step, with eager before it
+    writes anything.
 
     With --format onnx nothing is compiled: a module becomes OUT.forward.onnx and OUT.backward.onnx, anything else OUT.onnx.
     """
@@ -133,7 +138,7 @@ def _kind(entry: object) -> str:
 
 
 def _chosen(entries: Entries, wanted: tuple[str, ...], program: str) -> Entries:
-    """The entries that ``wanted`` selects, each by name or, where no entry has that name, by kind."""
+    """Return the entries that ``wanted`` selects, each by name or, if no entry has that name, by kind."""
     chosen = set(entries) if not wanted else set[str]()
     for which in wanted:
         found = [which] if which in entries else [n for n, e in entries.items() if _kind(e) == which]
@@ -163,7 +168,7 @@ def _offered(module: Any) -> list[str]:
 
 
 def _called(function: Callable[[], Any], what: str) -> Any:
-    """Runs user code: what it raises is reported as an error in ``what``, not as one of aot-backward."""
+    """Run user code. Its exceptions are reported as errors in ``what``, not as errors of aot-backward."""
     from aot_backward_runtime.errors import ExportError
 
     try:

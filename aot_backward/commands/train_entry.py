@@ -1,4 +1,4 @@
-"""``train``: a step entry of a package over a file of samples, epoch after epoch. What ``aot-backward train`` does, on the runtime alone.
+"""``train``: a step entry of a package over a file of samples, epoch after epoch. The code of ``aot-backward train``, which needs only the runtime.
 
 The state is saved so that a training interrupted anywhere and resumed is bit for bit the one that was not: it holds the random state of dropout
 and the number of batches done, and :mod:`.train_samples` draws the batches from the seed and the epoch's number alone.
@@ -31,7 +31,7 @@ _OURS = "aot-backward train"  # the key of this module's entry in a state file
 @dataclass(frozen=True)
 class EpochReport:
     """``epoch`` counts from 1. ``loss``: the mean over the epoch's samples. ``skipped``: updates left out, in the whole training so far.
-    ``seconds``, ``steps_per_second``: of what this process did of the epoch, without saving."""
+    ``seconds``, ``steps_per_second``: of this process's part of the epoch, without saving."""
 
     epoch: int
     epochs: int
@@ -78,18 +78,18 @@ def train(
     signature: Policy | None = None,
     key: Key | None = None,
 ) -> TrainingResult:
-    """Trains a ``step`` entry of ``package`` (the sole one where ``entry`` is None) on the samples of ``data`` until ``epochs`` epochs are done.
+    """Train a ``step`` entry of ``package`` (the only one if ``entry`` is None) on the samples of ``data`` until ``epochs`` epochs are done.
 
     ``data``: a safetensors file with a tensor for each that the step takes, by the names that ``inspect`` lists; each row of the first dimension
-    is a sample. ``batch_size``: samples of a call; by default what was exported, or :data:`.train_samples.BATCH` where that is dynamic. Samples
-    left over at the end of an epoch are a smaller batch where the package takes one, else they are left out of that epoch.
+    is a sample. ``batch_size``: samples of a call; by default the exported size, or :data:`.train_samples.BATCH` if that is dynamic. Samples
+    left over at the end of an epoch are a smaller batch if the package takes one; otherwise that epoch skips them.
     ``save``: the state, written after each epoch and on SIGINT and SIGTERM, which end the training early, after the step under way.
     ``resume``: continue from ``save``; refused with other data, another seed or another batch size. ``device``, ``cudagraphs``, ``signature``
-    and ``key`` are those of :func:`aot_backward_runtime.load`; samples are moved to the device batch by batch.
+    and ``key``: see :func:`aot_backward_runtime.load`; samples are moved to the device batch by batch.
 
-    Where ``WORLD_SIZE`` says that it is one of several processes (``torchrun``), each takes ``batch_size`` samples of every batch, and
-    gradients are averaged; of a package for GPUs each has the GPU of its ``LOCAL_RANK``. Raises :class:`InputError` where samples do not fit, before
-    anything is trained, and :class:`StateError`.
+    If ``WORLD_SIZE`` is above 1 (``torchrun``), each process takes ``batch_size`` samples of every batch, and gradients are averaged. With a
+    package for GPUs, each process uses the GPU of its ``LOCAL_RANK``. Raises :class:`InputError` before any training if samples do not fit, and
+    :class:`StateError`.
     """
     save = Path(save)
     if not resume and save.exists():
@@ -175,7 +175,7 @@ def _step_entry(package: Package, entry: str | None) -> str:
 
 @contextlib.contextmanager
 def _processes(device: torch.device) -> Iterator[tuple[int, int]]:
-    """The number of this process and how many there are, joined where there are several."""
+    """Yield the rank of this process and the world size, in a process group if there are several."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield 0, 1
@@ -192,7 +192,7 @@ def _processes(device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def _saved_position(extra: Any, about: Mapping[str, Any], save: Path, data: Path) -> Mapping[str, Any]:
-    """What :func:`train` saved with the state; :class:`StateError` where that was another training than ``about``."""
+    """Return the data that :func:`train` saved with the state. Raise :class:`StateError` if it is of another training than ``about``."""
     saved = extra.get(_OURS) if isinstance(extra, Mapping) else None
     if not isinstance(saved, Mapping) or not {*about, "epoch", "batches", "loss"} <= saved.keys():
         raise StateError(f"{save} was not saved by `aot-backward train`, and does not say which samples come next: resume it with step.resume()")

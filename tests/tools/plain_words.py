@@ -7,7 +7,6 @@ never raise one.
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import subprocess
@@ -38,7 +37,6 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
             elif not fenced:
                 yield number, line
     elif path.suffix == ".py":
-        ast.parse(source)
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             kind = tokenize.tok_name[token.type]
             if kind == "COMMENT" or (kind in ("STRING", "FSTRING_MIDDLE") and len(token.string.split()) > 2):

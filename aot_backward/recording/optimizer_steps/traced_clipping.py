@@ -52,7 +52,8 @@ class TracedClipping:
         *values, result = fx_graph.results_of(module)
         written = list(module.graph.find_nodes(op="placeholder"))[:-1]
         names = [*(f"gradient {i}" for i in range(len(gradients))), "numbers"]
-        self.graph = in_place_graph(name, module, written, values, result, names, "the norm" if function == NORM else "nothing", mode)
+        result_name = f"norm of order {norm_type}" if function == NORM else "nothing, clipped by value"  # readers of 1.13 and 1.14 compare it
+        self.graph = in_place_graph(name, module, written, values, result, names, result_name, mode)
 
     def _clipped(self, gradients: Sequence[torch.Tensor], numbers: torch.Tensor) -> list[torch.Tensor]:
         """Return the clipped gradients, and the result, as eager computes them."""
@@ -114,8 +115,8 @@ class TracedClipping:
     def _speed(self, library: Library, tune: str, target: str) -> Any:
         holders, ours = _holders([g.clone() for g in self._gradients]), [g.clone() for g in self._gradients]
         kind = (self.spec.function, self.spec.norm_type)
-        table, met = CompiledTable([(kind, CompiledClipping(self.spec, library))]), Met()
-        ways = {"eager": lambda: self._call(holders, self._limit), "compiled": lambda: table.run(kind, met, ours, self._limit, False)}
+        table, met = CompiledTable([(kind, CompiledClipping(self.spec, library))]), Met(kind)
+        ways = {"eager": lambda: self._call(holders, self._limit), "compiled": lambda: table.run(met, ours, self._limit, False)}
         return timed(self.spec.library, ways, tune, target)
 
 

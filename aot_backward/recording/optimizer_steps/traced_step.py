@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from typing import Any
 
 import torch
@@ -86,7 +88,7 @@ def _in_place(module: torch.fx.GraphModule, spec: UpdateSpec, mode: Any) -> Grap
         one = call(module.graph, torch.ops.aten.select.int, placeholders[-1], 0, 0)
         result = call(module.graph, torch.ops.aten.clone.default, one)
     written = placeholders[len(spec.trained) : -1]
-    return in_place_graph(spec.library, module, written, results, result, _operand_names(spec), "nothing", mode)
+    return in_place_graph(spec.library, module, written, results, result, _operand_names(spec), _result_name(spec), mode)
 
 
 def _operand_names(spec: UpdateSpec) -> list[str]:
@@ -94,6 +96,12 @@ def _operand_names(spec: UpdateSpec) -> list[str]:
     place = {p: f"param_groups[{g}]['params'][{i}]" for g, group in enumerate(spec.groups) for i, p in enumerate(group.parameters)}
     parameters = [place[p] for p in spec.trained]
     return [*(f"{p}.grad" for p in parameters), *parameters, *(f"state[{place[s.parameter]}][{s.key!r}]" for s in spec.state), "numbers"]
+
+
+def _result_name(spec: UpdateSpec) -> str:
+    """Return the name of the library's result. Readers of formats 1.11 to 1.14 compare this digest."""
+    stated = [spec.optimizer, spec.trained, [*map(dataclasses.astuple, spec.groups), *map(dataclasses.astuple, spec.numbers)]]
+    return f"step {hashlib.sha256(json.dumps(stated).encode()).hexdigest()[:16]}"
 
 
 def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, *, reduced_precision: bool) -> UpdateSpec:
@@ -133,6 +141,6 @@ def _tensors(optimizer: torch.optim.Optimizer, spec: UpdateSpec) -> list[tuple[s
 def _speed(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, tune: str, target: str) -> Speed | None:
     """Time whole steps on copies, each as a script calls it. Eager's keep the flags that the script set."""
     eager, ours = copied(example), copied(example)
-    table, met = CompiledTable([(spec.optimizer, CompiledUpdate(spec, library))]), Met()
-    ways = {"eager": lambda: step_of(eager)(eager), "compiled": lambda: table.run(spec.optimizer, met, ours)}
+    table, met = CompiledTable([(spec.optimizer, CompiledUpdate(spec, library))]), Met(spec.optimizer)
+    ways = {"eager": lambda: step_of(eager)(eager), "compiled": lambda: table.run(met, ours)}
     return timed(spec.library, ways, tune, target)

@@ -28,11 +28,12 @@ class Bound(Protocol):
 
 
 class Met:
-    """The state of one caller: an optimizer, or the clippings of a number of gradients."""
+    """The state of one caller: an optimizer, or the clippings of a number of gradients. ``does``: the call that it makes."""
 
-    __slots__ = ("bound", "next_wait", "reason", "waits")
+    __slots__ = ("bound", "does", "next_wait", "reason", "waits")
 
-    def __init__(self) -> None:
+    def __init__(self, does: Does) -> None:
+        self.does = does
         self.bound: Sequence[Bound] = ()  # the last one that ran comes first; kinds of calls may alternate
         self.reason = ""
         self.waits = self.next_wait = 0
@@ -50,7 +51,7 @@ class CompiledTable:
     def __bool__(self) -> bool:
         return bool(self._codes)
 
-    def run(self, does: Does, met: Met, subject: Any, *numbers: Any) -> tuple[Any, Any]:
+    def run(self, met: Met, subject: Any, *numbers: Any) -> tuple[Any, Any]:
         """Make the call by compiled code. Return the code and its result. Raise :class:`InputError`, with nothing changed, if no code fits."""
         for bound in met.bound:
             if bound.serves(subject):
@@ -64,7 +65,7 @@ class CompiledTable:
             met.waits -= 1
             raise InputError(met.reason)
         try:
-            bound = self._bind(does, subject)
+            bound = self._bind(met.does, subject)
             result = bound.run(subject, *numbers)
         except _UNFIT as error:
             met.reason = str(error) if isinstance(error, InputError) else f"its options or state cannot be read: {type(error).__name__}: {error}"

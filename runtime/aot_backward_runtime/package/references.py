@@ -7,6 +7,7 @@ before 1.15. ``docs/format.md``, section 8, lists them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -57,14 +58,18 @@ def check_references(manifest: Manifest) -> None:
         if weight.fill is not None and not can_hold(weight.dtype, weight.fill):
             raise PackageError(f"weight {name!r}: {weight.dtype} cannot hold its fill {weight.fill!r}")
     for name, library in manifest.libraries.items():
-        _in(f"library {name}", lambda library=library: _check_library(library, manifest))
+        with _within(f"library {name}"):
+            _check_library(library, manifest)
     for name, entry in manifest.entries.items():
-        _in(f"entry {name}", lambda entry=entry: _Entry(entry, manifest).check())
+        with _within(f"entry {name}"):
+            _Entry(entry, manifest).check()
 
 
-def _in(what: str, check: Any) -> None:
+@contextlib.contextmanager
+def _within(what: str) -> Iterator[None]:
+    """Put ``what`` before the message of a :class:`PackageError`."""
     try:
-        check()
+        yield
     except PackageError as error:
         raise PackageError(f"{what}: {error}") from error
 
@@ -161,20 +166,23 @@ class _Entry:
         if spec.step is not None:
             self._check_step(spec.step)
         for number, variant in enumerate(spec.variants):
-            _in(f"variant {number}", lambda variant=variant: self._check_variant(variant))
+            with _within(f"variant {number}"):
+                self._check_variant(variant)
         if spec.kind == "grad":
             _count("names", spec.names, spec.wrt, "its gradients")
             for variant in spec.variants:
                 for of in spec.wrt:
                     _find(f"the gradient of {of}", of, {g.of: g for g in variant.gradient.gradients} if variant.gradient else {})
         for structure in spec.structures:
-            _in(f"structure {structure.fingerprint[:12]}", lambda structure=structure: self._check_structure(structure))
+            with _within(f"structure {structure.fingerprint[:12]}"):
+                self._check_structure(structure)
         for written in spec.in_place:
             library = _find("a graph that writes in place", written.library, self.manifest.libraries)
             _check_tensors((*library.inputs, *library.outputs), set())
             _count("verdicts", written.verdicts, self.manifest.targets, "the further targets")
         for number, update in enumerate(spec.updates):
-            _in(f"optimizer step {number}", lambda update=update: self._check_update(update))
+            with _within(f"optimizer step {number}"):
+                self._check_update(update)
 
     # variants
 
@@ -198,7 +206,8 @@ class _Entry:
             _check_sizes(output.name, (shared.offset, *shared.stride), symbols)
         plans = {role: plan for roles in ROLES.values() for role in roles if (plan := getattr(variant, role)) is not None}
         for role, plan in plans.items():
-            _in(role, lambda role=role, plan=plan: self._check_plan(variant, role, plan, symbols))
+            with _within(role):
+                self._check_plan(variant, role, plan, symbols)
         waits = self.spec.step is not None and self.spec.step.update is not None
         needed = {"forward"} if "backward" in plans else {"gradient"} if self.spec.kind == "grad" else {"step"} if self.spec.step else set()
         if not plans or not plans.keys() >= needed | ({"accumulate"} if waits else set()) or not plans.keys() <= set(ROLES[self.spec.kind]):
@@ -285,7 +294,8 @@ class _Entry:
 
     def _check_structure(self, structure: StructureSpec) -> None:
         for number, spec in enumerate(structure.variants):
-            _in(f"variant {number}", lambda spec=spec: self._check_pass(structure, spec))
+            with _within(f"variant {number}"):
+                self._check_pass(structure, spec)
 
     def _check_pass(self, structure: StructureSpec, spec: PassSpec) -> None:
         symbols = _symbols(spec.symbols, spec.inputs, spec.sizes)

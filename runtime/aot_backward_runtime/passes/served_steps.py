@@ -44,7 +44,7 @@ class ServedSteps:
 
     def __bool__(self) -> bool:
         """Return whether there is anything to intercept."""
-        return bool(self.table or self._observer)
+        return bool(self.table) or self._observer is not None
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, eager: Eager, closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -54,8 +54,8 @@ class ServedSteps:
         try:
             met = self._optimizers.get(optimizer)
             if met is None:
-                met = self._optimizers[optimizer] = Met()
-            update, _ = self.table.run(name_of(type(optimizer)), met, optimizer)
+                met = self._optimizers[optimizer] = Met(name_of(type(optimizer)))
+            update, _ = self.table.run(met, optimizer)
         except InputError as error:
             if self._observer is not None:
                 self._observer.observe(optimizer)
@@ -72,8 +72,8 @@ class ServedSteps:
         try:
             met = self._clippings.get((kind, len(gradients)))
             if met is None:
-                met = self._clippings[kind, len(gradients)] = Met()
-            clipping, result = self.table.run(kind, met, gradients, limit, keep_nonfinite)
+                met = self._clippings[kind, len(gradients)] = Met(kind)
+            clipping, result = self.table.run(met, gradients, limit, keep_nonfinite)
         except InputError as error:
             if self._observer is not None:
                 self._observer.observe_clipping(kind, gradients, limit)
