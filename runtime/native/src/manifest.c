@@ -130,7 +130,6 @@ static tensor_spec tensor(const reader *r, const place *p, const json *value, co
   typed(r, p, value, JSON_OBJECT);
   tensor_spec out = {.name = text_of(r, p, value, "name", NULL), .type = dtype_of(r, p, value)};
   const char *device = text_of(r, p, value, "device", NULL);
-  out.requires_grad = truth(r, p, value, "requires_grad", false);
   out.on_cpu = !strcmp(device, "cpu");
   if (!out.on_cpu && strcmp(device, "cuda")) WRONG(r, p, "the device '%s' is unknown", shown(device, strlen(device)));
   uint32_t strides = list(r, p, value, "stride", true)->count;
@@ -331,23 +330,12 @@ static void read_symbols(const reader *r, const place *in, const json *object, v
   }
 }
 
-/* Checks that symbols, incoming gradients and shared memory refer to existing tensors. */
-static void resolve_tensors(const reader *r, const place *p, const variant_spec *v) {
+/* Checks that the symbols refer to existing dimensions. */
+static void resolve_symbols(const reader *r, const place *p, const variant_spec *v) {
   for (uint32_t i = 0; i < v->symbol_count; i++) {
     const symbol_spec *s = &v->symbols[i];
     if (s->input < 0 || s->input >= v->inputs.count || s->dim < 0 || s->dim >= v->inputs.at[s->input].rank)
       WRONG(r, p, "symbol %s refers to dimension %" PRId64 " of input %" PRId64 ", which does not exist", SHOWN(s->name), s->dim, s->input);
-  }
-  if (v->differentiable_count != v->cotangents.count)
-    WRONG(r, p, "%" PRIu32 " incoming gradients, of %" PRIu32 " outputs", v->cotangents.count, v->differentiable_count);
-  for (uint32_t i = 0; i < v->differentiable_count; i++)
-    if (v->differentiable[i] >= v->outputs.count)
-      WRONG(r, p, "an incoming gradient refers to output %" PRIu32 ", of %" PRIu32, v->differentiable[i], v->outputs.count);
-  for (uint32_t i = 0; i < v->shared_count; i++) {
-    const shared_spec *s = &v->shared[i];
-    if (s->output < 0 || s->base < 0 || s->output >= v->outputs.count || s->base >= v->outputs.count ||
-        (s->stride && s->rank != v->outputs.at[s->output].rank))
-      WRONG(r, p, "output %" PRId64 " cannot lie in the memory of output %" PRId64, s->output, s->base);
   }
 }
 
@@ -359,45 +347,17 @@ static void read_variant(const reader *r, const place *p, const json *value, con
   v->inputs = tensors(r, p, value, "inputs", &s);
   v->outputs = tensors(r, p, value, "outputs", &s);
   v->cotangents = tensors(r, p, value, "cotangents", &s);
-  v->differentiable = numbers_of(r, p, value, "differentiable", true, &v->differentiable_count);
   texts guards = texts_of(r, p, value, "guards", true);
   v->guard_count = guards.count;
   v->guards = TAKE(r->a, guards.count + 1u, expression);
   for (uint32_t i = 0; i < guards.count; i++) v->guards[i] = expression_read(r->a, guards.at[i], s.names, s.count);
-  place here = {p, "ambient", 0};
-  const json *ambient = field(r, p, value, "ambient", JSON_OBJECT, true);
-  v->ambient.autocast = text_of(r, &here, ambient, "autocast", "");
-  v->ambient.deterministic = truth(r, &here, ambient, "deterministic", false);
-  v->ambient.matmul_precision = text_of(r, &here, ambient, "matmul_precision", "highest");
-  const json *verdicts = list(r, p, value, "verdicts", false);
-  v->verdict_count = 1 + verdicts->count;
-  if (v->verdict_count != r->m->target_count) WRONG(r, p, "%" PRIu32 " verdicts, for %" PRIu32 " targets", v->verdict_count, r->m->target_count);
-  v->verdicts = TAKE(r->a, v->verdict_count, const char *);
-  here.name = "verdict";
-  v->verdicts[0] = text_of(r, &here, field(r, p, value, "verdict", JSON_OBJECT, true), "status", NULL);
-  for (uint32_t i = 0; i < verdicts->count; i++) {
-    place each = {&(place){p, "verdicts", 0}, NULL, i};
-    v->verdicts[1 + i] = text_of(r, &each, typed(r, &each, &verdicts->items[i], JSON_OBJECT), "status", NULL);
-  }
   v->forward = plan(r, p, value, "forward", e, v, s);
   v->backward = plan(r, p, value, "backward", e, v, s);
   v->inference = plan(r, p, value, "inference", e, v, s);
   v->gradient = plan(r, p, value, "gradient", e, v, s);
   v->step = plan(r, p, value, "step", e, v, s);
   v->accumulate = plan(r, p, value, "accumulate", e, v, s);
-  const json *shared = list(r, p, value, "shared", false);
-  v->shared_count = shared->count;
-  v->shared = TAKE(r->a, shared->count + 1u, shared_spec);
-  for (uint32_t i = 0; i < shared->count; i++) {
-    place each = {&(place){p, "shared", 0}, NULL, i};
-    const json *item = typed(r, &each, &shared->items[i], JSON_OBJECT), *offset = json_get(item, "offset");
-    v->shared[i].output = integer(r, &each, item, "output", NULL);
-    v->shared[i].base = integer(r, &each, item, "base", NULL);
-    if (!offset) WRONG(r, &each, "the field '%s' is missing", "offset");
-    v->shared[i].offset = size_of(r, &each, offset, s);
-    if (json_get(item, "stride")) v->shared[i].stride = sizes_of(r, &each, item, "stride", s, &v->shared[i].rank);
-  }
-  resolve_tensors(r, p, v);
+  resolve_symbols(r, p, v);
   bool callable = e->kind == ENTRY_MODULE ? (v->backward ? v->forward != NULL : v->forward || v->inference)
                   : e->kind == ENTRY_GRAD ? v->gradient != NULL
                                           : v->step && v->step->library && !v->accumulate == !e->step_of->update &&
@@ -514,11 +474,7 @@ static bool read_entry(const reader *r, const place *p, const json *value, entry
   else if (!strcmp(kind, "step")) e->kind = ENTRY_STEP;
   else return false; /* recorded passes, or a kind of a later version */
   e->name = value->key;
-  e->single = truth(r, p, value, "single", false);
-  e->has_aux = truth(r, p, value, "has_aux", false);
   e->training = truth(r, p, value, "training", true);
-  e->wrt = texts_of(r, p, value, "wrt", false);
-  e->names = texts_of(r, p, value, "names", false);
   e->standalone = text_of(r, p, value, "standalone", "");
   const json *items = list(r, p, value, "state", true);
   e->state_count = items->count;
@@ -531,7 +487,6 @@ static bool read_entry(const reader *r, const place *p, const json *value, entry
     s->weight_name = text_of(r, &each, item, "weight", NULL);
     s->weight = weight_number(r, &each, s->weight_name);
     s->parameter = truth(r, &each, item, "parameter", -1);
-    s->requires_grad = truth(r, &each, item, "requires_grad", -1);
   }
   const json *step = json_get(value, "step");
   if (step && step->kind != JSON_NULL) e->step_of = step_of(r, p, step, e);
@@ -542,7 +497,6 @@ static bool read_entry(const reader *r, const place *p, const json *value, entry
   e->variants = TAKE(r->a, items->count + 1u, variant_spec);
   for (uint32_t i = 0; i < items->count; i++) read_variant(r, &(place){&(place){p, "variants", 0}, NULL, i}, &items->items[i], e, &e->variants[i]);
   if (!e->variant_count) WRONG(r, p, "it has %s", "no variants");
-  if (e->wrt.count != e->names.count) WRONG(r, p, "%" PRIu32 " gradients by %" PRIu32 " names", e->wrt.count, e->names.count);
   return true;
 }
 
@@ -694,7 +648,6 @@ void manifest_read(manifest *m, const archive *z, const char *text, size_t lengt
   read_version(r, &all);
   if (m->minor >= SEALED_SINCE && !sealed)
     arena_fail(r->a, AOTB_FORMAT, "corrupt: manifest.json of format 1.%" PRId64 " does not end with its SHA-256", m->minor);
-  m->producer = text_of(r, NULL, &all, "producer", NULL);
   m->torch = text_of(r, NULL, &all, "torch", NULL);
   m->has_weights = truth(r, NULL, &all, "has_weights", true);
   const json *items = field(r, NULL, &all, "members", JSON_OBJECT, true);

@@ -15,7 +15,7 @@ typedef struct {
 typedef struct {
   const char *name;
   const dtype *type;
-  bool on_cpu, requires_grad;
+  bool on_cpu;
   uint32_t rank;
   const expression *shape, *stride; /* in elements */
   const char **shape_texts;
@@ -97,33 +97,16 @@ typedef struct library_spec {
 typedef struct {
   const char *name, *weight_name;
   uint32_t weight;
-  bool parameter, requires_grad;
+  bool parameter;
 } state_spec;
-
-typedef struct {
-  int64_t output, base;
-  expression offset;
-  uint32_t rank;
-  const expression *stride;
-} shared_spec;
-
-typedef struct {
-  const char *autocast, *matmul_precision;
-  bool deterministic;
-} ambient_spec;
 
 typedef struct {
   const char *mode;
   tensor_specs inputs, outputs, cotangents;
-  uint32_t differentiable_count, symbol_count, guard_count, shared_count;
-  const uint32_t *differentiable;
+  uint32_t symbol_count, guard_count;
   symbol_spec *symbols;
   const char **symbol_names;
   expression *guards;
-  shared_spec *shared;
-  ambient_spec ambient;
-  uint32_t verdict_count;
-  const char **verdicts; /* status for each target */
   plan_spec *forward, *backward, *inference, *gradient, *step, *accumulate;
 } variant_spec;
 
@@ -167,11 +150,10 @@ typedef enum { ENTRY_MODULE, ENTRY_GRAD, ENTRY_STEP } entry_kind;
 typedef struct {
   const char *name;
   entry_kind kind;
-  bool has_aux, single, training; /* training: the mode it is loaded in */
+  bool training; /* training: the mode it is loaded in */
   uint32_t state_count, variant_count;
   state_spec *state;
   variant_spec *variants;
-  texts wrt, names;
   step_spec *step_of;
   const char *standalone; /* "verified": the standalone backend gave the stored results; else the reason, or "" if it was not tried */
 } entry_spec;
@@ -183,7 +165,7 @@ typedef struct {
 
 typedef struct {
   int64_t minor;
-  const char *producer, *torch;
+  const char *torch;
   bool has_weights;
   uint32_t target_count, entry_count, library_count, weight_count, member_count;
   target_spec *targets;

@@ -71,7 +71,7 @@ recorded passes; `targets`: two targets, signed), of a training state and of a s
 where portable graphs are spoilt, as a page too), loaded, and every entry is called with its gradients, a module's twice. Mutation N follows
 from the seed and from N: `python -m tests.tools.fuzz --seed {seed} --only N`.
 
-An edit of a manifest, of members or of a header is followed by new digests and sizes, so that it reaches what is checked behind them.
+An edit of members or of a header is followed by new digests and sizes, so that it reaches what is checked behind them.
 
 | verdict | meaning |
 |---|---|
