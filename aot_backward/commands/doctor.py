@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -154,4 +155,10 @@ def _asked(what: str, question: Callable[[], str], advice: str) -> Finding:
 
 
 def _held(folder: Path) -> int:
-    return sum(f.lstat().st_size for f in folder.rglob("*") if f.is_file() and not f.is_symlink())
+    """Return the bytes of the files below ``folder``, of which other processes may rename or delete some meanwhile."""
+    held = 0
+    for below, _, files in os.walk(folder):  # ignores folders that are gone; Path.rglob raises
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                held += (Path(below) / name).lstat().st_size
+    return held

@@ -400,6 +400,25 @@ def test_doctor_on_the_cache_folder(tmp_path: Path) -> None:
     assert done.returncode == 0 and "warning  cache folder" in done.stdout and "chmod go-w" in done.stdout
 
 
+def test_doctor_while_another_process_writes_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it counts may be renamed or deleted at any moment."""
+    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path))
+    writing = """
+import pathlib, sys
+folders = [pathlib.Path(sys.argv[1], f".new-{n}") for n in range(3000)]
+while True:
+    for change in (pathlib.Path.mkdir, pathlib.Path.rmdir):
+        [change(folder) for folder in folders]
+"""
+    other = subprocess.Popen([sys.executable, "-c", writing, tmp_path])
+    try:
+        for _ in range(3):
+            assert called("doctor").exit_code == 0
+    finally:
+        other.kill()
+        other.wait()
+
+
 def test_a_warning_about_an_unproved_package_is_not_verifys(package: Path) -> None:
     """``load`` warns of a package that was never compared with eager and says: run verify. verify then must not warn the same."""
     with warnings.catch_warnings():
