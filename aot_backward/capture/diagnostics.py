@@ -56,21 +56,26 @@ def refused_control_flow(error: Exception) -> str:
         return f"a body of {operator} returns one of its inputs, or the same tensor twice, which PyTorch refuses: return a copy (x.clone())"
     if "outs_to_grad length" in text:
         return (
-            f"a body of {operator} returns a tensor of integers or booleans, and PyTorch cannot differentiate it then: return it as floats "
+            f"a body of {operator} returns a tensor of integers or booleans, and PyTorch cannot differentiate such an operator. Return it as floats "
             "(x.to(torch.float32)), or compute it from the results"
         )
     if "must be tensors for stack_output" in text:
-        return f"{operator} carries a Python number, and PyTorch cannot differentiate it then: carry a 0-d tensor instead (torch.tensor(0))"
+        return f"{operator} carries a Python number, and PyTorch cannot differentiate this. Carry a 0-d tensor instead (torch.tensor(0))"
     return ""
+
+
+_UNROLLED = (
+    "it can be dynamic in float32 and float64 on a CPU, from torch 2.13 on, but not in packed sequences; otherwise export a variant per length"
+)
 
 
 def _violated_constraints(error: Exception, program: nn.Module) -> str:
     lines = dict.fromkeys(line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- "))
     said = str(error) if isinstance(error, Narrowed) else " ".join(lines) or str(error)  # each line of torch's message once
-    unrolled = [n or "itself" for n, m in program.named_modules() if isinstance(m, nn.RNNBase)]
+    recurrent = [n or "the module itself" for n, m in program.named_modules() if isinstance(m, nn.RNNBase)]
     return (
         f"the program does not allow the sizes declared in dynamic_shapes: {said}"
-        f"{(unrolled and f'. A recurrent layer ({unrolled[0]}) is unrolled: its length must be static, one variant for each') or ''}"
+        f"{(recurrent and f'. If the length of a recurrent layer ({recurrent[0]}) is among them: {_UNROLLED}') or ''}"
     )
 
 
@@ -93,30 +98,30 @@ def _advice(error: Exception, program: nn.Module, written: Mapping[str, str], wh
     text, kind = str(error), type(error).__name__
     if kind == "DynamicOutputShapeException":
         return (
-            ". PyTorch has no rule for the shape of its result, which no trace can do without: leave this part to eager, before or behind the "
-            "package, or make it an operator of your own (torch.library.custom_op with register_fake and register_autograd)"
+            ". PyTorch has no rule for the shape of its result, and tracing needs one. Run this part in eager, before or after the package, or make "
+            "it a custom operator (torch.library.custom_op with register_fake and register_autograd)"
         )
     if ".numpy() is not supported" in text or "numpy" in text.lower():
         return (
-            ". A trace has no numbers to hand to NumPy: write it in PyTorch, or make it an operator of your own (torch.library.custom_op with "
-            "register_fake and register_autograd)"
+            ". Tensors have no values while they are traced, and NumPy needs them. Write it in PyTorch, or make it a custom operator "
+            "(torch.library.custom_op with register_fake and register_autograd)"
         )
     modules = source_location.packages_of(error)
     if "data-dependent" in text or "_local_scalar_dense" in text or kind == "DataDependentOutputException":
         if source_location.passes_through(error, torch.distributions):
-            return ". torch.distributions looks at the values that it is given, to raise where they are out of range: pass validate_args=False"
+            return ". torch.distributions checks the range of its arguments' values, and a trace has no values: pass validate_args=False"
         if _SIZE_BY_VALUE.search(where):
             named = " (torch_geometric takes it as dim_size, in global pooling as size, elsewhere as batch_size)" * ("torch_geometric" in modules)
-            return f". It makes a number of the values of a tensor: if that is a size, pass the size as an argument{named}, one variant for each"
+            return f". It turns tensor values into a Python number. If this is a size, pass it as an argument{named}, with one variant for each size"
         return (
-            ". It decides by the value of a tensor, and Python does not run where the package runs: use torch.where or torch.cond, or pass the value "
-            "as a plain argument, one variant for each"
+            ". It reads the value of a tensor in Python, and a package runs no Python. Use torch.where or torch.cond, or pass the value as a plain "
+            "argument, with one variant for each value"
         )
     if any(said in text for said in _WRITES):
         name, place = next(iter(written.items()))
         return f". The forward changes the attribute {name!r}, {place}: register it as a buffer, and change that in place"
     if "autograd formula" in text or "fake impl" in text:
-        return ". See torch.library: register_autograd and register_fake say what a trace must know of an operator"
+        return ". Tracing needs the operator's register_autograd and register_fake (see torch.library)"
     return ""
 
 
@@ -129,7 +134,7 @@ def refuse_assigned_buffers(program: nn.Module, written: Mapping[str, str]) -> N
     for name, where in written.items():
         if name in buffers:
             raise ExportError(
-                f"the forward assigns the buffer {name!r} anew, {where}, which a package would not keep: write into it "
+                f"the forward assigns a new tensor to the buffer {name!r}, {where}, and a package would not keep it. Write into the buffer instead "
                 f"(self.{name.rpartition('.')[2]}.copy_(…), .add_(…))"
             )
 
@@ -154,16 +159,18 @@ def refuse_nodes(graph: GraphModule, program: nn.Module) -> None:
         if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), torch.Tensor) and value.requires_grad:
             name = attribute_writes.name_of(program, value)
             raise ExportError(
-                f"the program uses {f'the attribute {name!r}' if name else 'a tensor'}, which requires a gradient and is no parameter: it would get "
-                "none. Register it (self.x = nn.Parameter(x)), or close over the module that it belongs to"
+                f"the program uses {f'the attribute {name!r}' if name else 'a tensor'}, which requires a gradient but is not a parameter: it would "
+                "get no gradient. Register it (self.x = nn.Parameter(x)), or close over the module that it belongs to"
             )
         if any(isinstance(a, torch.Generator) for a in [*node.args, *node.kwargs.values()]):
-            raise ExportError.of(node.target, f"{node.target} is given a generator of its own, which a package cannot hold: leave out generator=")
+            raise ExportError.of(
+                node.target, f"{node.target}: expected the default generator, got another one, which a package cannot store. Omit generator="
+            )
         schema: Any = getattr(node.target, "_schema", None)
         own = schema is not None and node.target.namespace not in ("aten", "prims", "prim")
         if own and any(str(r.type) in ("int", "SymInt", "float", "bool") for r in schema.returns):
             raise ExportError.of(
-                node.target, f"{node.target} returns a number, and compiled code takes tensors alone from an operator: return a 0-d one"
+                node.target, f"{node.target} returns a number, and compiled code accepts only tensors from an operator: return a 0-d tensor"
             )
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype is torch.complex32 and not isinstance(node.meta.get("desc"), torch_api.TangentAOTInput):

@@ -15,7 +15,7 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.process_state import patched
 from aot_backward_runtime.errors import ExportError
 
-from . import diagnostics
+from . import diagnostics, recurrent_layers
 from .user_code import source_location
 
 aten = torch.ops.aten
@@ -27,7 +27,12 @@ def traceable_layers() -> Iterator[None]:
     with (
         plain_checkpoints(),
         _bodies_with_results_of_their_own(),
-        patched(torch_api.decompositions, _rnn_helper=_recurrent_layers(torch_api.decompositions._rnn_helper)),
+        patched(
+            torch_api.decompositions,
+            _rnn_helper=_recurrent_layers(torch_api.decompositions._rnn_helper),
+            one_layer_lstm=recurrent_layers.lstm(torch_api.decompositions.one_layer_lstm),
+            one_layer_rnn=recurrent_layers.rnn(torch_api.decompositions.one_layer_rnn),
+        ),
         patched(torch_api.transformer, _detect_is_causal_mask=_causal_if_declared),
         patched(torch_api._BatchNorm, forward=_cumulative(torch_api._BatchNorm.forward)),
         patched(

@@ -106,6 +106,7 @@ _NAMES = {
     "get_cpp_wrapper_config": "torch._inductor.compile_fx",
     "V": "torch._inductor.virtualized",
     "SubgraphLowering": "torch._inductor.graph",
+    "WhileLoop": "torch._inductor.ir",
     "SizeVarAllocator": "torch._inductor.sizevars",
     "fresh_cache": "torch._inductor.utils",
     "TracingContext": "torch._guards",

@@ -71,6 +71,34 @@ def test_a_scan_whose_step_ends_in_tanh_sigmoid_or_exp(before: str, tmp_path: Pa
         torch.testing.assert_close(found[1], found[0])
 
 
+class BothWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.u = nn.Parameter(0.5 * torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def step(state: torch.Tensor, row: torch.Tensor) -> Any:
+            return torch.tanh(row * self.u + state), state * row
+
+        last, along = scan(step, 0 * x[0], x)
+        return last, along, *scan(step, 0 * x[0], x + along, reverse=True)
+
+
+@pytest.mark.skipif(not torch_api.at_least("2.13"), reason="a loop's body takes other inputs than it is given")
+def test_scans_in_both_directions_over_a_dynamic_length(tmp_path: Path) -> None:
+    module, sizes = BothWays(), {"x": {0: Dim("length", min=1, max=20), 1: Dim("batch", min=1, max=9)}}
+    ab.export_module(module, (torch.randn(6, 3, 4, requires_grad=True),), dynamic_shapes=sizes, path=tmp_path / "both.pt2")
+    loaded = load(tmp_path / "both.pt2").module()
+    for shape in ((6, 3, 4), (1, 1, 4), (20, 9, 4)):
+        x, found = torch.randn(shape), []
+        for one in (module, loaded):
+            leaf = x.clone().requires_grad_()
+            torch.compiler.reset()
+            results = one(leaf)
+            found.append([*results, *torch.autograd.grad(sum((r * torch.arange(4).cos()).sum() for r in results), [leaf, *one.parameters()])])
+        torch.testing.assert_close(found[1], found[0])
+
+
 def _twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.tanh(), x > 0
 

@@ -117,34 +117,3 @@ def refuse_negative_indices(module: GraphModule, fake_mode: Any) -> None:
         if isinstance(child, GraphModule):
             refuse_negative_indices(child, fake_mode)
     module.recompile()
-
-
-def pass_sizes_to_scans(module: GraphModule) -> None:
-    """Pass the dynamic sizes of each scan's stacked results to it as arguments: Inductor searches only the arguments for them. The scan's body does
-    not read them."""
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
-        body, first, rows, others = node.args
-        graph = getattr(module, body.target).graph
-        taken = [n.meta["val"].node.expr for n in others if isinstance(n, Node) and isinstance(n.meta["val"], torch.SymInt)]
-        taken += [n.node.expr for n in rows[0].meta["val"].shape[:1] if isinstance(n, torch.SymInt)]
-        sizes = [n for result in node.meta["val"][len(first) :] for n in result.shape if isinstance(n, torch.SymInt)]
-        for symbol in sorted(set().union(*(n.node.expr.free_symbols for n in sizes)).difference(taken), key=str):
-            places = ((operand, d) for operand in (*first, *rows) for d, n in enumerate(operand.meta["val"].shape) if _is_symbol(n, symbol))
-            operand, d = next(places, (None, 0))
-            if operand is None:
-                continue
-            with module.graph.inserting_before(node):
-                size = module.graph.call_function(torch.ops.aten.sym_size.int, (operand, d))
-            size.meta["val"] = operand.meta["val"].shape[d]
-            with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
-                graph.placeholder(f"size_{symbol}").meta["val"] = size.meta["val"]
-            node.args = body, first, rows, (*node.args[3], size)
-        getattr(module, body.target).recompile()
-    module.recompile()
-    for _, child in module.named_children():
-        if isinstance(child, GraphModule):
-            pass_sizes_to_scans(child)
-
-
-def _is_symbol(size: Any, symbol: Any) -> bool:
-    return isinstance(size, torch.SymInt) and size.node.expr == symbol

@@ -21,6 +21,7 @@ from ..rewrites.sequence import rewrite
 from . import graph_fixes, patches, selections
 from .cache_key import Canonical
 from .complex_numbers import complex_numbers_as_tensors
+from .loops import scans_as_loops
 from .settings import settings_for
 from .targets import Processor
 
@@ -66,7 +67,7 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
         operator = named[1] if named else _operator_of(error)
         raise ExportError.of(
             operator,
-            f"{graph.name}: Inductor cannot compile {operator or 'the graph'}: {reason}. Leave it to eager, or make it an operator of your own "
+            f"{graph.name}: Inductor cannot compile {operator or 'the graph'}: {reason}. Leave it to eager, or make it a custom operator "
             "(torch.library.custom_op with register_fake and register_autograd); TORCH_LOGS=+inductor shows more",
         ) from error
 
@@ -78,13 +79,13 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
     complex_numbers_as_tensors(module, fake_mode)
     graph_fixes.refuse_negative_indices(module, fake_mode)
     graph_fixes.expanded_arguments_copied(module, fake_mode)
-    graph_fixes.pass_sizes_to_scans(module)
     with torch.no_grad(), sizes_of_one_open():  # comparing a size would narrow it
         if rounds := selections.is_rounded(module):
             selections.round_as_eager(module, fake_mode)  # first: a rewrite replaces nodes, and their marks are lost
         if not graph_fixes.calls_eager_kernels(module):  # a rewrite may have caused the wrong numbers
             rewrite(module, fake_mode)
         selections.store_what_is_compared(module, fake_mode)
+        scans_as_loops(module, fake_mode)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),
@@ -99,6 +100,7 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         torch_api._compiling_state_context(),
         patches.sizes_left_open(),
         patches.exact_expm1(),
+        patches.loop_results_kept(),
         sizes_of_one_open() if open_sizes else contextlib.nullcontext(),
         patches.generating_for(built_for),
         patches.donating(graph, fake_mode) as donating,
@@ -125,7 +127,9 @@ def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
     bound = {graph.constants[attribute][0] for attribute in constants.values()}  # tied weights have two attributes and one weight
     for weight, _ in graph.constants.values():
         if weight not in bound:
-            raise ExportError(f"{graph.name}: the compiled code does not read {weight}, its value was folded into it: report this as a bug")
+            raise ExportError(
+                f"{graph.name}: the compiled code does not read {weight}: Inductor folded its value into the code; report this as a bug"
+            )
 
 
 def _operator_of(error: BaseException) -> str:

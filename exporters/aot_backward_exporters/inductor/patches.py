@@ -124,6 +124,21 @@ def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
+def loop_results_kept() -> Iterator[None]:
+    """Keep Inductor from reusing the memory of a buffer that a loop fills. It then declares the buffer twice (torch 2.13), and the C++ code does not
+    compile."""
+    loop, V = torch_api.WhileLoop, torch_api.V
+    original = loop.codegen
+
+    def codegen(self: Any, wrapper: Any) -> None:
+        V.graph.never_reuse_buffers.update(output.get_name() for output in self.mutation_outputs)
+        original(self, wrapper)
+
+    with patched(loop, codegen=codegen):
+        yield
+
+
+@contextlib.contextmanager
 def generating_for(built_for: Processor) -> Iterator[None]:
     """Make Inductor generate code for that processor on any machine, without compiling probes for it (10 s in a fresh cache)."""
     isa = torch_api.cpu_vec_isa

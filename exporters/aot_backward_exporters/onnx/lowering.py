@@ -228,6 +228,19 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
         results = super().run(*every, enable_io_processing=False)
         return [*results, *self.updated.values()]
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not torch.ops.higher_order.scan:
+            return super().call_function(target, args, kwargs)
+        body, carry, rows, others = args
+        if isinstance(rows[0].shape[0], torch.SymInt):
+            raise ExportError.of(target, f"{target} over a dynamic length has no ONNX translation. Make the length static")
+        stacked: list[Any] = []
+        for step in range(rows[0].shape[0]):
+            results = torch.fx.Interpreter(body).run(*carry, *(row[step] for row in rows), *others)
+            carry = results[: len(carry)]
+            stacked.append(results[len(carry) :])
+        return *carry, *(torch.stack(values) for values in zip(*stacked, strict=True))
+
     def run_node(self, n: Node) -> Any:
         self.current = n.target
         attribute = self.alike.get(str(n.target), "") if n.op == "get_attr" else ""
@@ -244,7 +257,7 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
         if n.op == "call_function" and n.target is aten.copy_.default:
             target = n.args[0]
             if not isinstance(target, Node) or target.op != "get_attr" or target.target not in self.alike:
-                raise ExportError.of(n.target, f"the graph writes in place into {target}, which is no parameter or buffer: report this as a bug")
+                raise ExportError.of(n.target, f"the graph writes in place into {target}, which is not a parameter or buffer: report this as a bug")
             old, new = self.env[target], self.env[n.args[1]]  # type: ignore[index]
             value = torch.ops.aten.expand.default(new.to(old.dtype), old.shape) if new.shape != old.shape else new.to(old.dtype)
             self.updated[self.alike[str(target.target)]] = self.env[target] = value
@@ -275,6 +288,8 @@ def _refuse(graph: Graph) -> None:
     for node in graph.module.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(graph.module, str(node.target), None), torch.nn.Module):
             user = next(iter(node.users))
+            if user.target is torch.ops.higher_order.scan:
+                continue
             raise ExportError.of(
                 user.target,
                 f"{user.target} has no ONNX translation: control flow that depends on data stays with eager; use torch.where instead of it",

@@ -413,6 +413,15 @@ CORE int32_t aoti_torch_delete_tensor_object(tensor *t) {
   return 0;
 }
 
+/* The number of a tensor of one element. Loops of compiled code read their counter and their condition so. */
+#define ITEM(name, type)                                                                                                                             \
+  CORE int32_t aoti_torch_item_##name(tensor *t, type *out) { return *out = *(type *)at(t), 0; }
+ITEM(bool, bool)
+ITEM(int32, int32_t)
+ITEM(int64, int64_t)
+ITEM(float32, float)
+ITEM(float64, double)
+
 #define TELLS(name, type, value)                                                                                                                     \
   CORE int32_t aoti_torch_get_##name(tensor *t, type *out) { return *out = value, 0; }
 TELLS(data_ptr, void *, at(t))
