@@ -37,15 +37,15 @@ def say(operators: Mapping[str, OperatorSpec]) -> None:
 def _advice(spec: OperatorSpec) -> str:
     if spec.module == "__main__":
         return (
-            f"which the script{spec.file and f' {spec.file}'} registers, and that cannot be imported by name where the package is loaded: move the "
-            "operator to a module of its own, which is imported before the package is loaded"
+            f"which the script{spec.file and f' {spec.file}'} registers; a script cannot be imported by name. Move the operator to its own module, "
+            "and import that before you load the package"
         )
     if spec.module:
         return (
-            f"which the Python module {spec.module!r}{spec.file and f' ({spec.file})'} registers: import it before the package is loaded: "
-            f"load(path, imports=[{spec.module!r}]), --import {spec.module} on the command line"
+            f"which the Python module {spec.module!r}{spec.file and f' ({spec.file})'} registers. Import it before you load the package, with "
+            f"load(path, imports=[{spec.module!r}]) or, on the command line, --import {spec.module}"
         )
-    return f"which {spec.file or 'a compiled extension'} registers: load that before the package, by torch.ops.load_library()"
+    return f"which {spec.file or 'a compiled extension'} registers. Load that before the package, with torch.ops.load_library()"
 
 
 def _registered_by(operator: str) -> OperatorSpec:

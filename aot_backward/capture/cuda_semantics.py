@@ -64,7 +64,8 @@ def lists() -> dict[str, tuple[str, ...]]:
         found = re.search(rf"#define AT_FORALL_{policy}\(_\)((?:.*\\\n)*.*\n)", text)
         if found is None:
             raise ExportError(
-                f"torch {torch.__version__} does not say what autocast casts on a GPU (AT_FORALL_{policy}, {header.name}): export there"
+                f"{header.name}: expected the operators that autocast casts on a GPU (AT_FORALL_{policy}), got none from torch {torch.__version__}. "
+                "Export on a GPU (target='cuda')"
             )
         quoted = re.findall(r'"([\w.]+)"', found[1])  # a list that contains more than names
         out[policy] = tuple(quoted or [f"{n}.{o}" if o else n for n, o in re.findall(r"\b_\((\w+)(?:, (\w+))?\)", found[1])])
@@ -97,8 +98,8 @@ def _rules_of_other_libraries() -> dict[str, Any]:
 
 def _refuse_unknown_rule(name: str, *args: Any, **kwargs: Any) -> Any:
     raise ExportError(
-        f"{name} has a rule of its own for autocast on a GPU (torch.library.register_autocast), which does not run without one: export on a GPU "
-        "(target='cuda'), or call it under torch.autocast(\"cuda\", enabled=False) with tensors of the dtype that it is to have"
+        f"{name} has its own rule for autocast on a GPU (torch.library.register_autocast), and the rule needs a GPU. Export on a GPU "
+        "(target='cuda'), or call the operator under torch.autocast(\"cuda\", enabled=False) with tensors already cast to the dtype that it needs"
     )
 
 
@@ -181,9 +182,9 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
     cuda = torch.backends.cuda
     if dropout and (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
         raise ExportError(
-            f"scaled_dot_product_attention with dropout {dropout}: on a GPU eager draws the mask in its attention kernel, another one than a package "
-            "captured without a GPU would draw. Export on a GPU (target='cuda'), or call it, in training, too, under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+            f"scaled_dot_product_attention with dropout {dropout}: eager's attention kernel on a GPU draws the mask, and a package captured without "
+            "a GPU would draw a different one. Export on a GPU (target='cuda'), or call it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), "
+            "both here and in training"
         )
     return operator.decompose(query, key, value, *args, **kwargs)
 
@@ -206,8 +207,8 @@ def _autocast_of_both_devices() -> Iterator[None]:
     def enter(self: Any) -> Any:
         if self.device == "cuda":
             raise ExportError(
-                'torch.autocast("cuda") was made before the export, where torch switches it off because there is no GPU: make it in the forward '
-                '(with torch.autocast("cuda", dtype=torch.bfloat16):), not as a decorator'
+                'torch.autocast("cuda") was created before the export, and torch disabled it because this machine has no GPU. Create it in the '
+                'forward (with torch.autocast("cuda", dtype=torch.bfloat16):), not as a decorator'
             )
         entered = originals["__enter__"](self)
         agree()

@@ -117,8 +117,8 @@ def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str
     if joint.sizes.shape_env.replacements != known:
         fixed = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in joint.sizes.shape_env.replacements]
         raise ExportError(
-            f"order=2: the second derivative holds for one value alone of {', '.join(fixed)}, declared dynamic (that of BatchNorm in training mode "
-            "does, in torch itself): make it static"
+            f"order=2: expected a second derivative for every size of {', '.join(fixed)}, declared dynamic, got one that is valid for one size only "
+            "(PyTorch's second derivative of BatchNorm in training mode is such a case). Make it static"
         )
     random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in made.graph.graph.nodes)
     own = module.own_name
@@ -155,7 +155,7 @@ def _drop_buffer_updates(joint: Joint, own: Callable[[str], str]) -> None:
     for node in written & seen:
         raise ExportError(
             f"order=2: the gradients depend on the buffer {own(joint.placeholders[node.name][1])!r}, which the forward changes: "
-            "export with order=1, or in a mode in which it stays"
+            "export with order=1, or in a mode that does not change it"
         )
 
 

@@ -113,7 +113,7 @@ def with_scalar_loss(joint: Joint, name: str, weights: Weights) -> tuple[Joint, 
     """Return a copy without an incoming gradient, and the name of the node that replaces it, a constant 1. The loss must be a scalar. Gradients of
     tied parameters are summed, and parameter hooks inserted."""
     if not joint.has_backward or joint.outputs[0] is None or not joint.output_requires_grad[0]:
-        raise ExportError(f"{name}: the loss does not depend on anything that a gradient is asked for (wrt)")
+        raise ExportError(f"{name}: the loss does not depend on any tensor that gets a gradient (wrt of a Grad, trained parameters of a Step)")
     joint = joint.copy()
     loss = joint.outputs[0]
     if not isinstance(loss, Node) or tuple(loss.meta["val"].shape) != ():
@@ -343,11 +343,11 @@ def _refuse_sizes_from_data(joint: Joint, forward: GraphModule) -> None:
         source = next(made, node)
         if source.target is operator.getitem:
             source = source.args[0]
-        result = "a result whose size depends" if isinstance(value, torch.Tensor) else "a number that depends"
-        where = "cannot be an output of a package" if i < joint.forward_values else "cannot go from a forward to its backward"
+        result = "a result with a size that depends" if isinstance(value, torch.Tensor) else "a number that depends"
+        where = "cannot be an output of a package" if i < joint.forward_values else "cannot be passed from a forward to its backward"
         is_read = str(source.target) == "aten._local_scalar_dense.default" and isinstance(source.meta["val"], torch.SymInt)
         instead = "pass such a size as an argument" if is_read else "use torch.where or a mask, or a loss in a Grad entry"
-        raise ExportError.of(source.target, f"{source.target} gives {result} on the values of a tensor, which {where}: {instead}")
+        raise ExportError.of(source.target, f"{source.target} returns {result} on the values of a tensor; it {where}. Instead, {instead}")
 
 
 def joint_passes(graph: GraphModule, device: torch.device) -> GraphModule:

@@ -89,14 +89,14 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
 def _refuse_unsupported(program: nn.Module) -> None:
     """Refuse wrappers with hooks that a trace does not see, TorchScript, and tensors that are not plain."""
     if torch.is_inference_mode_enabled():
-        raise ExportError("within torch.inference_mode() nothing gets a gradient: export outside of it (torch.no_grad() does no harm)")
+        raise ExportError("torch.inference_mode() is enabled, and autograd records nothing in it. Export outside of it (torch.no_grad() is allowed)")
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for name, module in program.named_modules():
         called = f"the submodule {name!r}" if name else "the module"
         if isinstance(module, wrappers):
-            raise ExportError(f"{called} is a {type(module).__name__}: export what it wraps (.module), and wrap the loaded module")
+            raise ExportError(f"{called} is a {type(module).__name__}: export the module that it wraps (.module), and wrap the loaded module")
         if isinstance(module, torch.jit.ScriptModule):
-            raise ExportError(f"{called} is TorchScript, whose backward cannot be traced: {_instead_of_torchscript(program, name)}")
+            raise ExportError(f"{called} is TorchScript, and the backward of TorchScript cannot be traced: {_instead_of_torchscript(program, name)}")
     for name, tensor in [*program.named_parameters(), *program.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ExportError(f"{name} has no shape yet: call the module once on example inputs before the export")
@@ -116,11 +116,11 @@ def _instead_of_torchscript(program: nn.Module, name: str) -> str:
         parents.append(program.get_submodule(name))
     makers = {type(module).__module__.partition(".")[0] for module in parents}
     if not makers & {"e3nn", "mace", "nequip"}:
-        return "use the nn.Module that it was made of, without torch.jit.script or torch.jit.trace, and load its state_dict into that"
+        return "use the original nn.Module, without torch.jit.script or torch.jit.trace, and load the state_dict into it"
     of_mace = ", with mace net = type(net)(**mace.tools.scripts_utils.extract_config_mace_model(net))" * ("mace" in makers)
     return (
-        "e3nn made it when the model was built. Call e3nn.set_optimization_defaults(jit_script_fx=False) and build the model after that; build a "
-        f"loaded one again by its configuration{of_mace}, and load its state_dict into the new one"
+        "e3nn made it when the model was built. Call e3nn.set_optimization_defaults(jit_script_fx=False) before you build the model. For a loaded "
+        f"model, build a new one from its configuration{of_mace}, and load its state_dict into the new one"
     )
 
 

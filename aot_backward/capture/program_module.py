@@ -61,8 +61,8 @@ class FunctionModule(nn.Module):
                 self.add_module(name, value)
             elif any(isinstance(v, nn.Module) or (isinstance(v, torch.Tensor) and v.requires_grad) for v in pytree.tree_leaves(value)):
                 raise ExportError(
-                    f"the function closes over {name!r}, whose tensors require gradients and would become constants; close over the module that they "
-                    f"belong to, or pass them as arguments"
+                    f"the function closes over {name!r}, and its tensors require gradients but would become constants. Close over the module that "
+                    f"they belong to, or pass them as arguments"
                 )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ def describe(value: Any, leaf: Callable[[Any, str], Tree], path: str = "") -> Tr
     if kind is dict:
         for key in value:
             if type(key) not in (str, int):
-                raise ExportError(f"{path or 'the structure'}: a dict key is a {type(key).__name__}; a package knows str and int keys")
+                raise ExportError(f"{path or 'the structure'}: a dict key is a {type(key).__name__}; a package supports str and int keys")
         return Tree("dict", keys=tuple(value), children=tuple(describe(v, leaf, f"{path}[{k!r}]") for k, v in value.items()))
     if isinstance(value, tuple) and pytree.is_namedtuple_class(kind):
         fields = kind._fields

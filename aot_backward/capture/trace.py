@@ -258,7 +258,7 @@ def _place_of(descriptor: Any) -> tuple[str, Any]:
         return "input", descriptor.idx
     if isinstance(descriptor, torch_api.TangentAOTInput) and isinstance(descriptor.output, torch_api.PlainAOTOutput):
         return "cotangent", descriptor.output.idx
-    raise ExportError(f"the trace needs an input of a kind that a package does not know: {descriptor}")
+    raise ExportError(f"the traced graph has an input of an unsupported kind: {descriptor}")
 
 
 def _views(meta: Any) -> frozenset[int]:
@@ -317,8 +317,8 @@ def _dims(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> dict
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise ExportError(
-            f"dynamic_shapes does not fit the example: {first}; give them by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, None for one "
-            "whose sizes are fixed"
+            f"dynamic_shapes does not fit the example: {first}. Give sizes by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, and None for an "
+            "argument with fixed sizes"
         ) from error
     declared = spellings.declared(dynamic_shapes, owner.forward, args, kwargs)
     return {(i, d): size for i, d, size in declared if isinstance(size, Dim)}

@@ -49,7 +49,7 @@ def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, exa
             if served(values):
                 named = ", ".join(f"{_label(s, spec)} = {values[s.name]}" for s in spec.symbols if _occurs(s.name, guard))
                 raise ExportError(
-                    f"dynamic_shapes: expected code for all declared sizes, got code that holds only where {contract.words(guard)}, which excludes "
+                    f"dynamic_shapes: expected code for all declared sizes, got code that is valid only if {contract.words(guard)}, which excludes "
                     f"{named}{_where(sizes, guard)}. Declare ranges for which that holds, or a relation (one Dim for both), or say Dim.AUTO, and "
                     "export a variant for other sizes"
                 )

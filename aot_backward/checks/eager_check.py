@@ -124,7 +124,7 @@ def is_right(entry: str, case: Case, example: Example, package: Package, spec: V
 def compare_results(actual: Named, eager: Named, reference: Reference[Named], *, reduced_precision: bool = False) -> list[Comparison]:
     """Compare each tensor of ``actual`` with ``eager``'s of the same name. Raise :class:`ExportError` if dtype or shape differ."""
     if actual.keys() != eager.keys():
-        raise ExportError(f"{sorted(actual.keys() ^ eager.keys())} exist in only one of the artifact's results and eager's")
+        raise ExportError(f"results in only one of eager and the package: {', '.join(sorted(actual.keys() ^ eager.keys()))}")
     largest = _largest_gradient(reference.results)
     out = []
     for name, e in eager.items():
@@ -322,8 +322,8 @@ def _results_of_entry(package: Package, entry: str, given: _Given, where: str, *
         called, first = _called(package, given.spec), str(error).partition("\n")[0]
         raise ExportError.of(
             called[0] if len(called) == 1 else "",
-            f"{where}: the compiled code fails where eager does not: {first}"
-            + (f". It calls {', '.join(called)} as they are: leave them to eager" if called else ""),
+            f"{where}: the compiled code fails, and eager does not: {first}"
+            + (f". The code calls operators that are not compiled: {', '.join(called)}. Leave them to eager" if called else ""),
         ) from error
 
 
@@ -333,8 +333,8 @@ def _check_accumulated(entry: str, accumulated: Named, eager: Named, reference: 
     for comparison in compare_results(accumulated, {n: eager[n] for n in accumulated}, expected, reduced_precision=reduced_precision):
         if comparison.wrong:
             raise ExportError(
-                f"{entry}: in eager, backward() leaves another {comparison.name} in .grad than torch.autograd.grad gives, by {comparison.error:.3g}: "
-                "something hangs on the parameter's AccumulateGrad node, which no package would run; export without it"
+                f"{entry}: in eager, the {comparison.name} that backward() leaves in .grad differs by {comparison.error:.3g} from the result of "
+                "torch.autograd.grad: the parameter's AccumulateGrad node has a hook, and a package would not run it. Export without it"
             )
 
 
@@ -345,15 +345,17 @@ def _check_strides(entry: str, actual: Named, eager: Named) -> None:
         if a is None or e is None or e.numel() == 0:
             continue
         if any(n > 1 and s != w for n, s, w in zip(e.shape, a.stride(), e.stride(), strict=True)) and name.startswith("output"):
-            raise ExportError(f"{entry}: {name} has strides {a.stride()}, eager's has {e.stride()}: return it with .contiguous(), alike in both")
+            raise ExportError(
+                f"{entry}: {name}: expected eager's strides {e.stride()}, got {a.stride()}. Return it with .contiguous(): both then agree"
+            )
 
 
 def _refuse_sparse(entry: str, eager: Named) -> None:
     for name, tensor in eager.items():
         if tensor is not None and tensor.layout is not torch.strided:
             raise ExportError(
-                f"{entry}: {name} has layout {tensor.layout} in eager, and compiled code gives dense tensors only: leave out sparse=True (of an "
-                "Embedding or EmbeddingBag; its dense gradient has the same values)"
+                f"{entry}: {name}: expected a dense tensor from eager, got layout {tensor.layout}, which compiled code cannot return. Omit "
+                "sparse=True of an Embedding or EmbeddingBag: its dense gradient has the same values"
             )
 
 
@@ -371,9 +373,8 @@ def _number_attributes(program: nn.Module) -> dict[str, Any]:
 
 def _changed_numbers(program: nn.Module, before: Mapping[str, Any]) -> str:
     names = [n for n, v in _number_attributes(program).items() if before.get(n, v) != v]
-    return (
-        f". The forward changes {names}, which a package does not hold: register such a number as a buffer, and change that in place" if names else ""
-    )
+    named = ", ".join(map(repr, names))
+    return f". The forward changes {named}, which a package does not store: register it as a buffer, and change that in place" if names else ""
 
 
 def _allowed_of_eager(comparisons: Sequence[Comparison], eager: Named, reference: Reference[Named]) -> dict[str, float]:

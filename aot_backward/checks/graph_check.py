@@ -69,7 +69,7 @@ def check_variant(package: Package, entry: str, number: int, examples: Mapping[s
             ) from error
         if report.wrong:
             raise ExportError(
-                f"{entry} variant {number}: what torch {torch.__version__} compiled does not give what is stored in the package: "
+                f"{entry} variant {number}: the code compiled by torch {torch.__version__} does not give the results stored in the package: "
                 f"{report.wrong[0]}; nothing was written"
             )
         findings.add(report.worst, report.ratio)
@@ -108,7 +108,7 @@ def check_pass(
                         ) from error
             labels.append(", ".join(f"{s.label}={values[s.name]}" for s in variant.symbols if s.name in values))
     if not findings.worst:
-        return Verdict("not run: it draws random numbers, which are others on a GPU than on the CPU")
+        return Verdict("not run: it draws random numbers, and a GPU draws different ones than the CPU")
     return findings.verdict(labels)
 
 
@@ -153,8 +153,8 @@ def _check_written(
         ratio = _compare(described.name, a, e, largest, coarsest).ratio
         if not ratio <= 1:
             raise ExportError(
-                f"{what}: the code compiled from the portable graph {name} gives another {described.name} than PyTorch's own "
-                f"operators do for the same graph, {ratio:.3g} times what is allowed; nothing was written"
+                f"{what}: {described.name} is wrong: the code compiled from the portable graph {name} differs from PyTorch's own operators by "
+                f"{ratio:.3g} times the tolerance; nothing was written"
             )
         findings.add(described.name, ratio)
     return findings.verdict([])
@@ -169,7 +169,9 @@ def _sizes(variant: PassSpec, spec: LibrarySpec, graph: Graph) -> Iterator[dict[
                 first[stated] = int(size.node.hint) if isinstance(size, torch.SymInt) else size
     needed = {s for described in spec.inputs for size in (*described.shape, *described.stride) for s in symbols_of(size)}
     if needed - first.keys():
-        raise ExportError(f"{spec.member}: the sizes {sorted(needed - first.keys())} cannot be told from what it is given; report this as a bug")
+        raise ExportError(
+            f"{spec.member}: the sizes {', '.join(sorted(needed - first.keys()))} cannot be computed from its inputs; report this as a bug"
+        )
     yield first
     symbols = [s for s in variant.symbols if s.name in first]
     for factor in (1, 2, 3, 4, 8):
@@ -252,15 +254,15 @@ def _compare_call(
     actual = run(list(inputs))
     pairs = [(described.name, a.cpu(), e) for described, a, e in zip(spec.outputs, actual, expected, strict=True)]
     if not findings.trains:
-        pairs += [(f"what is written to {key}", constants[key].cpu(), weights[key]) for key in constants]
+        pairs += [(f"the value written to {key}", constants[key].cpu(), weights[key]) for key in constants]
     largest = max((norm(e) for _, _, e in pairs[: len(actual)] if e.is_floating_point()), default=0.0)
     coarsest = 2 * max((RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)  # both are rounded, each in its own order
     for label, a, e in pairs:
         ratio = _compare(label, a, e, largest, coarsest).ratio
         if not ratio <= 1:
             raise ExportError(
-                f"{what}: the code compiled from the portable graph {name} gives another {label} than PyTorch's own operators do for the same graph, "
-                f"{ratio:.3g} times what is allowed; nothing was written"
+                f"{what}: {label} is wrong: the code compiled from the portable graph {name} differs from PyTorch's own operators by "
+                f"{ratio:.3g} times the tolerance; nothing was written"
             )
         findings.add(f"{label} of {name}", ratio)
     return actual

@@ -36,7 +36,7 @@ def slowest(package: Package, timed: Timed, spec: VariantSpec, sized: Sized, mic
         found = min((_kernels(call) for _ in range(_CALLS_PROFILED)), key=lambda kernels: sum(kernels.values()))
     total = sum(found.values())
     if total < microseconds / 2:
-        yield f"its kernels take {total:,.0f} of {microseconds:,.0f} µs: the rest is what a call costs, whatever it computes"
+        yield f"its kernels take {total:,.0f} of {microseconds:,.0f} µs: the rest is the fixed overhead of a call"
     for name in sorted(found, key=lambda n: -found[n])[:_KERNELS_SHOWN]:
         if found[name] > total / 10:
             lines = ", ".join(list(dict.fromkeys(_lines(name, graphs)))[:2])

@@ -83,7 +83,7 @@ def _only_read(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     before = {name: _hash(t) for name, t in tensors.items()}
     yield
     if changed := [name for name, t in tensors.items() if _hash(t) != before[name]]:
-        raise Overwritten(f"the compiled code writes to {', '.join(changed)}, which it is to read alone; report this as a bug")
+        raise Overwritten(f"the compiled code writes to {', '.join(changed)}, which it should only read; report this as a bug")
 
 
 def _hash(tensor: torch.Tensor) -> int:
@@ -220,7 +220,7 @@ class _Taking:
 
     def _hook(self, name: str, target: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if id(target) in self.taken:
-            raise RuntimeError(f"the {name} comes twice")  # the program calls backward within its own backward
+            raise RuntimeError(f"the {name} is computed twice")  # the program calls backward within its own backward
         self.taken[id(target)] = kept = self._take(name, target, gradient)
         return gradient if kept is gradient else gradient.new_zeros(()).expand_as(gradient)
 

@@ -93,22 +93,22 @@ def compare_stored(name: str, result: torch.Tensor, stored: Mapping[str, torch.T
     and :class:`PackageError` if ``stored`` lacks its tolerance or holds an invalid sketch."""
     allowed = stored.get(f"allowed/{name}")
     if allowed is None or allowed.shape != () or allowed.dtype is not torch.float64 or not 0 <= float(allowed) < math.inf:
-        raise PackageError(f"the package does not say how far off {name} may be: 'allowed/{name}' is missing, or no number from 0 on in float64")
+        raise PackageError(f"the package has no valid tolerance for {name}: 'allowed/{name}' is missing, or is not a finite float64 number from 0 on")
     if (whole := stored.get(f"expected/{name}")) is not None:
         whole = as_dtype(str(result.dtype).removeprefix("torch."), whole)
         if result.shape != whole.shape or result.dtype != whole.dtype:
-            raise Differs(f"{name} is {result.dtype} {tuple(result.shape)}, stored was {whole.dtype} {tuple(whole.shape)}")
+            raise Differs(f"{name} is {result.dtype} {tuple(result.shape)}, the stored result is {whole.dtype} {tuple(whole.shape)}")
         return Comparison(name, distance(result, whole), float(allowed))
     if (digest := stored.get(f"digest/{name}")) is not None:
         if digest.shape != (32,) or digest.dtype is not torch.uint8:
             raise PackageError(f"'digest/{name}' is {digest.dtype} {tuple(digest.shape)}; expected uint8 (32,)")
         return Comparison(name, 0.0 if torch.equal(_digest(result), digest) else math.inf, 0.0)
     if (sums := stored.get(f"sketch/{name}")) is None:
-        raise PackageError(f"the package says how far off {name} may be, and nothing of what it was: 'expected/{name}' is missing")
+        raise PackageError(f"the package has a tolerance for {name}, but no result: 'expected/{name}' is missing")
     if sums.shape != (SUMS,) or sums.dtype is not torch.float64:
         raise PackageError(f"'sketch/{name}' is {sums.dtype} {tuple(sums.shape)}; expected float64 {(SUMS,)}")
     if not is_inexact(result):
-        raise Differs(f"{name} is {result.dtype}, stored was the sketch of a tensor of floating point")
+        raise Differs(f"{name} is {result.dtype}, the stored sketch is of a floating-point tensor")
     error = sketched_distance(result if as_stored and result.shape == sums.shape else sketch(result), sums)
     return Comparison(name, error, MARGIN * float(allowed))
 

@@ -95,7 +95,7 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
     total = sum(m.size for m in members.values())
     entries = archive.manifest.entries
     recorded = tuple(_recorded(name, entry) for name, entry in entries.items() if entry.kind == "replay")
-    not_run = "" if run else "not asked for"
+    not_run = "" if run else "not requested"
     examples: dict[str, torch.Tensor] = {}
     if run:
         examples = load_examples(archive)
@@ -140,7 +140,7 @@ def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping
     """Return the stored arguments of a variant."""
     names = [f"{entry}/{number}/input/{i}" for i in range(len(spec.inputs))]
     if missing := [n for n in names if n not in examples]:
-        raise PackageError(f"the package stores examples, and no {missing[0]!r}, which variant {number} of entry {entry!r} is compared with")
+        raise PackageError(f"entry {entry!r} variant {number}: the package has no stored input {missing[0]!r} to compare it with")
     stored = [as_dtype(s.dtype, examples[n]) for s, n in zip(spec.inputs, names, strict=True)]
     inputs = [t.to(s.device).requires_grad_(s.requires_grad) for s, t in zip(spec.inputs, stored, strict=True)]
     args, kwargs = unflatten(spec.in_tree, inputs, {}, {})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 external_data_option = click.option(
     "--external-data/--no-external-data",
     default=None,
-    help="Whether weights are stored in one file beside the ONNX graphs, OUT.onnx.data; by default where they are larger than 64 MiB.",
+    help="Store the weights in one file next to the ONNX graphs, OUT.onnx.data. By default, only if they are larger than 64 MiB.",
 )
 
 
@@ -32,7 +32,7 @@ external_data_option = click.option(
     required=True,
     type=click.Path(path_type=Path),
     metavar="OUT.onnx",
-    help="The file to write; those beside it are named after it.",
+    help="The file to write. Further files are named after it.",
 )
 @click.option("--entry", metavar="NAME", help="Only this entry; by default all.")
 @click.option("--variant", type=int, metavar="N", help="Only the variant of this number, counted from 0; by default all.")

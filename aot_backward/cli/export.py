@@ -50,7 +50,7 @@ class Program(click.ParamType):
     show_default=True,
     metavar="TARGETS",
     help="cpu:avx2 (the same as cpu), cpu:sse4, cpu:avx512, or several with commas between them; cuda for this machine's GPU, "
-    "cuda:sm_90 (80, 89, 100) for GPUs that are not here.",
+    "cuda:sm_90 (80, 89, 100) to cross-compile.",
 )
 @click.option("--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
@@ -118,7 +118,7 @@ def _check_options(context: click.Context, form: str) -> None:
     idle = ("target", "portable", "weights", "tune", "runtime") if form == "onnx" else ("external_data", "as_json")
     for parameter in context.command.params:
         if parameter.name in idle and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{parameter.opts[0]} means nothing with --format {form}", context)
+            raise click.UsageError(f"{parameter.opts[0]} does not apply to --format {form}", context)
 
 
 def _entries(path: Path, name: str) -> Entries:
@@ -129,7 +129,7 @@ def _entries(path: Path, name: str) -> Entries:
         return {_kind(made): made}
     if not isinstance(made, dict) or not made or not all(isinstance(k, str) and isinstance(v, (Module, Grad, Step)) for k, v in made.items()):
         what = f"a dict of {sorted({type(v).__name__ for v in made.values()})}" if isinstance(made, dict) and made else repr(made)[:60]
-        raise click.ClickException(f"{path}:{name} returned {what}; return a Module, a Grad, a Step, or a dict of such by name")
+        raise click.ClickException(f"{path}:{name} returned {what}; return a Module, a Grad, a Step, or a dict of them by name")
     return made
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="REPORT.html", help="A page to look at, with memory and graphs, in one file.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="REPORT.html", help="Write a page with memory and graphs, in one file.")
 @debug_option
 def inspect(package: Path, as_json: bool, html: Path | None) -> None:
     """Show the entries of OUT.pt2, their variants, guards and sizes, recorded passes, and what it was built for. Runs nothing of it.

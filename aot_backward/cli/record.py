@@ -16,18 +16,20 @@ from .support.tables import say
 
 
 @click.command(epilog=EXIT_CODES)
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BW.pt2", help="The package; what is new is added to it.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BW.pt2", help="The package. New passes and steps are added to it."
+)
 @click.option("--entry", default="backward", show_default=True, metavar="NAME", help="The name of its replay entry.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
-@tune_option("How long passes are timed in eager and compiled; with none they are not, and replay runs whatever is compiled.")
+@tune_option("How long passes are timed in eager and compiled. With none they are not timed, and replay runs all compiled code.")
 @click.option("--min-seen", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Compile structures seen N times or more.")
 @click.option(
     "--time-limit",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Begin to compile no further structure after so long: the most expensive come first, and one is always compiled.",
+    help="Stop starting new compilations after SECONDS. The most expensive structures come first, and one is always compiled.",
 )
-@click.option("--no-optimizer", is_flag=True, help="Compile backward passes alone, and no steps of optimizers.")
+@click.option("--no-optimizer", is_flag=True, help="Compile only backward passes, not optimizer steps.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @debug_option
@@ -56,7 +58,7 @@ def record(
     from ..recording.record import record as recording
 
     def say_compiling() -> None:
-        click.echo("compiling what was recorded; Ctrl-C ends that", err=True)
+        click.echo("compiling the recorded passes and steps; Ctrl-C stops this", err=True)
 
     with shown() as progress:
         session = recording(

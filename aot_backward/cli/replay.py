@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @click.command(epilog=EXIT_CODES)
-@click.option("--entry", metavar="NAME", help="Which replay entry; a sole one needs no name.")
-@click.option("--strict", is_flag=True, help="A backward pass that the package has no variant for is an error.")
-@click.option("--no-optimizer", is_flag=True, help="Leave the steps of optimizers to eager.")
+@click.option("--entry", metavar="NAME", help="The replay entry. Not needed if there is only one.")
+@click.option("--strict", is_flag=True, help="Raise an error if the package has no variant for a backward pass.")
+@click.option("--no-optimizer", is_flag=True, help="Run optimizer steps in eager.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
 @import_option
 @signature_options

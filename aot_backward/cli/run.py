@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     required=True,
     type=click.Path(path_type=Path),
     metavar="OUT.safetensors",
-    help="Where the results go, whole or not at all.",
+    help="The file for the results, written whole or not at all.",
 )
-@click.option("--entry", metavar="NAME", help="Which entry to call; a sole one needs no name.")
-@click.option("--mode", type=click.Choice(["train", "eval"]), help="By default the one in which it was exported.")
-@click.option("--device", metavar="DEVICE", help="Of a package for GPUs: which, such as cuda:1; by default the current one.")
+@click.option("--entry", metavar="NAME", help="The entry to call. Not needed if there is only one.")
+@click.option("--mode", type=click.Choice(["train", "eval"]), help="By default, the mode in which the entry was exported.")
+@click.option("--device", metavar="DEVICE", help="The GPU, such as cuda:1, if the package is for GPUs. By default, the current one.")
 @import_option
 @signature_options
 @debug_option

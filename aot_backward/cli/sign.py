@@ -13,7 +13,9 @@ from .support.failures import EXIT_CODES, debug_option
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
 @click.option("--key", required=True, type=click.Path(path_type=Path), metavar="PRIVATE.pem", help="Your private key, on an elliptic curve.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="OUT.pt2.sig", help="Where the signature goes; by default beside OUT.pt2.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="OUT.pt2.sig", help="The file for the signature. By default, next to OUT.pt2."
+)
 @click.option("--password-env", metavar="VARIABLE", help="The environment variable that holds the password of an encrypted key.")
 @debug_option
 def sign(package: Path, key: Path, output: Path | None, password_env: str | None) -> None:

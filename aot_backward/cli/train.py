@@ -28,21 +28,29 @@ _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
 @click.option("--data", required=True, type=click.Path(path_type=Path), metavar="DATA.safetensors", help="Samples, by the names that inspect lists.")
-@click.option("--epochs", required=True, type=click.IntRange(min=1), metavar="N", help="Passes over the samples, those before a --resume included.")
+@click.option(
+    "--epochs", required=True, type=click.IntRange(min=1), metavar="N", help="Passes over the samples, including the ones before a --resume."
+)
 @click.option(
     "--save",
     required=True,
     type=click.Path(path_type=Path),
     metavar="STATE.safetensors",
-    help="Where the state goes after each epoch, and when interrupted.",
+    help="The file for the state, written after each epoch and on an interrupt.",
 )
-@click.option("--resume", is_flag=True, help="Continue from what was saved there.")
-@click.option("--batch-size", type=click.IntRange(min=1), metavar="B", help="Samples of a step: by default what was exported, else 32.")
-@click.option("--entry", metavar="NAME", help="Which training step; a sole one needs no name.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the samples' order, and of dropout.")
+@click.option("--resume", is_flag=True, help="Continue from the state in the --save file.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), metavar="B", help="Samples per step. By default, the exported size, or 32 if that is dynamic."
+)
+@click.option("--entry", metavar="NAME", help="The training step. Not needed if there is only one.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="The seed of the samples' order and of dropout.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per epoch on standard output.")
-@click.option("--device", metavar="DEVICE", help="Of a package for GPUs: which, such as cuda:1; by default the current one, or that of LOCAL_RANK.")
-@click.option("--cudagraphs", is_flag=True, help="Of a package for GPUs: replay steps as CUDA graphs.")
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="The GPU, such as cuda:1, if the package is for GPUs. By default, the current one, or LOCAL_RANK's under torchrun.",
+)
+@click.option("--cudagraphs", is_flag=True, help="Replay steps as CUDA graphs, if the package is for GPUs.")
 @import_option
 @signature_options
 @debug_option

@@ -56,8 +56,8 @@ def verify(context: click.Context, package: Path, run: bool, key: Path | None, a
 
 def _show(package: Path, report: Report, key: Path | None) -> None:
     if report.signature:
-        say(f"{package}: its signature {report.signature} is good, by the owner of {key}")
-    say(f"{package}: {report.members} members, {size(report.bytes)}: digests are right")
+        say(f"{package}: the signature {report.signature} is valid, by the owner of {key}")
+    say(f"{package}: {report.members} members, {size(report.bytes)}: digests match")
     for r in report.recorded:
         passes = f"recorded passes of {count(r.structures, 'structure')}, {count(r.variants, 'variant')}"
         passes += f", and {count(r.updates, 'optimizer step')}" if r.updates else ""
@@ -70,6 +70,6 @@ def _show(package: Path, report: Report, key: Path | None) -> None:
             say(f"{which}: WRONG: {'; '.join(v.wrong)}")
         else:
             sketched = f" ({v.sketched} large ones by a sketch)" if v.sketched else ""
-            say(f"{which}: {v.tensors} tensors{sketched} as eager's; {v.worst} is worst, at {v.ratio:.2g} of what is allowed")
+            say(f"{which}: {v.tensors} tensors{sketched} match eager's; {v.worst} is worst, at {v.ratio:.2g} of its tolerance")
     if report.not_run:
         say(f"numbers were not compared: {report.not_run}")

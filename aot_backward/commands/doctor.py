@@ -69,7 +69,7 @@ def _processor() -> Finding:
             "processor",
             "failed",
             f"lacks {' '.join(missing)} of {march}",
-            "packages could be neither checked nor run: use a newer processor",
+            "packages cannot be checked or run here: use a newer processor",
         )
     return Finding("processor", "ok", f"has all of {march}; {len(os.sched_getaffinity(0))} usable cores")
 

@@ -16,8 +16,8 @@ from aot_backward_runtime.native.pytree import flatten, unflatten
 
 GRADIENT = "gradient of "
 _ELSEWHERE = {
-    "step": "is a training step, whose every call changes its state: `aot-backward train` makes steps and saves what they made",
-    "replay": "holds recorded backward passes, which only the script that was recorded can call: `aot-backward replay` runs it",
+    "step": "is a training step, and every call changes its state: `aot-backward train` runs steps and saves the state",
+    "replay": "holds recorded backward passes, and only the recorded script can call them: `aot-backward replay` runs it",
 }
 
 
@@ -31,7 +31,7 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
     """
     name = name if name is not None else _sole(package)
     if name not in package.entries:
-        raise AotBackwardError(f"there is no entry {name!r}; the package has: {', '.join(package.entries)}")
+        raise AotBackwardError(f"the package has no entry {name!r}; it has: {', '.join(package.entries)}")
     spec = package.manifest.entries[name]
     if spec.kind in _ELSEWHERE:
         raise AotBackwardError(f"entry {name!r} {_ELSEWHERE[spec.kind]}")
@@ -45,7 +45,8 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
         raise InputError(f"entry {name!r} was not exported in mode {mode!r}; it has {', '.join(sorted(modes))}")
     fitting = [v for v in variants if {s.name for s in v.inputs} == inputs.keys()]
     if not fitting:
-        raise InputError(f"entry {name!r} takes the tensors {[s.name for s in variants[0].inputs]}; the file holds {sorted(inputs)}")
+        takes, holds = (", ".join(map(repr, names)) for names in ([s.name for s in variants[0].inputs], sorted(inputs)))
+        raise InputError(f"entry {name!r} takes {f'the tensors {takes}' if takes else 'no tensors'}; the file holds {holds or 'no arguments'}")
     if spec.kind == "grad" and incoming:
         raise InputError(
             f"entry {name!r} computes a loss and its gradients, and takes no incoming ones; the file holds {GRADIENT}{sorted(incoming)[0]}"
@@ -83,7 +84,7 @@ def _module(
         if name not in outputs or not outputs[name].requires_grad:
             able = [n for n, t in outputs.items() if t.requires_grad]
             raise AotBackwardError(
-                f"{GRADIENT}{name} was given, but no output of that name gets a gradient; those that do: {', '.join(able) or 'none'}"
+                f"{GRADIENT}{name} was given, but no output of that name gets a gradient; outputs with a gradient: {', '.join(able) or 'none'}"
             )
     results = {n: t.detach() for n, t in outputs.items()}
     if incoming:

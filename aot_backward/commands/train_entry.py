@@ -93,7 +93,7 @@ def train(
     """
     save = Path(save)
     if not resume and save.exists():
-        raise StateError(f"{save} is there already: resume from it, or save to another file")
+        raise StateError(f"{save} already exists: resume from it, or save to another file")
     if device is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and _on_gpu(package, signature, key):
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     loaded = load(package, device=device, cudagraphs=cudagraphs, signature=signature, key=key)
@@ -129,7 +129,7 @@ def _train(
         position = _saved_position(step.resume(save), about, save, samples.data)
         epoch, done, total = int(position["epoch"]), int(position["batches"]), float(position["loss"])
         if epoch >= epochs:
-            callbacks.note(f"{save} has made {epoch} of {epochs} epochs already: nothing is left to train")
+            callbacks.note(f"{save} has already trained {epoch} of {epochs} epochs: nothing is left to train")
 
     def write() -> None:
         step.save(save, {_OURS: {**about, "epoch": epoch, "batches": done, "loss": total}})
@@ -168,7 +168,7 @@ def _step_entry(package: Package, entry: str | None) -> str:
         return steps[0]
     if entry is None or entry not in steps:
         has = ", ".join(f"{n} ({kind})" for n, kind in package.entries.items())
-        what = f"has no training step {entry!r}" if entry is not None else f"has {len(steps)} training steps, of which one must be named"
+        what = f"has no training step {entry!r}" if entry is not None else f"has {len(steps) or 'no'} training steps{': name one' if steps else ''}"
         raise InputError(f"the package {what}; its entries: {has}")
     return entry
 
@@ -202,7 +202,7 @@ def _saved_position(extra: Any, about: Mapping[str, Any], save: Path, data: Path
             raise StateError(f"{save} cannot be resumed: {what} was {saved[key]}, and is {about[key]} now")
     for name, digest in about["data"].items():
         if not isinstance(saved["data"], Mapping) or saved["data"].get(name) != digest:
-            raise StateError(f"{save} cannot be resumed: {name!r} in {data} is not what it was trained on")
+            raise StateError(f"{save} cannot be resumed: {name!r} in {data} differs from the data it was trained on")
     return saved
 
 

@@ -68,7 +68,7 @@ def read_samples(data: Path, name: str, variants: Sequence[VariantSpec], device:
         raise InputError(f"{data} does not fit entry {name!r}, which takes {', '.join(wanted)}: {'; '.join(parts)}")
     single = [n for n, t in given.items() if not t.dim()]
     if single:
-        raise InputError(f"{data}: {single[0]!r} has no dimensions, and the first should be that of the samples")
+        raise InputError(f"{data}: {single[0]!r} has no dimensions; expected the samples along the first dimension")
     lengths = {n: len(t) for n, t in given.items()}
     if len(set(lengths.values())) != 1:
         raise InputError(f"{data}: tensors have different numbers of samples: {', '.join(f'{n} {k}' for n, k in lengths.items())}")
@@ -136,17 +136,17 @@ def cut_batches(samples: Samples, size: int | None, rank: int, world: int, note:
     last = rest // world
     refused = samples.refusal(chosen) if whole else None
     if refused is not None:
-        hint = "" if size or _exported(samples) else f" (a batch size of {chosen} was taken, as none was given)"
+        hint = "" if size or _exported(samples) else f" (with the default batch size {chosen})"
         raise InputError(f"{samples.data} does not fit{hint}: {refused}")
     too_few = samples.refusal(last) if last else None
     if not whole and (not last or too_few is not None):
-        raise InputError(f"{samples.data} has {samples.count} samples, which are no batch of {chosen * world}{f': {too_few}' if too_few else ''}")
+        raise InputError(f"{samples.data} has {samples.count} samples, too few for a batch of {chosen * world}{f': {too_few}' if too_few else ''}")
     if too_few is not None or not last:
         last = 0
     left = samples.count - whole * chosen * world - last * world
     if left:
-        why = f": {too_few}" if too_few is not None else f", which {world} processes cannot share evenly"
-        note(f"{left} of {samples.count} samples, others each time, are left out of every epoch{why}")
+        why = f": {too_few}" if too_few is not None else f": {world} processes cannot share them evenly"
+        note(f"every epoch leaves out {left} of {samples.count} samples, different ones each time{why}")
     return Batches(chosen, [chosen] * whole + ([last] if last else []), samples.count, rank, world)
 
 

@@ -83,7 +83,9 @@ class Conversion:
         from . import value_names
 
         if entry is not None and entry not in manifest.entries:
-            raise ExportError(f"there is no entry {entry!r}; there are: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}")
+            raise ExportError(
+                f"the entry {entry!r} does not exist; the entries are: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}"
+            )
         self.path, self.manifest, self.weights, self.say = path, manifest, weights, say
         parts: list[Part] = []
         for name, spec in manifest.entries.items():
@@ -100,7 +102,7 @@ class Conversion:
             name_parts = [path.name.removesuffix(".onnx"), *([part.entry] if several else []), *([str(part.variant)] if numbered else []), part.file]
             self.paths[part.library] = path.with_name(".".join(p for p in name_parts if p) + ".onnx")
         if not parts:
-            raise ExportError("there is no graph to write: every output is an input or a parameter as it is")
+            raise ExportError("there is no graph to write: every output is an unchanged input or parameter")
         for one in self.paths.values():
             checked_destination(one)
         self.parts = {part.library: part for part in parts}
@@ -140,7 +142,7 @@ class Conversion:
 
         worst = check(load)
         version = __import__(chosen.partition(".")[0]).__version__
-        return {which: f"{chosen} {version}, nearest to what is allowed: {name}" for which, name in worst.items()}
+        return {which: f"{chosen} {version}, nearest to its tolerance: {name}" for which, name in worst.items()}
 
     def write(self, external: bool | None, compared: Mapping[tuple[str, int], str]) -> list[OnnxFile]:
         from aot_backward_exporters.onnx.model import OPSET

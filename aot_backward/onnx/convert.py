@@ -49,13 +49,13 @@ def convert(
     archive.verify_digests()
     manifest = archive.manifest
     if not manifest.has_weights:
-        raise ExportError(f"{source} was written without weights, which are the defaults of an ONNX graph's inputs; export it with them")
+        raise ExportError(f"{source} was written without weights, and an ONNX graph needs them as defaults of its inputs; export it with weights")
     if entry is not None and entry not in manifest.entries:
         raise ExportError(f"{source} has no entry {entry!r}; it has: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}")
     chosen = {n: e for n, e in manifest.entries.items() if entry in (None, n)}
     if recorded := [n for n, e in chosen.items() if e.kind == "replay"]:
         raise ExportError(
-            f"the entry {recorded[0]!r} holds recorded passes, which are part of a script and no program of their own: name another, --entry"
+            f"the entry {recorded[0]!r} holds recorded passes, which cannot run without the recorded script: choose another entry with --entry"
         )
     check_registered(manifest, source)
     weights = filled(archive) | load_weights(archive)
@@ -71,7 +71,7 @@ def convert(
         package, out = load(), {}
         for name, number in made.variants:
             if not any(key.startswith(f"{name}/{number}/") for key in examples):
-                raise ExportError(f"{source} stores no example inputs for {name!r}: there is nothing to compare an ONNX graph with")
+                raise ExportError(f"{source} stores no example inputs for {name!r}, so its ONNX graph cannot be checked")
             say(f"check {name}", number, len(manifest.entries[name].variants))
             if manifest.entries[name].kind != "step":
                 out[name, number] = graph_check.check_variant(package, name, number, examples, graphs).worst
@@ -79,7 +79,7 @@ def convert(
             # eager's operators are not the reference: Adam makes a full step of rounding noise, such as a bias's gradient before BatchNorm
             report = verify_variant(package, name, number, examples)
             if report.wrong:
-                raise ExportError(f"{name} variant {number}: the ONNX graph does not give what is stored in the package: {report.wrong[0]}")
+                raise ExportError(f"{name} variant {number}: the ONNX graph differs from the results in the package: {report.wrong[0]}")
             out[name, number] = report.worst
         return out
 
@@ -99,7 +99,7 @@ def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: M
         forms[name] = graph_json.form_of(archive.read_member(libraries[name].graph), name)
         sizes = forms[name].get("sizes")
         if not isinstance(sizes, dict):
-            raise PackageError(f"the portable graph {name} does not say the example's sizes")
+            raise PackageError(f"the portable graph {name} lacks the example's sizes")
         hints |= sizes
     try:
         return _read(archive, variant, forms, hints, weights, oblivious=True)

@@ -42,7 +42,7 @@ def parts(name: str, entry: EntrySpec, number: int) -> list[Part]:
     for role, plan in plans:
         if plan.call is None:
             if role == "forward" or role == "gradient":
-                raise ExportError(f"{name}: {role} computes nothing that is not an input of it: there is no graph to write")
+                raise ExportError(f"{name}: the {role} only returns its inputs: there is no graph to write")
             continue
         out.append(Part(name, number, role, plan, _names(entry, variant, role, plan), _about(name, entry, number, role), plan.call.library))
     return out
@@ -75,7 +75,7 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
         for name, source, spec in zip(named, plan.outputs, variant.outputs, strict=True):
             if not source.startswith("result:") and spec.requires_grad and role == "forward":
                 raise ExportError(
-                    f"{name} is an input or a parameter as it is, and its incoming gradient would go around the graph: return a copy (.clone())"
+                    f"{name} is an unchanged input or parameter, and its incoming gradient would bypass the graph: return a copy (.clone())"
                 )
         found = [(n, _source(source, plan, by_name)) for n, source in zip(named, plan.outputs, strict=True)]
         outputs += [(n, source) for n, source in found if source]
@@ -94,7 +94,7 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
         outputs.append((f"updated.{numbers[1].name}", "first:finite" if entry.step.finite else "first:"))
     if len(set(inputs)) != len(inputs) or len({n for n, _ in outputs}) != len(outputs):
         raise ExportError(
-            f"two inputs or two outputs would have one name: {sorted([*inputs, *(n for n, _ in outputs)])}; rename an argument or a result"
+            f"two inputs or two outputs would have the same name: {sorted([*inputs, *(n for n, _ in outputs)])}; rename an argument or a result"
         )
     return Names(tuple(inputs), constants, tuple(outputs), vector, numbers, symbols)
 

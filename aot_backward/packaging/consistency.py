@@ -43,7 +43,7 @@ def _problem(variant: VariantSpec, plan: Plan, manifest: Manifest) -> str | None
         pairs += [(text, results.get(text), wanted) for text, wanted in zip(plan.outputs, variant.outputs, strict=True)]
     for text, given, wanted in pairs:
         if given is not None and not _same(given, wanted, variant.symbols):
-            return f"{text} is {_words(given)}, expected {wanted.name}, {_words(wanted)}"
+            return f"{text}: expected {wanted.name}, {_words(wanted)}, got {_words(given)}"
     return None
 
 

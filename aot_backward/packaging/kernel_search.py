@@ -35,7 +35,7 @@ def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], obje
     def passes(operators: Iterable[str]) -> bool:
         nonlocal tries, runs
         tries += 1
-        contents.progress(f"find the operator that is not eager's, {tries} of at most {_TRIES}", tries - 1, _TRIES)
+        contents.progress(f"find the operator that differs from eager, {tries} of at most {_TRIES}", tries - 1, _TRIES)
         contents.back_to(before)
         try:
             _compile(contents, graphs, frozenset(operators))
@@ -55,7 +55,7 @@ def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], obje
         found = next(([s] for s in suspects if tries < _SINGLE_TRIES and passes([s])), None)
     if found is not None and not passes(found):  # the last compilation used other operators
         found = None
-    contents.progress(f"find the operator that is not eager's, {tries} of at most {_TRIES}", _TRIES, _TRIES)
+    contents.progress(f"find the operator that differs from eager, {tries} of at most {_TRIES}", _TRIES, _TRIES)
     if found is None:
         contents.back_to(before)
         _mark(graphs, frozenset())

@@ -199,7 +199,7 @@ class _Writer:
 def _named(name: str, spec: LibrarySpec, artifacts: Mapping[str, Artifact], targets: Sequence[Target], portable: bool) -> LibrarySpec:
     """Return ``spec`` with the member names of its library, its builds and its graph."""
     if not GRAPH_NAME.fullmatch(name):
-        raise ExportError(f"{name!r} cannot name a graph: use letters, digits, '_', '-' and '.' in the name of the entry")
+        raise ExportError(f"{name!r} is not a valid name for a graph: use only letters, digits, '_', '-' and '.' in the name of the entry")
 
     def members(target: Target | None) -> dict[str, Any]:
         stem = stem_of(name, target)

@@ -131,7 +131,7 @@ def _grad_candidate(
     apart: tuple[str, ...],
 ) -> tuning.Candidate:
     if not entry.has_aux and joint.out_tree.kind != "tensor":
-        raise ExportError(f"{entry_name} returns more than a loss, {describe(joint.out_tree)}: say has_aux=True where the loss comes first")
+        raise ExportError(f"{entry_name}: expected a loss, got {describe(joint.out_tree)}. If the loss comes first, say has_aux=True")
     partitions = partition.split_grad(joint, prefix, weights, wrt)
     return tuning.Candidate("whole", partitions.graphs, lambda: dataclasses.replace(variant_spec(example.mode, joint, partitions), set_apart=apart))
 
@@ -183,7 +183,9 @@ def _compile(contents: Contents, prefix: str, joint: Joint, graphs: Sequence[Gra
     contents.compile(graphs, joint)
     if (now := _known_sizes(joint)) != known:
         fixed = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in now.keys() - known.keys()]
-        raise ExportError(f"{prefix}: the compiler fixed {' and '.join(fixed) or 'a size'}, declared dynamic; make it static, or report the model")
+        raise ExportError(
+            f"{prefix}: the compiler fixed {' and '.join(fixed) or 'a size'}, which is declared dynamic; make it static, or report the model"
+        )
 
 
 def _known_sizes(joint: Joint) -> dict[Any, Any]:

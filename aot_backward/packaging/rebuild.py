@@ -93,7 +93,9 @@ def check_target(target: str) -> None:
     """Raise :class:`ExportError` if this process cannot compile for ``target``."""
     for name in targets.parsed(target):
         if name == "cuda":
-            raise ExportError(f"target cuda is for modules that are on this machine's GPU; here name its architecture, such as {targets.KNOWN[-2]}")
+            raise ExportError(
+                f"target cuda: only modules on this machine's GPU can use it. Name the GPU's architecture instead, such as {targets.KNOWN[-2]}"
+            )
         if name.startswith("cuda:"):
             cross_compile.check(name)
 

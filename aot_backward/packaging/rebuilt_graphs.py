@@ -60,7 +60,7 @@ class RebuiltGraphs:
     def libraries(self) -> dict[str, LibrarySpec]:
         """Return the manifest's description of each graph."""
         if unused := [name for name in self.archive.manifest.libraries if name not in self.graphs]:
-            raise PackageError(f"no entry uses the library {unused[0]}: the package is not whole")
+            raise PackageError(f"no entry uses the library {unused[0]}: the package is incomplete")
         return {name: library_spec(self.graphs[name], *self._artifacts(name)) for name in self.archive.manifest.libraries}
 
     def paths(self, number: int) -> dict[str, Path]:
@@ -106,9 +106,9 @@ class RebuiltGraphs:
         for name, form in forms.items():
             sizes = form.get("sizes")
             if not isinstance(sizes, dict):
-                raise PackageError(f"the portable graph {name} does not say the example's sizes")
+                raise PackageError(f"the portable graph {name} lacks the example's sizes")
             if odd := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
-                raise PackageError(f"the portable graph {name} was made at another size {odd[0]} than those it belongs to")
+                raise PackageError(f"the portable graph {name} was traced with another value of {odd[0]} than the other graphs of its variant")
         try:
             world, graphs = self._read(variant, forms, hints, oblivious=True)
         except PackageError:  # if this failed at export too, export compared sizes with 0 and 1
@@ -127,9 +127,10 @@ class RebuiltGraphs:
         assumed = _assumed(variant, world)
         for before, after in zip(variant.symbols, assumed["symbols"], strict=True):
             if (before.minimum, before.maximum) != (after.minimum, after.maximum):
-                self.narrowed.append(f"{names[0] if names else 'a variant'}: {before.label} is now from {after.minimum} to {after.maximum}")
+                top = "" if after.maximum is None else f" to {after.maximum}"
+                self.narrowed.append(f"{names[0] if names else 'a variant'}: {before.label} is now from {after.minimum}{top}")
         if further := assumed["guards"][len(variant.guards) :]:
-            self.narrowed.append(f"{names[0]}: only where {' and '.join(further)}")
+            self.narrowed.append(f"{names[0]}: only if {' and '.join(further)}")
         return assumed
 
     def _read(

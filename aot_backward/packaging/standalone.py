@@ -27,12 +27,12 @@ def check_runtime(runtime: str | None, target: str, weights: bool) -> None:
     if runtime != "standalone":
         return
     if not target.startswith("cpu"):
-        raise ExportError(f"runtime='standalone' runs code for CPUs; target is {target!r}")
+        raise ExportError(f"runtime='standalone': expected a target for CPUs, got {target!r}")
     if not weights:
-        raise ExportError("runtime='standalone' binds no weights when a package is loaded: leave weights=False out")
+        raise ExportError("runtime='standalone' cannot bind weights when a package is loaded: leave out weights=False")
     if not standalone.is_installed():
         raise ExportError(
-            "runtime='standalone' is compared with eager by aot-backward-native, which is not installed: pip install aot-backward-native"
+            "runtime='standalone' needs aot-backward-native, which compares it with eager and is not installed: pip install aot-backward-native"
         )
 
 
@@ -67,7 +67,7 @@ def with_standalone(
     progress("check without PyTorch", len(candidates), len(candidates))
     if required and (wrong := {n: why for n, why in found.items() if why != standalone.VERIFIED}):
         raise ExportError(
-            f"{'; '.join(f'entry {n!r} {why or _UNTRIED}' for n, why in wrong.items())}: nothing runs so without PyTorch, nothing was written"
+            f"{'; '.join(f'entry {n!r} {why or _UNTRIED}' for n, why in wrong.items())}: this does not run without PyTorch; nothing was written"
         )
     entries = {name: dataclasses.replace(entry, standalone=found.get(name, "")) for name, entry in manifest.entries.items()}
     return dataclasses.replace(manifest, entries=entries)

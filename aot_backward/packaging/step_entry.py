@@ -51,7 +51,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     shared: steps.StepState | None = None
     for i, variant in enumerate(entry.variants):
         if variant.requires_grad is not None:
-            raise ExportError(f"entry {name!r}: requires_grad names inputs, and a training step gives no gradients of inputs")
+            raise ExportError(f"entry {name!r}: requires_grad names inputs, but a training step does not return gradients of inputs")
         mode = variant.mode or ("train" if entry.module.training else "eval")
         prefix = f"{name}.{i}"
         with captured_variant(
@@ -68,7 +68,9 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         ) as (example, _, joint):
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]
-                raise ExportError(f"{prefix}: the first of the results is {first!r}; return the loss alone, first of a tuple, or named 'loss'")
+                raise ExportError(
+                    f"{prefix}: expected the loss as the first result, got {first!r}; return the loss alone, first in a tuple, or named 'loss'"
+                )
             joint, loss_gradient = partition.with_scalar_loss(joint, prefix, weights)
             optimized = optimizer_spec.inspect_optimizer(entry.optimizer, names, steps.gets_gradient(joint))
             if shared is None:

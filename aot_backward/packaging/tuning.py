@@ -130,7 +130,7 @@ def choose(contents: Contents, case: Case, candidates: Sequence[Candidate], comp
         except ExportError as error:
             if usual is None or candidates[0].spec() != usual:  # a size is narrower now, for all candidates
                 raise
-            log.info("%s, partitioned by %s, is no candidate: %s", subject.label, candidate.name, error)
+            log.info("%s, partitioned by %s, cannot be compiled: %s", subject.label, candidate.name, error)
             continue
         compiled[candidate.name] = contents.mark()
         package = contents.package_of(subject.entry, case.entry_of(candidate.spec())) if contents.tune != "none" else None
@@ -208,7 +208,7 @@ def say_slower(manifest: Manifest) -> None:
         for number, variant in enumerate(entry.variants):
             if variant.speed is not None and (said := "; ".join(_slower(variant.speed))):
                 where = f"{name}{f' variant {number}' if len(entry.variants) > 1 else ''}"
-                busy = f" (on a busy machine: {variant.speed.others} threads of others ran)" if variant.speed.others else ""
+                busy = f" (on a busy machine: {variant.speed.others} other threads ran)" if variant.speed.others else ""
                 log.warning("%s is slower than eager%s: %s%s", where, busy, said, "".join(f"; {line}" for line in variant.speed.slow))
 
 

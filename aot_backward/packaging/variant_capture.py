@@ -70,7 +70,7 @@ def captured_variant(
             eager_refuses=functools.partial(eager_refuses, program, example, stated),
         )
         for fixed in dynamic_shapes.left_fixed(stated, joint.input_names, joint.inputs):
-            contents.progress(f"{stage}: Dim.AUTO came out fixed, {fixed}", number, total)
+            contents.progress(f"{stage}: Dim.AUTO became static, {fixed}", number, total)
         yield example, wanted, joint
     contents.progress(stage, number + 1, total)
 
@@ -115,14 +115,17 @@ def resolve_names(option: str, asked: str | Sequence[str], program: nn.Module, s
         if name in ("parameters", "inputs"):
             found = [("parameter", n) for n in trained] if name == "parameters" else [("input", n) for n in floating]
             if not found:
-                raise ExportError(f"{option}={name!r}, but there is none of floating point that could get a gradient")
+                wanted = "parameter that requires a gradient" if name == "parameters" else "floating-point or complex input"
+                raise ExportError(f"{option}={name!r}: expected at least one {wanted}, got none")
         else:
             found = [("input", n) for n in inputs if _lies_in(n, name)]
             if wrong := [n for _, n in found if n not in floating]:
-                raise ExportError(f"{option} names the input {wrong[0]!r}, which is no floating-point or complex tensor")
+                raise ExportError(f"{option} names the input {wrong[0]!r}, which is not a floating-point or complex tensor")
             found = found or [("parameter", first[id(p)]) for n, p in program.named_parameters(remove_duplicate=False) if _lies_in(n, name)]
             if not found:
-                raise ExportError(f"{option} names {name!r}, which is no input {inputs} and no parameter {list(parameters)[:20]}")
+                has = [(kind, ", ".join(map(repr, n))) for kind, n in (("inputs", inputs), ("parameters", list(parameters)[:20])) if n]
+                known = " and ".join(f"the {kind} {n}" for kind, n in has) or "neither inputs nor parameters"
+                raise ExportError(f"{option} names {name!r}, which is neither an input nor a parameter; the program has {known}")
         out += [f for f in found if f not in out]
     return out
 

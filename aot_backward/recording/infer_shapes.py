@@ -124,7 +124,7 @@ def _strides(tensors: Sequence[TensorMetadata], shape: Sequence[Any]) -> list[An
             out[d] = seen[0]
         else:
             raise ExportError(
-                f"a tensor's strides {[x.stride for x in tensors[:3]]} change with its sizes {[x.shape for x in tensors[:3]]} in no way that is known"
+                f"a tensor has the strides {[x.stride for x in tensors[:3]]} at the sizes {[x.shape for x in tensors[:3]]}, which is not supported"
             )
         if seen[0]:
             dense = out[d] * shape[d]

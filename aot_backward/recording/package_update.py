@@ -56,7 +56,7 @@ class PackageUpdate:
         """Read the package. Raise :class:`ExportError` if passes compiled here for ``target`` cannot be added to its ``entry``."""
         names = targets.parsed(target)
         if len(names) > 1:
-            raise ExportError(f"recorded passes are compiled for one target, not {target!r}; aot-backward rebuild adds further ones")
+            raise ExportError(f"recorded passes: expected one target, got {target!r}. aot-backward rebuild adds further targets")
         spec = targets.target_spec(names[0])
         if not path.exists():
             manifest = Manifest(
@@ -75,7 +75,7 @@ class PackageUpdate:
         archive = open_package(path)
         old = archive.manifest
         if old.targets:
-            raise ExportError(f"{path} is for several targets, and passes are added to a package for one: choose a new file")
+            raise ExportError(f"{path} is for several targets, but passes can only be added to a package for one target: choose a new file")
         if old.torch != torch.__version__ or dataclasses.replace(old.target, name=spec.name) != spec:
             raise ExportError(
                 f"{path} was built by torch {old.torch} for {old.target}; this is torch {torch.__version__}, {spec}: record into a new file"

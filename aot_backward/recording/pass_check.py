@@ -57,7 +57,7 @@ def checked(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
                     raise ExportError(f"%v{number} has another shape or dtype than the recorded one")
                 ratio = compare_graph_result(f"%v{number}", result, expected, largest, coarsest).ratio
                 if not ratio <= 1:
-                    raise ExportError(f"%v{number} is wrong: {ratio:.3g} times what is allowed off the recorded numbers")
+                    raise ExportError(f"%v{number} is wrong: it differs from the recorded numbers by {ratio:.3g} times the tolerance")
                 if ratio >= worst:
                     worst, name = ratio, f"%v{number}"
                 if number in leaves and not _has_gradient_strides(result, spec, leaves[number], values):
@@ -66,7 +66,7 @@ def checked(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
                 if example.values.get(number) is not None:
                     raise ExportError(f"%v{number} is defined in one pass and undefined in another")
     if not sizes_run:
-        raise ExportError("no numbers were kept of this kind of pass to check it against")
+        raise ExportError("no numbers were kept of this kind of pass, so it cannot be checked")
     return dataclasses.replace(
         spec,
         segments=tuple(

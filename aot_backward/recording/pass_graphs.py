@@ -149,7 +149,7 @@ def assume_results(op: Op, examples: Sequence[ExamplePass], values: dict[int, An
             continue
         first = tensors[0]
         if any(t.dim() != first.dim() or t.dtype != first.dtype for t in tensors):
-            raise ExportError(f"the results of {op.name or op.kind} have other dtypes or numbers of dimensions in two passes")
+            raise ExportError(f"the results of {op.name or op.kind} differ in dtype or number of dimensions between passes")
         shape = [_infer_size([t.shape[d] for t in tensors], numbers, shapes) for d in range(first.dim())]
         order = sorted(range(len(shape)), key=lambda d: (first.stride(d), -d))
         strides: list[Any] = [1] * len(shape)
@@ -172,7 +172,7 @@ def _infer_size(seen: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: 
             return symint
     if len(set(seen)) == 1:
         return seen[0]
-    raise ExportError(f"a result of a hook or custom function has a size that changes ({list(seen)}) and is no size of the pass")
+    raise ExportError(f"a result of a hook or custom function has a size that changes ({list(seen)}) and equals no size of the pass")
 
 
 def graph_and_segments(name: str, partition: Partition, traced: TracedPartition | None, sizes: Sizes) -> tuple[Graph | None, list[Segment]]:

@@ -34,7 +34,7 @@ from .trace import TracedProgram
 
 EAGER, INTERPRETED, COMPILED = "eager", "interpreted", "compiled"
 _MIN_TIMES = 2, 4  # minimum numbers of passes timed in the script: interpreted, and in eager
-TOO_FEW = "too few passes of one size to time it beside eager; record 20 or more of a size, or keep what is not timed by --tune none"
+TOO_FEW = "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
 log = logging.getLogger("aot_backward")
 
 
@@ -82,9 +82,9 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
 def why_untimed(program: TracedProgram, spec: PassSpec, target: str) -> str:
     """Return why :func:`measure` cannot time a pass however often it came, as the report of ``record`` says it of a number of passes; or ""."""
     if not target.startswith("cpu"):
-        return "not timed beside eager, which is done on a CPU alone"
+        return "not timed against eager, because only code for a CPU is timed"
     if _reads_contexts(program.structure.tape, spec):
-        return "not timed beside eager, as custom functions of the script are part of the code"
+        return "not timed against eager, because custom functions of the script are part of the code"
     return ""
 
 

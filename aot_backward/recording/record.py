@@ -24,8 +24,8 @@ from .recorded_structure import DEFAULT_ENTRY, RecordedStructure
 from .selection import MIN_SEEN, check_min_seen, check_time_limit, percent
 
 _CONSTANTS = (
-    "A number that changes from pass to pass and is part of a node, such as the limit of a clamp, makes a structure of its own: "
-    "as a 0-d tensor it would not. report.engine names the nodes that were new"
+    "A number that is part of a node and changes from pass to pass, such as the limit of a clamp, makes a new structure each time. "
+    "Pass it as a 0-d tensor instead. report.engine names the new nodes"
 )
 
 
@@ -121,7 +121,7 @@ class Recording:
             for words, reason in self.steps.clippings.refused.items():
                 self.skipped[f"{words}: {reason}"] += 1
         if self.replaying.table.full:
-            most = f"after {self.replaying.table.max_structures} structures (max_structures), further ones were left to eager"
+            most = f"after {self.replaying.table.max_structures} structures (max_structures), further ones ran in eager"
             self.skipped[f"the structure kept changing: {most}. {_CONSTANTS}"] += 1
         kind = error[0]
         ended = kind is None or (
@@ -199,4 +199,6 @@ def record(
 def _refuse_several_targets(path: Path) -> None:
     labels = [t.label for t in targets_of(open_package(path).manifest)]
     if len(labels) > 1:
-        raise ExportError(f"{path} is for several targets ({', '.join(labels)}), and passes are added to a package for one: record into a new file")
+        raise ExportError(
+            f"{path} is for several targets ({', '.join(labels)}), but passes can only be added to a package for one: record into a new file"
+        )

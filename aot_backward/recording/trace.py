@@ -84,7 +84,9 @@ def _trace_structure(
     for number, group in enumerate(by_frequency, len(known)):
         name = f"{_PREFIX}.{fingerprint[:12]}.{number}"
         if number >= _MAX_VARIANTS:
-            skipped[f"{name}: passes of one structure came in more than {_MAX_VARIANTS} kinds (where sizes are 0 or 1, layouts, dtypes)"] += 1
+            skipped[
+                f"{name}: one structure has passes of more than {_MAX_VARIANTS} kinds (kinds differ in layouts, dtypes, or sizes that are 0 or 1)"
+            ] += 1
             continue
         try:
             out.append(_trace_variant(fingerprint, name, structure, group, fake_mode))
@@ -129,10 +131,10 @@ def _trace_variant(fingerprint: str, name: str, structure: RecordedStructure, gr
 
 def _refuse_unsupported(structure: RecordedStructure, observation: Observation) -> None:
     if not all(map(math.isfinite, observation.scalars)):
-        raise ExportError(f"the pass has the scalars {observation.scalars}; a package holds finite ones only")
+        raise ExportError(f"the pass has the scalars {observation.scalars}; a package can only store finite ones")
     for i, tensor in enumerate(observation.inputs):
         if tensor.unsupported:
             raise ExportError(
-                f"{input_name(structure.tape, i)} is {tensor.unsupported}; a compiled pass takes plain, dense tensors. Such passes go on being "
+                f"{input_name(structure.tape, i)} is {tensor.unsupported}; a compiled pass takes plain, dense tensors. Such passes stay "
                 "interpreted, with eager's gradients; to have them compiled, let the forward compute on plain, dense tensors there"
             )

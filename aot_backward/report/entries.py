@@ -100,7 +100,7 @@ def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
     yield "Clipping", ", ".join(f"{key} = {value:g}" for key, value in own.items() if key != "loss_scale")
     yield "Loss scale", f"{own['loss_scale']:g} at first, then by torch.amp.GradScaler's rule" if "loss_scale" in own else None
     yield "Gradients", "can be accumulated over calls" if step.update else "every call is an update"
-    yield "Not finite", "an update whose gradients have Inf or NaN is skipped" if step.finite else None
+    yield "Not finite", "an update is skipped if the gradients have Inf or NaN" if step.finite else None
 
 
 def _groups(groups: Sequence[GroupSpec], every: Sequence[NumberSpec]) -> Iterator[tuple[str, Child]]:
@@ -109,7 +109,7 @@ def _groups(groups: Sequence[GroupSpec], every: Sequence[NumberSpec]) -> Iterato
         fixed = {k: v for k, v in options_of(group).items() if k not in {n.partition("[")[0] for n, _ in moved}}
         numbers = ", ".join(f"{k} = {v:g}" for k, v in moved) or "nothing"
         still = f"fixed: {', '.join(f'{k} = {v}' for k, v in fixed.items())}"
-        said = f"{counted(len(group.parameters), 'parameter')}; a schedule may move {numbers}"
+        said = f"{counted(len(group.parameters), 'parameter')}; a schedule may change {numbers}"
         yield f"Group {number}", [said, element("p", still, class_="quiet") if fixed else None]
 
 
@@ -122,7 +122,7 @@ def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) ->
         ("Arguments", _tensors(v.inputs, words, entry.kind == "module")),
         ("Results", _tensors(v.outputs, words)),
         ("Sizes", [line(element("b", label), f": {said}", f" ({where})" if where else "") for label, said, where in words.ranges()]),
-        ("Only where", [line(c) for c in (*words.conditions(), *_constants(v), *ambient_in_words(v.ambient))]),
+        ("Only if", [line(c) for c in (*words.conditions(), *_constants(v), *ambient_in_words(v.ambient))]),
         ("In the other mode", folded(list(map(code, v.set_apart)), "submodules") if v.set_apart else None),
         ("Gradients of", _gradients(v) if not entry.names else None),
         ("Never reached", folded([code(owner(u, v.inputs)) for u in v.unreached], "tensors") if v.unreached else None),
@@ -202,7 +202,7 @@ def _pass(number: int, v: PassSpec, archive: Archive) -> Html:
         (f"Variant {number}", ", ".join(_steps(v)) or "nothing to run"),
         ("Tensors", _tensors(v.inputs, words)),
         ("Sizes", [line(element("b", label), f": {said}", f" ({where})" if where else "") for label, said, where in words.ranges()]),
-        ("Only where", [line(c) for c in (*words.conditions(), *ambient_in_words(v.ambient))]),
+        ("Only if", [line(c) for c in (*words.conditions(), *ambient_in_words(v.ambient))]),
         ("Numbers", ", ".join(f"{n:g}" for n in v.scalars)),
         *_compared(v.verdict, v.verdicts, archive),
         ("Speed when it was recorded", list(map(line, pass_speed_in_words(v.speed))) if v.speed else None),

@@ -95,7 +95,7 @@ def _drawing(name: str, archive: Archive, member: str) -> Drawing:
                 raise _Malformed(f"node {len(nodes)}: {error}") from error
         outputs = [n for n in form["nodes"] if n[0] == "output"]
         if len(outputs) != 1 or nodes[-1].operator != "output" or not isinstance(outputs[0][1], list):
-            raise _Malformed("it has no output, or several, or one that is not the last node")
+            raise _Malformed("expected one output, as the last node")
         results = tuple(r["node"] if isinstance(r, dict) and "node" in r else -1 for r in outputs[0][1])
     except (_Malformed, RecursionError) as error:
         raise PackageError(f"corrupt package {archive.path}: the portable graph {name} cannot be drawn: {clean(str(error))}") from error
@@ -109,13 +109,13 @@ class _Malformed(Exception):
 def _line(form: Any) -> Line:
     kinds = (str, int, str, str, str)
     if not isinstance(form, list) or len(form) != 5 or not all(type(v) is k for v, k in zip(form, kinds, strict=True)):
-        raise _Malformed("a line is not file, number, function, text and submodule")
+        raise _Malformed("a line: expected file, number, function, text and submodule")
     return Line(*form)
 
 
 def _sizes(form: Any) -> dict[str, int]:
     if not isinstance(form, dict) or not all(type(v) is int for v in form.values()):
-        raise _Malformed("its sizes are no numbers")
+        raise _Malformed("its sizes are not numbers")
     return form
 
 
@@ -125,7 +125,7 @@ def _node(parts: Any, name: Any, looks: Any, place: Any, before: list[Node], lin
     operator = parts[0]
     expected = {"placeholder": 1, "constant": 1, "weight": 2, "graph": 2, "output": 2}.get(operator, 3)
     if len(parts) != expected or not isinstance(name, str) or type(place) is not int or not -1 <= place < lines:
-        raise _Malformed("its parts, name or place are not as the format says")
+        raise _Malformed("its parts, name or place do not match the format")
     inputs: dict[int, None] = {}
     call = ""
     if operator == "weight":
@@ -148,7 +148,7 @@ def _tensor(form: Any, sizes: Mapping[str, int]) -> TensorInfo | None:
     if form is None or form == []:
         return None
     if not isinstance(form, list) or len(form) != 3 or not isinstance(form[0], str) or not all(isinstance(s, list) for s in form[1:]):
-        raise _Malformed("its looks are not dtype, sizes and strides")
+        raise _Malformed("its looks: expected dtype, sizes and strides")
     dtype, shape, stride = form
     if not all(type(s) in (int, str) for s in (*shape, *stride)):
         raise _Malformed("a size of its value is neither a number nor an expression")
@@ -159,7 +159,7 @@ def _tensor(form: Any, sizes: Mapping[str, int]) -> TensorInfo | None:
     except (InputError, PackageError) as error:
         raise _Malformed(str(error)) from error
     if not 0 <= count < LARGEST:
-        raise _Malformed(f"its value has {count} bytes")
+        raise _Malformed(f"its value has {count} bytes; expected 0 to {LARGEST - 1}")
     return TensorInfo(dtype, tuple(shape), tuple(stride), count)
 
 
@@ -170,7 +170,7 @@ def _reads(form: Any, before: int, out: dict[int, None]) -> None:
             _reads(value, before, out)
     elif isinstance(form, dict):
         if len(form) != 1:
-            raise _Malformed("an argument is an object of not one key")
+            raise _Malformed(f"an argument: expected an object with one key, got {len(form)} keys")
         ((kind, value),) = form.items()
         if kind == "node":
             if type(value) is not int or not 0 <= value < before:
@@ -178,7 +178,7 @@ def _reads(form: Any, before: int, out: dict[int, None]) -> None:
             out[value] = None
         elif kind == "map":
             if not isinstance(value, dict):
-                raise _Malformed("a map is none")
+                raise _Malformed("a map is not an object")
             for inner in value.values():
                 _reads(inner, before, out)
 
@@ -203,5 +203,5 @@ def _worded(form: Any, before: list[Node]) -> str:
         try:
             return f"{float.fromhex(value):g}"
         except (ValueError, OverflowError) as error:
-            raise _Malformed(f"it holds the number {value!r}") from error
+            raise _Malformed(f"{value!r} is not a hexadecimal number") from error
     return str(value)

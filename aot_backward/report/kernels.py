@@ -63,7 +63,7 @@ def _called(archive: Archive) -> Html:
         [
             (
                 "Called, not compiled",
-                [through or "none, that is: none goes through the proxy executor.", line(element("span", note, class_="quiet"))],
+                [through or "none: no operator goes through the proxy executor.", line(element("span", note, class_="quiet"))],
             ),
             ("Shared libraries", folded(list(map(code, needed)), "libraries") if needed else "none"),
             ("Symbol versions", versions),

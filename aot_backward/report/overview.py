@@ -37,9 +37,9 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
                 ("Size", element("span", size_in_words(size), title=f"{size:,} bytes")),
                 ("Weights", f"{counted(len(manifest.weights), 'tensor')}, {weights:,} elements{stored}" if manifest.weights else "none"),
                 ("Graphs", graphs),
-                ("Features it asks for", ", ".join(manifest.required_features)),
+                ("Required features", ", ".join(manifest.required_features)),
                 *((f"Note: {key}", text) for key, text in manifest.notes.items()),
-                ("Signature", f"{signature.name} is beside it, and was not checked" if signature else None),
+                ("Signature", f"{signature.name} is next to the package and was not checked" if signature else None),
                 ("Manifest", ["SHA-256 ", element("code", archive.manifest_digest, class_="digest")]),
             ]
         ),
@@ -71,14 +71,14 @@ def _verdicts(archive: Archive) -> Html:
     compared = list(_all_verdicts(archive))
     missing = [(what, target, v) for what, target, v in compared if v.status != "verified"]
     if not compared:
-        return element("p", "Nothing in it was compared with eager.", class_="verdict open")
+        return element("p", "Nothing in the package was compared with eager.", class_="verdict open")
     if missing:
         what, target, verdict = missing[0]
         open_ = f"{len(missing)} of {counted(len(compared), 'comparison')} with eager missing: {what} for {target.label}: {verdict.status}"
         return element("p", open_, class_="verdict open")
     _, _, worst = max(compared, key=lambda j: j[2].error)
     said = element("strong", "Verified against eager PyTorch")
-    tail = f"; the worst tensor, {worst.worst}, is at {worst.error:.1%} of what is allowed" if worst.worst else ""
+    tail = f"; the worst tensor, {worst.worst}, is at {worst.error:.1%} of its tolerance" if worst.worst else ""
     return element("p", said, f": {counted(len(compared), 'comparison')}{tail}.", class_="verdict good")
 
 
@@ -90,4 +90,4 @@ def _targets(archive: Archive) -> Html:
         where = " ".join(filter(None, (target.device, target.machine, target.march, target.cuda_arch, target.cuda and f"CUDA {target.cuda}")))
         flags = " ".join(target.cpu_flags) or "none beyond that"
         rows.append([element("span", target.label, class_="whole"), element("span", where, class_="whole"), flags, bytes_shown(size)])
-    return table(("Target", "Machine", "Processor flags it needs", "Native code"), rows, numbers=(3,))
+    return table(("Target", "Machine", "Required processor flags", "Native code"), rows, numbers=(3,))

@@ -66,11 +66,11 @@ def _hash(text: str) -> str:
 
 def _memory(seen: list[View]) -> Html:
     if not seen:
-        return section("memory", "Memory", element("p", "Known only where the package holds its graphs as data.", class_="quiet"))
+        return section("memory", "Memory", element("p", "Known only if the package holds its graphs as data.", class_="quiet"))
     said = (
-        "Bytes of the graph's own values in the order of its nodes, at the example's sizes: each from the node that makes it to its last use, inputs "
-        "and results to the end; views have none of their own, weights are left out. This is the graph before fusion: what the compiler fuses it "
-        "does not store, so this is an upper bound on the values as long as it keeps their order. What operators need inside is not counted."
+        "Bytes of the graph's values in the order of its nodes, at the example's sizes. A value counts from the node that computes it to its last "
+        "use; inputs and results count to the end. Views and weights do not count. This is the graph before fusion: the compiler does not store "
+        "fused values, so this is an upper bound as long as it keeps the order. Memory that operators use internally does not count."
     )
     charts = [chart(view, n) for n, view in enumerate(seen)]
     folded = charts[_CHARTS_SHOWN:]
@@ -122,7 +122,7 @@ def _graph(seen: list[View]) -> Html:
         class_="board",
         id="board",
     )
-    hint = "Choose a line or a submodule to see what it became, forward and backward; choose a node to see what it reads, who reads it, and its line."
+    hint = "Choose a line or a submodule to see its nodes, forward and backward; choose a node to see its inputs, its users and its line."
     absent = element("noscript", element("p", "The graph is drawn by a script, which this browser does not run."))
     return section("graph", "Graph", element("p", hint, class_="quiet", id="hint"), absent, bar, board)
 

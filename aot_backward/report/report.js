@@ -193,7 +193,7 @@
   function describe() {
     const panel = byId("detail");
     if (!state.picked) {
-      panel.replaceChildren(make("p", { class: "quiet" }, "No node chosen. Arrow keys move within a column, left and right between the two, / searches, Escape takes the search back, and again all else."));
+      panel.replaceChildren(make("p", { class: "quiet" }, "No node chosen. The up and down keys move within a column, left and right between the two. / searches. Escape clears the search, and then everything else."));
       return;
     }
     const { column: c, node: i } = state.picked, g = graph(c), column = columns()[c], place = g.places[i];
@@ -204,15 +204,15 @@
       return make("div", {}, make("h4", {}, `${title} (${list.length})`), make("ul", {}, ...shown));
     };
     const about = [make("h4", { class: "title" }, `${label(c, i)} · ${g.operator[i]}`)];
-    const held = g.views[i] ? "in the memory of what it reads" : bytes(g.bytes[i]);
-    about.push(make("p", {}, g.look[i] ? `${g.look[i]}, strides ${strings[g.strides[i]]}, ${held}` : "no tensor", `; node ${i} of the ${column.role}, ${bytes(g.live[i])} live`));
+    const held = g.views[i] ? "in the memory of its input" : bytes(g.bytes[i]);
+    about.push(make("p", {}, g.look[i] ? `${g.look[i]}, strides ${strings[g.strides[i]]}, ${held}` : "not a tensor", `; node ${i} of the ${column.role}, ${bytes(g.live[i])} live`));
     if (g.calls[i]) about.push(make("p", { class: "call" }, `${g.short[i]}(${g.calls[i]})`));
     if (column.gives[i]) about.push(make("p", {}, `Comes out as ${column.gives[i].join(", ")}.`));
     if (place >= 0) {
       const [file, number, name, text, module] = lines[place];
       if (file) about.push(make("p", { class: "line" }, make("button", { type: "button", on: () => choose("line", lineKey(place)) }, `${file}:${number}`), ` ${name ? `${name}: ` : ""}${text}`));
       if (module) about.push(make("p", {}, "Submodule ", make("button", { type: "button", on: () => choose("module", module) }, module)));
-    } else if (g.kind[i] === "") about.push(make("p", { class: "quiet" }, "Of no line of the model."));
+    } else if (g.kind[i] === "") about.push(make("p", { class: "quiet" }, "Not from a line of the model."));
     const other = columns().length > 1 ? nodes(c === 0 ? "Saved for the backward" : "Saved by the forward", 1 - c, partners(c, i)) : null;
     panel.replaceChildren(make("div", {}, ...about), make("div", {}, nodes("Reads", c, g.inputs[i]), c === 1 ? other : null), make("div", {}, nodes("Read by", c, g.users[i]), c === 0 ? other : null));
   }
@@ -246,7 +246,7 @@
         make("span", { class: "number" }, state.by === "line" ? String(number) : ""), make("span", { class: "text" }, words), make("span", { class: "count" }, count));
       items.push(make("li", {}, button));
     }
-    if (!items.length) items.push(make("li", { class: "file" }, state.by === "line" ? "No line of a file of yours: see the submodules." : "No submodules."));
+    if (!items.length) items.push(make("li", { class: "file" }, state.by === "line" ? "No lines from your files: see the submodules." : "No submodules."));
     byId("places").replaceChildren(...items);
     byId("by-line").setAttribute("aria-pressed", String(state.by === "line"));
     byId("by-module").setAttribute("aria-pressed", String(state.by === "module"));

@@ -163,8 +163,8 @@ def ambient_in_words(ambient: Ambient) -> list[str]:
 
 
 def verdict_in_words(verdict: Verdict) -> str:
-    """Return ``verified: gradient of x is the worst, at 8 % of what is allowed; run at batch=8, batch=9``."""
-    worst = f": {verdict.worst} is the worst, at {verdict.error:.1%} of what is allowed" if verdict.worst else ""
+    """Return ``verified: gradient of x is the worst, at 8 % of its tolerance; run at batch=8, batch=9``."""
+    worst = f": {verdict.worst} is the worst, at {verdict.error:.1%} of its tolerance" if verdict.worst else ""
     sizes = f"; run at {', '.join(verdict.sizes)}" if verdict.sizes else ""
     return f"{verdict.status}{worst}{sizes}"
 
@@ -181,7 +181,7 @@ def pass_speed_in_words(speed: Speed) -> Iterator[str]:
     for number, label in enumerate(speed.sizes):
         yield f"{f'at {label}: ' if label else ''}{', '.join(f'{timing.name} {timing.microseconds[number]:,.1f} µs' for timing in speed.timings)}"
     if speed.chosen != "compiled":
-        yield "replay leaves it to eager"
+        yield "replay runs it in eager"
     yield _measured_on(speed)
 
 
@@ -195,10 +195,10 @@ def speed_in_words(speed: Speed) -> Iterator[str]:
             said.append(f"{timing.name} {timing.microseconds[number]:,.1f} µs{shipped and f' ({shipped})'}")
         yield f"{f'at {label}: ' if label else ''}{', '.join(said)}"
     if speed.slow:
-        yield f"slow in it: {'; '.join(speed.slow)}"
+        yield f"slow parts: {'; '.join(speed.slow)}"
     yield _measured_on(speed)
 
 
 def _measured_on(speed: Speed) -> str:
-    busy = f", beside {counted(speed.others, 'other')} that ran" if speed.others else ""
+    busy = f", while {counted(speed.others, 'other thread')} ran" if speed.others else ""
     return f"on {speed.processor}, {counted(speed.threads, 'thread')}{busy}; code for {speed.target or 'cpu'} by torch {speed.torch}"

@@ -84,7 +84,7 @@ def test_progress_is_shown_on_a_terminal(package: Path) -> None:
         (f"{PROGRAM}:CONSTANT", 2, "has no function 'CONSTANT'"),
         (f"{PROGRAM}:raising", 1, "raising raised ValueError: no data (--debug shows the rest)"),
         (f"{PROGRAM}:number", 1, "returned 3; return a Module, a Grad, a Step, or a dict"),
-        (f"{PROGRAM}:unexportable", 1, "wrt names 'nonsuch', which is no input"),
+        (f"{PROGRAM}:unexportable", 1, "wrt names 'nonsuch', which is neither an input nor a parameter"),
     ],
 )
 def test_bad_programs(program: str, code: int, words: str, tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_inspect_draws_tables_on_a_terminal(package: Path) -> None:
 def test_verify(package: Path) -> None:
     done = called("verify", package)
     assert done.exit_code == 0 and done.stderr == ""
-    assert "digests are right" in done.stdout
-    assert "entry 'net' variant 0: 5 tensors as eager's" in done.stdout  # two outputs, gradients of weight, bias and x
-    assert "entry 'distance' variant 0: 2 tensors as eager's" in done.stdout
+    assert "digests match" in done.stdout
+    assert "entry 'net' variant 0: 5 tensors match eager's" in done.stdout  # two outputs, gradients of weight, bias and x
+    assert "entry 'distance' variant 0: 2 tensors match eager's" in done.stdout
     report = json.loads(called("verify", package, "--json").stdout)
     assert report["ok"] and report["not_run"] == "" and [v["entry"] for v in report["variants"]] == ["net", "distance"]
     assert all(v["wrong"] == [] and 0 <= v["ratio"] <= 1 for v in report["variants"])
@@ -328,13 +328,13 @@ def test_run_refuses_what_does_not_fit_and_keeps_the_old_results(package: Path, 
         fails(called("run", package, "--entry", entry, "--inputs", inputs, "--outputs", out), 1, *words)
         assert out.read_bytes() == b"old"
 
-    refused({"x": torch.ones(2, 4)}, "takes the tensors [\"batch['x']\", \"batch['weight']\"]; the file holds ['x']")
+    refused({"x": torch.ones(2, 4)}, "takes the tensors \"batch['x']\", \"batch['weight']\"; the file holds 'x'")
     refused({**given, "batch['x']": torch.ones(7, 5)}, "batch['x'] has size 5 in dimension 1; expected 4")
     refused({**given, "batch['x']": torch.ones(7, 4).double()}, "batch['x'] has dtype torch.float64")
-    refused({**given, "gradient of output[1]": torch.ones(7)}, "gradient of output[1] was given", "those that do: output[0]")
+    refused({**given, "gradient of output[1]": torch.ones(7)}, "gradient of output[1] was given", "outputs with a gradient: output[0]")
     refused({**given, "gradient of output[0]": torch.ones(7, 2)}, "shape")
-    refused(given, "there is no entry 'nonsuch'; the package has: net, distance", entry="nonsuch")
-    refused({**given, "gradient of x": torch.ones(1)}, "takes the tensors ['pos', 'target']", entry="distance")
+    refused(given, "no entry 'nonsuch'; it has: net, distance", entry="nonsuch")
+    refused({**given, "gradient of x": torch.ones(1)}, "takes the tensors 'pos', 'target'", entry="distance")
     refused(b"{}", f"cannot read {inputs} as a safetensors file")
     save_file(given, inputs)
     fails(called("run", package, "--inputs", inputs, "--outputs", out), 1, "2 entries: choose one with --entry: net, distance")

@@ -214,7 +214,7 @@ def test_every_package_there_ever_was_has_a_page_whose_bytes_add_up(path: Path) 
     words = {
         "1.0-pair": ("entries", "x: float32, rows × 3, contiguous, gets a gradient"),
         "1.1-passes": ("entries", "operations in the graph pass."),
-        "1.2-step": ("entries", "a schedule may move lr = 0.001"),
+        "1.2-step": ("entries", "a schedule may change lr = 0.001"),
         "1.3-orders": ("entries", "gradients, second derivatives"),
         "1.4-targets": ("package", "cpu:sse4"),
         "1.5-operators": ("kernels", "golden::cube in cubed.0.gradient, registered by tests.golden_operators"),
@@ -402,8 +402,8 @@ def nested(depth: int) -> Any:
     [
         (node_7("nodes", ["aten.mm.default", [{"node": 7}], {"map": {}}]), "node 7: it reads node 7, which does not come before it"),
         (node_7("nodes", ["aten.mm.default", [{"node": "0"}], {"map": {}}]), "node 7: it reads node 0"),
-        (node_7("nodes", ["aten.mm.default", [{"node": 0, "more": 1}], {"map": {}}]), "node 7: an argument is an object of not one key"),
-        (node_7("nodes", ["aten.mm.default", [{"float": "lots"}], {"map": {}}]), "node 7: it holds the number 'lots'"),
+        (node_7("nodes", ["aten.mm.default", [{"node": 0, "more": 1}], {"map": {}}]), "node 7: an argument: expected an object with one key"),
+        (node_7("nodes", ["aten.mm.default", [{"float": "lots"}], {"map": {}}]), "node 7: 'lots' is not a hexadecimal number"),
         (node_7("nodes", ["aten.mm.default"]), "node 7: its parts"),
         (node_7("nodes", [7]), "node 7: it has no operator"),
         (node_7("nodes", ["aten.mm.default", nested(900), {"map": {}}]), "recursion"),
@@ -416,10 +416,10 @@ def nested(depth: int) -> Any:
         (node_7("looks", ["load", [2], [1]]), "node 7: the package names the dtype 'load'"),
         (node_7("looks", ["float32", [2.5], [1]]), "node 7: a size of its value"),
         (node_7("looks", [["float32"]]), "node 7: its looks"),
-        (whole("lines", [["a", "b", "c", "d", "e"]]), "a line is not file, number, function, text and submodule"),
-        (whole("sizes", {"s0": "many"}), "its sizes are no numbers"),
-        (whole("places", []), "not as many names, looks and places"),
-        (whole("version", 2), "has version 2"),
+        (whole("lines", [["a", "b", "c", "d", "e"]]), "a line: expected file, number, function, text and submodule"),
+        (whole("sizes", {"s0": "many"}), "its sizes are not numbers"),
+        (whole("places", []), "a different number of names, looks or places"),
+        (whole("version", 2), "expected version 1, got 2"),
     ],
 )
 def test_a_graph_that_is_none_is_one_clear_line(package: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None], words: str) -> None:

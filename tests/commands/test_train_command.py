@@ -109,7 +109,7 @@ def test_inspect_a_step(package: Path, static: Path) -> None:
 def test_verify_a_step(package: Path, tmp_path: Path) -> None:
     before = package.read_bytes()
     done = called("verify", package)
-    assert done.exit_code == 0 and "entry 'fit' variant 0: 29 tensors as eager's" in done.stdout, done.stderr
+    assert done.exit_code == 0 and "entry 'fit' variant 0: 29 tensors match eager's" in done.stdout, done.stderr
     assert package.read_bytes() == before
     for member, name, wrong in (
         (EXAMPLES, "fit/0/expected/loss 2", "loss 2 is off by"),
@@ -266,9 +266,9 @@ def test_what_is_done_is_not_done_again(package: Path, data: Path, tmp_path: Pat
     arguments = ("train", package, "--data", data, "--save", state, "--epochs", 2)
     assert called(*arguments).exit_code == 0
     before = state.read_bytes()
-    fails(called(*arguments), 1, "is there already")
+    fails(called(*arguments), 1, "already exists")
     done = called(*arguments, "--resume")
-    assert done.exit_code == 0 and done.stdout == f"saved {state}\n" and "2 of 2 epochs already" in done.stderr
+    assert done.exit_code == 0 and done.stdout == f"saved {state}\n" and "already trained 2 of 2 epochs" in done.stderr
     assert state.read_bytes() == before
 
 
@@ -292,9 +292,9 @@ def test_data_that_does_not_fit_is_refused_before_training(package: Path, data: 
     refused({"input": x[:0], "target": y[:0]}, "holds no samples")
     refused({"input": x.double(), "target": y}, "input has dtype torch.float64; expected torch.float32")
     refused({"input": x, "target": y.float()}, "target has dtype torch.float32; expected torch.int64")
-    refused({"input": torch.ones(SAMPLES, 5), "target": y}, "input has size 5 in dimension 1; expected 4", "a batch size of 32 was taken")
+    refused({"input": torch.ones(SAMPLES, 5), "target": y}, "input has size 5 in dimension 1; expected 4", "default batch size 32")
     refused({"input": x, "target": y}, "batch (input.shape[0]) is 65; expected at least 4 and at most 64", size=65)
-    refused({"input": x[:3].clone(), "target": y[:3].clone()}, "has 3 samples, which are no batch of 32", "at least 4")
+    refused({"input": x[:3].clone(), "target": y[:3].clone()}, "has 3 samples, too few for a batch of 32", "at least 4")
     with pytest.raises(InputError, match=r"no training step 'distance'; its entries: fit \(step\), distance \(grad\)"):
         train(package, data, epochs=1, save=state, entry="distance")
     fails(called("train", package, "--data", tmp_path / "no", "--epochs", 1, "--save", state), 1, "cannot read", "No such file")
@@ -318,7 +318,7 @@ def test_what_another_training_saved_is_refused(package: Path, data: Path, tmp_p
 
     refused("the seed was 1, and is 2 now", seed=2)
     refused("the batch size was 16, and is 20 now", size=20)
-    refused("'input' in .*other.safetensors is not what it was trained on", source=other)
+    refused("'input' in .*other.safetensors differs from the data it was trained on", source=other)
     refused("the number of samples was 203, and is 202 now", source=fewer)
     load(package).step().save(state, {"epoch": 1})
     refused("was not saved by `aot-backward train`")
@@ -331,7 +331,7 @@ def test_what_another_training_saved_is_refused(package: Path, data: Path, tmp_p
     ("count", "size", "steps", "trained", "words"),
     [
         (203, 16, 13, 203, ""),
-        (194, 16, 12, 192, "2 of 194 samples, others each time, are left out of every epoch: batch (input.shape[0]) is 2; expected at least 4"),
+        (194, 16, 12, 192, "every epoch leaves out 2 of 194 samples, different ones each time: batch (input.shape[0]) is 2; expected at least 4"),
         (9, 16, 1, 9, ""),
         (203, 203 // 7, 7, 203, ""),
     ],
@@ -386,7 +386,7 @@ def test_two_processes_take_their_shares(static: Path, tmp_path: Path) -> None:
     given = samples(tmp_path / "data.safetensors", 17)
     said = torchrun(static, given, tmp_path / "whole", "--epochs", 4)
     assert [json.loads(line)["samples"] for line in said.stdout.splitlines() if line.startswith("{")] == [16] * 4
-    assert said.stderr.count("1 of 17 samples") == 1 and "cannot share evenly" in said.stderr
+    assert said.stderr.count("1 of 17 samples") == 1 and "cannot share them evenly" in said.stderr
     torchrun(static, given, tmp_path / "parts", "--epochs", 2)
     torchrun(static, given, tmp_path / "parts", "--epochs", 4, "--resume")
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()

@@ -162,12 +162,12 @@ class Where(NamedTuple):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"wrt": "velocity"}, r"wrt names 'velocity', which is no input \['x', 'ids'\] and no parameter"),
-        ({"wrt": "ids"}, r"wrt names the input 'ids', which is no floating-point or complex tensor"),
-        ({"wrt": "parameters"}, r"wrt='parameters', but there is none"),
+        ({"wrt": "velocity"}, r"wrt names 'velocity', which is neither an input nor a parameter; the program has the inputs 'x', 'ids'"),
+        ({"wrt": "ids"}, r"wrt names the input 'ids', which is not a floating-point or complex tensor"),
+        ({"wrt": "parameters"}, r"wrt='parameters': expected at least one parameter that requires a gradient"),
         ({"wrt": "x", "fn": lambda x, ids: x * ids}, r"a gradient needs a scalar loss, got shape \(3,\); reduce it"),
-        ({"wrt": "x", "fn": lambda x, ids: (x.sum(), ids)}, r"returns more than a loss, \(Tensor, Tensor\): say has_aux=True"),
-        ({"wrt": "x", "fn": lambda x, ids: ids.sum() * 1.0}, r"the loss does not depend on anything that a gradient is asked for"),
+        ({"wrt": "x", "fn": lambda x, ids: (x.sum(), ids)}, r"expected a loss, got \(Tensor, Tensor\)\. If the loss comes first, say has_aux=True"),
+        ({"wrt": "x", "fn": lambda x, ids: ids.sum() * 1.0}, r"the loss does not depend on any tensor that gets a gradient"),
     ],
 )
 def test_what_cannot_be_differentiated_is_refused(kwargs: dict[str, object], message: str, tmp_path: Path) -> None:

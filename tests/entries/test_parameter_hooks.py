@@ -357,16 +357,22 @@ def attached(net: Tied, how: str) -> Any:
 
 
 REFUSED = {
-    ("before", "module"): r"hangs on the AccumulateGrad node of the parameter 'c\.weight'.*attached.*on the loaded one, module\(\)\.get_parameter",
-    ("before", "grad"): r"hangs on the AccumulateGrad node of the parameter 'c\.weight'.*on the loaded one, grad\(\)\.parameters\['c\.weight'\]",
-    ("before", "step"): r"hangs on the AccumulateGrad node of the parameter 'c\.weight'.*on the loaded one, step\(\)\.parameters\['c\.weight'\] of a",
-    ("after", "grad"): r"hangs on the AccumulateGrad node of the parameter 'c\.weight'",
-    ("accumulated", "module"): r"'c\.weight' has a hook that runs after its gradient was accumulated.*module\(\)\.get_parameter\('c\.weight'\)",
-    ("accumulated", "step"): r"'c\.weight' has a hook that runs after its gradient was accumulated.*export without it$",
-    ("clamp", "module"): r"'c\.weight' has a gradient hook: attached.*once, on the sum of all uses of the parameter.*module\(\)\.get_parameter",
-    ("nothing", "grad"): r"on the parameter 'c\.weight', returns no gradient.*or export without it.*grad\(\)\.parameters\['c\.weight'\]",
-    ("writes", "grad"): r"on the parameter 'c\.weight' changes a tensor in place, which would be done once, while tracing",
-    ("decides", "step"): r"could not be traced: .*it decides by the value of a tensor: use torch\.where",
+    ("before", "module"): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook.*attached.*on the loaded one, module\(\)\.get_parameter",
+    ("before", "grad"): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook.*on the loaded one, grad\(\)\.parameters\['c\.weight'\]",
+    (
+        "before",
+        "step",
+    ): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook.*on the loaded one, step\(\)\.parameters\['c\.weight'\] of a",
+    ("after", "grad"): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook",
+    ("accumulated", "module"): r"'c\.weight' has a post-accumulate-grad hook, .*module\(\)\.get_parameter\('c\.weight'\)",
+    ("accumulated", "step"): r"'c\.weight' has a post-accumulate-grad hook, .*Export without it$",
+    ("clamp", "module"): r"'c\.weight' has a gradient hook, attached.*once, on the sum over all uses of the parameter.*module\(\)\.get_parameter",
+    (
+        "nothing",
+        "grad",
+    ): r"on the parameter 'c\.weight': expected a gradient to be returned, got None.*or export without it.*grad\(\)\.parameters\['c\.weight'\]",
+    ("writes", "grad"): r"on the parameter 'c\.weight' changes a tensor in place: this would happen once, while tracing",
+    ("decides", "step"): r"could not be traced: .*it reads a tensor's value in Python: use torch\.where",
     ("shape", "grad"): r"returns torch\.float32 \(4,\); expected torch\.float32 \(4, 4\)",
 }
 
@@ -413,7 +419,7 @@ def test_an_export_leaves_the_callers_parameters_as_they_were(kind: str, tmp_pat
     before = [(id(p), p.data_ptr(), p._version, p.grad, p.requires_grad, p._backward_hooks) for p in net.parameters()]
     values = [p.detach().clone() for p in net.parameters()]
     if kind == "failing":
-        with pytest.raises(ExportError, match=r"is wrong.*changes \['calls'\]"):
+        with pytest.raises(ExportError, match=r"is wrong.*changes 'calls'"):
             ab.export_onnx(tmp_path / "net.onnx", entries(net, "module"))
     else:
         ab.export_onnx(tmp_path / "net.onnx", entries(net, kind))
@@ -436,6 +442,8 @@ def test_what_hangs_on_a_node_in_other_ways_is_found_by_a_real_backward(tmp_path
     for kind in ("module", "grad"):
         net = Tied()
         node = attached(net, "before")
-        with pytest.raises(ExportError, match=r"backward\(\) leaves another gradient of c\.weight in \.grad than torch\.autograd\.grad gives"):
+        with pytest.raises(
+            ExportError, match=r"the gradient of c\.weight that backward\(\) leaves in \.grad differs by .* from the result of torch\.autograd\.grad"
+        ):
             ab.export_onnx(tmp_path / "net.onnx", entries(net, kind))
         del node

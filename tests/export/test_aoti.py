@@ -492,7 +492,7 @@ def test_what_inductor_refuses_is_refused_by_name(cache: Path, tmp_path: Path, m
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.run", fails)
     message = refused(capture(_scaled(2.0), [ROWS], PAIR), tmp_path)
     assert message.startswith(
-        "net.0.forward: Inductor cannot compile the graph: ValueError: no such thing. Leave it to eager, or make it an operator"
+        "net.0.forward: Inductor cannot compile the graph: ValueError: no such thing. Leave it to eager, or make it a custom operator"
     )
 
 

@@ -56,5 +56,5 @@ def test_results_keep_their_strides(shapes: Any) -> None:
 
 def test_what_no_copy_mends_is_refused() -> None:
     graph, fake_mode, _ = forward_of(Singular(2))
-    with pytest.raises(ExportError, match=r"net.forward: aten.slice.Tensor lays its result out otherwise on a GPU .*: make it contiguous"):
+    with pytest.raises(ExportError, match=r"net.forward: aten.slice.Tensor: expected strides .*, as on the CPU, got .*\. Make its result contiguous"):
         retarget(graph, fake_mode, DEVICES["sm_90"], GPU)

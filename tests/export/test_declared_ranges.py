@@ -266,13 +266,13 @@ def ramp(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED = {
-    at_one: r"n \(x\.shape\[0\]\) is declared to be 1 to 200.* in at_one \(test_declared_ranges\.py:\d+: .*holds only where n != 1: declare min=2",
-    squeezed: r"n \(x\.shape\[0\]\) is declared .* in squeezed \(.*Squeeze.*holds only where n != 1: declare min=2",
-    long: r"n \(x\.shape\[0\]\) is declared .* in long \(.*holds only where n < 100: declare sizes for which that holds",
-    paired: r"n \(x\.shape\[0\]\) is declared .* in paired \(.*holds only where \(n % 2\) == 0: declare .*2 \* Dim",
-    equal: r"n \(x\.shape\[0\]\) is declared .* in equal \(.*aten\.mul\.Tensor, holds only where it is equal to k \(i\.shape\[0\]\): give both",
-    different: r"expected code for all declared sizes, got code that holds only where n != k, which excludes n .* in different \(",
-    ramp: r"n \(x\.shape\[0\]\) is declared .* in ramp \(.*holds for 4 alone",
+    at_one: r"n \(x\.shape\[0\]\) is declared to be 1 to 200.* in at_one \(test_declared_ranges\.py:\d+: .*is valid only if n != 1: declare min=2",
+    squeezed: r"n \(x\.shape\[0\]\) is declared .* in squeezed \(.*Squeeze.*is valid only if n != 1: declare min=2",
+    long: r"n \(x\.shape\[0\]\) is declared .* in long \(.*is valid only if n < 100: declare sizes for which that holds",
+    paired: r"n \(x\.shape\[0\]\) is declared .* in paired \(.*is valid only if \(n % 2\) == 0: declare .*2 \* Dim",
+    equal: r"n \(x\.shape\[0\]\) is declared .* in equal \(.*aten\.mul\.Tensor, is valid only if it is equal to k \(i\.shape\[0\]\): give both",
+    different: r"expected code for all declared sizes, got code that is valid only if n != k, which excludes n .* in different \(",
+    ramp: r"n \(x\.shape\[0\]\) is declared .* in ramp \(.*is valid only for 4",
 }
 
 

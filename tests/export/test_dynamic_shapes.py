@@ -117,14 +117,14 @@ X, Y = torch.randn(5, 3), torch.randn(5, 3)
     [
         (
             ({0: Dim.DYNAMIC}, None),
-            r"x\.shape\[0\] is Dim\.DYNAMIC, and the program.* holds for 5 alone \(guard: x\.shape\[0\] == 5\): say Dim\.AUTO",
+            r"x\.shape\[0\] is Dim\.DYNAMIC, and the program.* is valid only for 5 \(guard: x\.shape\[0\] == 5\): say Dim\.AUTO",
         ),
-        (({1: Dim.DYNAMIC}, None), r"x\.shape\[1\] is Dim\.DYNAMIC, and the program.* holds for 3 alone"),
+        (({1: Dim.DYNAMIC}, None), r"x\.shape\[1\] is Dim\.DYNAMIC, and the program.* is valid only for 3"),
         (({0: Dim.AUTO(min=6)}, None), r"dimension 0 of the example at \['x'\] is 5, not within DimHint\(AUTO, min=6\)"),
         (({0: Dim.DYNAMIC(max=4)}, None), r"dimension 0 of the example at \['x'\] is 5, not within DimHint"),
         (({0: "batch"}, None), r"index 0 .*dynamic_shapes\['x'\].* got 'batch' instead"),
-        (({3: Dim.AUTO}, None), r"the tensor at \['x'\] has 2 dimensions, and no 3"),
-        (({"rows": Dim.AUTO}, None), r"the tensor at \['x'\] has 2 dimensions, and no 'rows'"),
+        (({3: Dim.AUTO}, None), r"the tensor at \['x'\] has 2 dimensions and no dimension 3"),
+        (({"rows": Dim.AUTO}, None), r"the tensor at \['x'\] has 2 dimensions and no dimension 'rows'"),
         (({0: Dim.AUTO, -2: Dim.AUTO}, None), r"dimension 0 of the tensor at \['x'\] is given twice"),
         ((ROWS,), "it has 1 elements for 2 arguments"),
         ({"x": ROWS}, r"must be the arg names \['x', 'y'\]"),
@@ -132,7 +132,7 @@ X, Y = torch.randn(5, 3), torch.randn(5, 3)
         ((Dim.AUTO, None), r"dynamic_shapes\['x'\]"),
         (((Dim.AUTO,), None), r"dynamic_shapes\['x'\].* same length"),
         ("batch", "it is a str"),
-        (7, "it is a int; give them by argument"),
+        (7, r"it is a int\. Give sizes by argument"),
         ({"x": {0: Dim.STATIC}, "y": {0: object()}}, r"dynamic_shapes\['y'\]"),
     ],
 )

@@ -176,8 +176,8 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
 @pytest.mark.parametrize(
     ("role", "what", "words"),
     [
-        ("backward", "a weight", r"module variant 0: the compiled code writes to 2.weight, which it is to read alone"),
-        ("forward", "the input", r"module variant 0: the compiled code writes to input, which it is to read alone"),
+        ("backward", "a weight", r"module variant 0: the compiled code writes to 2.weight, which it should only read"),
+        ("forward", "the input", r"module variant 0: the compiled code writes to input, which it should only read"),
         ("inference", "the result", r"module variant 0: output\[0\] without gradients is wrong: off by .* is allowed; nothing was written"),
     ],
 )
@@ -475,7 +475,7 @@ class Odd(nn.Module):
 
 X = torch.randn(3, 3)
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "hook on a parameter": (_hooked, {}, r"the parameter 'weight' has a gradient hook: _hooked.<lambda>"),
+    "hook on a parameter": (_hooked, {}, r"the parameter 'weight' has a gradient hook, _hooked.<lambda>"),
     "input written in place": (Writes, {}, r"the forward changes its input 'x' in place; clone it first"),
     "args is no tuple": (lambda: nn.Linear(3, 3), {"args": X}, r"args is a Tensor; expected a tuple"),
     "wrong number of arguments": (lambda: nn.Linear(3, 3), {"args": (X, X)}, r"the example arguments do not fit"),
@@ -483,7 +483,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "object input": (lambda: nn.Linear(3, 3), {"args": (object(),)}, r"is a object; a package takes tensors"),
     "the program fails": (lambda: nn.Linear(4, 3), {}, r"the program could not be traced: RuntimeError: .*\[3, 3\] X \[4, 3\]"),
     "unknown output type": (Odd, {}, r"Odd"),
-    "unknown name": (lambda: nn.Linear(3, 3), {"requires_grad": ["y"]}, r"requires_grad names 'y', which is no input \['input'\] and no parameter"),
+    "unknown name": (lambda: nn.Linear(3, 3), {"requires_grad": ["y"]}, r"names 'y', which is neither .* the inputs 'input' and the parameters"),
     "kwargs is no dict": (lambda: nn.Linear(3, 3), {"kwargs": [1]}, r"kwargs is a list; expected a dict"),
     "names are none": (lambda: nn.Linear(3, 3), {"requires_grad": [3]}, r"requires_grad is \[3\]; expected names"),
     "a size by name alone": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"input": {0: "batch"}}}, r"dynamic_shapes does not fit the example"),
@@ -491,7 +491,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "integer gradient": (
         nn.Identity,
         {"args": (torch.arange(3),), "requires_grad": ["input"]},
-        r"names the input 'input', which is no floating-point",
+        r"names the input 'input', which is not a floating-point",
     ),
 }
 

@@ -59,7 +59,7 @@ def test_what_is_stored_of_a_result() -> None:
     with pytest.raises(PackageError, match="'allowed/large' is missing"):
         compare_stored("large", large, {"sketch/large": mine["sketch/large"]})
     for limit in (-1.0, float("inf"), float("nan"), 1 + 2j, 3):
-        with pytest.raises(PackageError, match="'allowed/large' is missing, or no number from 0 on"):
+        with pytest.raises(PackageError, match="'allowed/large' is missing, or is not a finite float64 number from 0 on"):
             compare_stored(
                 "large", large, mine | {"allowed/large": torch.tensor(limit, dtype=None if isinstance(limit, int | complex) else torch.float64)}
             )

@@ -345,11 +345,11 @@ def test_other_refusals_name_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--format", "onnx", "--target", "cpu"], "--target means nothing with --format onnx"),
-        (["--format", "onnx", "--tune", "none"], "--tune means nothing with --format onnx"),
-        (["--format", "onnx", "--no-weights"], "--weights means nothing with --format onnx"),
+        (["--format", "onnx", "--target", "cpu"], "--target does not apply to --format onnx"),
+        (["--format", "onnx", "--tune", "none"], "--tune does not apply to --format onnx"),
+        (["--format", "onnx", "--no-weights"], "--weights does not apply to --format onnx"),
         (["--format", "tflite"], "'tflite' is not one of"),
-        (["--external-data"], "--external-data means nothing with --format pt2"),
+        (["--external-data"], "--external-data does not apply to --format pt2"),
         (["--format", "onnx", "--entry", "nothing"], "no entry of that name or kind"),
     ],
 )

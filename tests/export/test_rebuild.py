@@ -332,7 +332,7 @@ def test_the_check_of_recorded_passes_sees_code_that_is_wrong(tmp_path: Path, mo
         return compile_graphs(changed, **kwargs)
 
     monkeypatch.setattr(compile, "compile_graphs", wrong)
-    with pytest.raises(ab.ExportError, match=r"gives another .* than PyTorch's own operators do for the same graph"):
+    with pytest.raises(ab.ExportError, match=r"is wrong: the code compiled from the portable graph .* differs from PyTorch's own operators"):
         ab.rebuild(path, tmp_path / "wrong.pt2")
     assert not (tmp_path / "wrong.pt2").exists()
 
@@ -457,10 +457,10 @@ def fewer_outputs(form: dict[str, Any]) -> None:
 
 
 TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "other operator": (other_operator, "does not give what is stored|gives another"),
-    "other number": (other_number, "does not give what is stored|gives another"),
-    "other size": (other_size, "was made at another size s0 than those it belongs to"),
-    "unknown operator": (unknown_operator, "calls 'nonsuch.tanh.default', which this process does not know; import the library"),
+    "other operator": (other_operator, "does not give the results stored|differs from PyTorch's own operators"),
+    "other number": (other_number, "does not give the results stored|differs from PyTorch's own operators"),
+    "other size": (other_size, "was traced with another value of s0 than"),
+    "unknown operator": (unknown_operator, "calls 'nonsuch.tanh.default', which is not registered in this process; import the library"),
     "reads files": (forbidden, "calls 'aten.from_file.default', which is not allowed"),
     "Python": (python, "calls operator:attrgetter, which is not allowed"),
     "reads files, another overload": (lambda form: call(form, "aten.from_file.out", "/etc/passwd", True, 10), "from_file.out', which is not"),
@@ -469,16 +469,16 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "imports": (lambda form: call(form, "import_module.__call__", "this"), "calls 'import_module.__call__', which is not allowed"),
     "opens a library": (lambda form: call(form, "load_library.__call__", "x.so"), "calls 'load_library.__call__', which is not allowed"),
     "Python's own": (lambda form: call(form, "load_library.__globals__.get", "__builtins__"), "__globals__.get', which is not allowed"),
-    "code in a name": (lambda form: named(form, "a=__import__('os').abort()"), "abort.* is no name for a node"),
+    "code in a name": (lambda form: named(form, "a=__import__('os').abort()"), "abort.* is not a valid name for a node"),
     "later node": (later, "which comes later"),
     "missing weight": (missing_weight, "reads the weight 'nonsuch', which the package does not have"),
-    "fewer outputs": (fewer_outputs, "inputs and 1 outputs, its library|outputs, its library"),
+    "fewer outputs": (fewer_outputs, "inputs and 1 outputs; its library|outputs; its library"),
     "no output": (lambda form: [form[k].pop() for k in ("nodes", "names", "looks", "places")] and None, "has no list of outputs"),
     "donated": (lambda form: form.update(donated=[99]), "donates inputs that it does not have"),
-    "no JSON": (lambda form: b"{", "the portable graph net.0.forward is no JSON"),
-    "no graph": (lambda form: b"[]", "the portable graph net.0.forward lacks one of nodes"),
-    "a version to come": (lambda form: form.update(version=99), "has version 99; this reader knows 1"),
-    "a type for a list": (lambda form: form.update(nodes={"a": 1}), "lacks one of nodes"),
+    "no JSON": (lambda form: b"{", "the portable graph net.0.forward is not JSON"),
+    "no graph": (lambda form: b"[]", "the portable graph net.0.forward is not an object with the lists nodes"),
+    "a version to come": (lambda form: form.update(version=99), "expected version 1, got 99"),
+    "a type for a list": (lambda form: form.update(nodes={"a": 1}), "is not an object with the lists nodes"),
     "nonsense in a node": (lambda form: form["nodes"].__setitem__(3, [1, 2, 3]), "the portable graph net.0.forward cannot be read"),
 }
 
@@ -515,9 +515,9 @@ def test_a_build_or_graph_that_is_missing(several: Path, tmp_path: Path) -> None
     ("target", "message"),
     [
         ("cpu:neon", "unknown target 'cpu:neon'; known: cpu, cpu:sse4, cpu:avx2, cpu:avx512, cuda"),
-        ("cpu,cpu:avx2", "target cpu:avx2 is asked for twice (cpu is cpu:avx2)"),
+        ("cpu,cpu:avx2", "target cpu:avx2 is given twice (cpu is cpu:avx2)"),
         ("cpu:avx2,", "unknown target ''; known: "),
-        ("cpu,cuda", "targets 'cpu,cuda' are of several devices; a package is for one"),
+        ("cpu,cuda", "targets 'cpu,cuda': expected one device type, got several"),
         ("cuda:sm_42", "unknown target 'cuda:sm_42'; known: cpu, cpu:sse4, cpu:avx2, cpu:avx512, cuda, cuda:sm_80"),
     ],
 )

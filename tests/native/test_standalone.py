@@ -126,7 +126,7 @@ def test_an_export_for_it_fails_with_what_stands_in_the_way(tmp_path: Path) -> N
     def volume(x: torch.Tensor) -> torch.Tensor:
         return torch.linalg.svdvals(x).prod()
 
-    words = r"entry 'volume' calls aten\._linalg_svd: nothing runs so without PyTorch, nothing was written"
+    words = r"entry 'volume' calls aten\._linalg_svd: this does not run without PyTorch; nothing was written"
     with pytest.raises(ab.ExportError, match=words):
         ab.export(tmp_path / "x.pt2", {"volume": ab.Grad(volume, [ab.Variant((torch.eye(3) + 1,))])}, runtime="standalone", tune="none")
     assert not list(tmp_path.iterdir())
@@ -217,7 +217,7 @@ def test_linear_algebra_runs_without_pytorch(tmp_path: Path) -> None:
     ("more", "words"),
     [
         ({"runtime": "tpu"}, "runtime is 'tpu'"),
-        ({"runtime": "standalone", "weights": False}, "leave weights=False out"),
+        ({"runtime": "standalone", "weights": False}, "leave out weights=False"),
         ({"runtime": "standalone", "target": "cuda"}, "CPUs"),
     ],
 )

@@ -667,12 +667,12 @@ def test_what_cannot_sign(name: str, words: str, tiny: Path, keys: Path) -> None
 def test_the_command_line(package: Path, keys: Path, own: Path, tmp_path: Path) -> None:
     path = tmp_path / "small.pt2"
     path.write_bytes(package.read_bytes())
-    assert "signature: none beside it" in called("inspect", path).stdout
+    assert "signature: none next to the package" in called("inspect", path).stdout
     assert json.loads(called("inspect", path, "--json").stdout)["signature"] is None
     fails(called("verify", path, "--no-run", "--key", own), 1, "is not signed")
     assert called("sign", path, "--key", keys / "own.pem").stdout == f"wrote {path}.sig\n"
     shown = called("verify", path, "--key", own).stdout
-    assert f"{path}: its signature {path}.sig is good, by the owner of {own}" in shown and "entry 'net' variant 0" in shown
+    assert f"{path}: the signature {path}.sig is valid, by the owner of {own}" in shown and "entry 'net' variant 0" in shown
     assert json.loads(called("verify", path, "--no-run", "--json", "--key", own).stdout)["signature"] == f"{path}.sig"
     assert json.loads(called("verify", path, "--no-run", "--json").stdout)["signature"] == ""
     assert f"signature: {path}.sig, not checked" in called("inspect", path).stdout
@@ -703,7 +703,7 @@ def test_commands_that_load_a_package(command: str, tiny: Path, keys: Path, own:
     fails(tried("--key", keys / "other.pub"), 1, "is by another key")
     fails(tried("--signature", "require"), 2, "--signature require needs --key PUBLIC.pem")
     fails(tried("--signature", "if-present"), 2, "needs --key")
-    fails(tried("--signature", "off", "--key", own), 2, "--signature off would not look at --key")
+    fails(tried("--signature", "off", "--key", own), 2, "--signature off would ignore --key")
     fails(tried("--signature", "never"), 2, "'never' is not one of 'require', 'if-present', 'off'")
     after = fails(tried("--key", own), 1)  # the package has no entries
     assert "sign" not in after.replace("signatures", ""), after

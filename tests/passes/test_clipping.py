@@ -269,7 +269,7 @@ def test_what_cannot_be_compiled_is_left_out(tmp_path: Path) -> None:
             with torch.autocast("cpu"):
                 clip_grad_value_(parameters(step), 1.0)
     reasons = sorted(recording.skipped)
-    assert len(reasons) == 2 and "clip_grad_norm_ called at" in reasons[0] and reasons[0].endswith("a gradient is torch.complex64")
+    assert len(reasons) == 2 and "clip_grad_norm_ called at" in reasons[0] and "a gradient has dtype torch.complex64" in reasons[0]
     assert "clip_grad_value_ called at" in reasons[1] and reasons[1].endswith("it is called under autocast")
     assert not (tmp_path / "odd.pt2").exists()
 
@@ -280,7 +280,7 @@ def test_a_wrong_clipping_is_not_shipped(tmp_path: Path, monkeypatch: pytest.Mon
         for step in range(3):
             clip_grad_norm_(parameters(step), 1.5)
     (reason,) = recording.skipped
-    assert "is wrong:" in reason and "times what is allowed off eager's, with the limit 1.5" in reason
+    assert "is wrong:" in reason and "times the tolerance, with the limit 1.5" in reason
     assert not (tmp_path / "wrong.pt2").exists()
 
 

@@ -247,7 +247,7 @@ def test_ctrl_c_in_the_script_compiles_what_was_recorded(script: Path) -> None:
     traceback, _, report = done.stderr.partition("KeyboardInterrupt\n")
     assert traceback.startswith("Traceback") and "aot_backward" not in traceback
     told, passes, written, left = report.splitlines()
-    assert told == "compiling what was recorded; Ctrl-C ends that" and passes == "24 backward passes of 4 structures recorded" and left == LEFT
+    assert told.startswith("compiling the recorded passes") and passes == "24 backward passes of 4 structures recorded" and left == LEFT
     assert written.startswith("wrote bw.pt2 (") and held(Path("bw.pt2")) == {"expensive", "sine"}
 
 
@@ -288,7 +288,7 @@ NOTHING = {
     ),
     "refused": (
         "for i in range(3):\n    torch.sparse.mm(torch.eye(3).to_sparse(), x[None].expand(3, 3)).sum().backward()",
-        ["nothing was written: nothing that was recorded is kept", "  left out: pass."],
+        ["nothing was written: all recorded passes were left out", "  left out: pass."],
     ),
 }
 

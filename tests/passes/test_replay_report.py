@@ -170,8 +170,8 @@ def test_a_short_recording_keeps_nothing_and_says_what_to_do(tmp_path: Path) -> 
     script.write_text("import torch\nx = torch.ones(3, requires_grad=True)\nfor _ in range(5):\n    x.sin().sum().backward()\n")
     done = aot_backward("record", "--tune", "quick", "-o", path, "--", script)
     _, written, brief = done.stderr.splitlines()
-    assert done.returncode == 1 and written == "nothing was written: nothing that was recorded is kept" and not path.exists()
-    assert "too few passes of one size to time it beside eager; record 20 or more of a size, or keep what is not timed by --tune none" in brief
+    assert done.returncode == 1 and written == "nothing was written: all recorded passes were left out" and not path.exists()
+    assert "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none" in brief
     done = aot_backward("record", "--tune", "none", "-o", path, "--", script)
     assert done.returncode == 0 and path.exists(), done.stderr
 

@@ -69,7 +69,7 @@ class FromRate(torch.optim.Optimizer):
 
 def test_a_state_that_is_made_from_the_learning_rate_is_refused_by_name(tmp_path: Path) -> None:
     net = _net()
-    with pytest.raises(ExportError, match=r"FromRate makes the first state\['weight'\]\['rate'\] from lr"):
+    with pytest.raises(ExportError, match=r"FromRate computes the initial state\['weight'\]\['rate'\] from lr"):
         ab.export_step(net, (X, Y), loss_fn=nn.MSELoss(), optimizer=FromRate(net.parameters(), 0.1), path=tmp_path / "s.pt2")
 
 
@@ -85,7 +85,7 @@ class Dictionary(nn.Module):
 
 def test_a_dict_whose_first_result_is_not_called_loss_is_refused(tmp_path: Path) -> None:
     net = Dictionary("penalty")
-    with pytest.raises(ExportError, match="the first of the results is 'penalty'; return the loss alone"):
+    with pytest.raises(ExportError, match="expected the loss as the first result, got 'penalty'; return the loss alone"):
         ab.export_step(net, (X, Y), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), path=tmp_path / "s.pt2")
 
 

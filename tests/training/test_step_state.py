@@ -468,7 +468,7 @@ REFUSED_AT_EXPORT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], s
     "another module": (
         lambda _: torch.optim.SGD(nn.Linear(6, 3).parameters(), lr=0.1),
         {},
-        r"param_groups\[0\]\['params'\]\[0\], of shape \(3, 6\), is no parameter of the module",
+        r"param_groups\[0\]\['params'\]\[0\], of shape \(3, 6\), is not a parameter of the module",
     ),
     "no optimizer": (lambda _: "SGD", {}, "optimizer is a builtins.str; expected a torch.optim.Optimizer"),
     "no scalar": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"loss_fn": lambda a, b: a - b}, "scalar"),
@@ -477,11 +477,15 @@ REFUSED_AT_EXPORT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], s
     "sparse gradients": (
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
         {"module": nn.Embedding(6, 3, sparse=True), "args": (torch.tensor([1, 2, 2]), torch.randn(3, 3))},
-        "the gradient of 'weight' is sparse, .* sparse=False",
+        "the gradient of 'weight': expected a dense tensor, got a sparse one.* sparse=False",
     ),
     "a complex parameter": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"module": Complex()}, "'weight' is complex, .*train its real view"),
     "an empty parameter": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"module": Empty()}, "'nothing' has no elements; leave it out"),
-    "an infinite limit": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"clip_norm": float("inf")}, "clip_norm is inf; expected a finite"),
+    "an infinite limit": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        {"clip_norm": float("inf")},
+        "clip_norm: expected a finite number from 0 on, got inf",
+    ),
     "no target": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"args": ()}, "the last positional argument is its target"),
 }
 

@@ -42,8 +42,8 @@ def normalized(shapes: Any, signature: Callable[..., Any], args: tuple[Any, ...]
     except Exception as error:  # torch.export's own checks raise UserError, ValueError, AssertionError, TypeError, RuntimeError
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ExportError(
-            f"dynamic_shapes does not fit the example: {first}; give them by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, None for one "
-            f"whose sizes are fixed; the arguments are {list(bound)}"
+            f"dynamic_shapes does not fit the example: {first}. Give sizes by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, and None for an "
+            f"argument with fixed sizes. The example has {f'the arguments {list(bound)}' if bound else 'no arguments'}"
         ) from error
 
 
@@ -64,7 +64,9 @@ def _by_name(shapes: Any, signature: inspect.Signature, bound: Mapping[str, Any]
         if not grouped and len(given) == len(names) - 1 + count:
             given[at : at + count] = [tuple(given[at : at + count])]
     if len(given) != len(names):
-        raise ValueError(f"it has {len(given)} elements for {len(names)} arguments{f', of which {several!r} is a tuple' if several else ''}")
+        raise ValueError(
+            f"it has {len(given)} elements for {len(names)} arguments{f' ({several!r} is a tuple, and counts as one)' if several else ''}"
+        )
     return dict(zip(names, given, strict=True))
 
 
@@ -80,7 +82,7 @@ def _one(path: Any, value: Any, shape: Any) -> Any:
     out = {}
     for dim, size in shape.items() if isinstance(shape, dict) else enumerate(shape):
         if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
-            raise ValueError(f"the tensor at {_written(path)} has {value.dim()} dimensions, and no {dim!r}")
+            raise ValueError(f"the tensor at {_written(path)} has {value.dim()} dimensions and no dimension {dim!r}")
         if dim % value.dim() in out:
             raise ValueError(f"dimension {dim % value.dim()} of the tensor at {_written(path)} is given twice")
         if isinstance(size, _Hint) and not (size.min or 0) <= value.shape[dim] <= (value.shape[dim] if size.max is None else size.max):

@@ -78,11 +78,11 @@ def refused(env: Any, declared: Sequence[Declared], places: Places, error: Excep
         asked = places.get(guard, Asked())
         if asked.transformed and expression_of(one.value).is_Integer:
             advice = (
-                "a rule of torch.func takes it as a number: sum over the batch inside torch.func.jacrev or jvp, in place of vmap, or export a "
+                "a rule of torch.func reads it as a number: sum over the batch inside torch.func.jacrev or jvp instead of using vmap, or export a "
                 "variant for each size"
             )
         where = "".join(f", {part}" for part in (asked.where, asked.operator) if part)
-        reasons.append(f"{one.label} is {_range(one)}, and the program{where and f'{where},'} holds {text}: {advice}")
+        reasons.append(f"{one.label} is {_range(one)}, and the program{where and f'{where},'} is valid {text}: {advice}")
         if one.named and least is not None and not derived:
             minimum[one.size.__name__] = least
         else:
@@ -105,13 +105,13 @@ def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any,
     if value.is_Integer:
         guard = next((g.expr for g in env.guards if type(g.expr).__name__ == "Equality" and not one.symbols.isdisjoint(g.expr.free_symbols)), None)
         way = "say Dim.AUTO or Dim.STATIC there, or export a variant for each size"
-        return guard, f"for {value} alone (guard: {one.place} == {value})", way, None
+        return guard, f"only for {value} (guard: {one.place} == {value})", way, None
     names = dict.fromkeys(one.symbols, one.size.__name__ if one.named else one.place)
     for other in later:
         if one is not other and one.named and other.named and value.free_symbols & {env.replace(s) for s in other.symbols} and value.is_Symbol:
             guards = [g.expr for g in env.guards if one.symbols & g.expr.free_symbols and other.symbols & g.expr.free_symbols]
             way = f"give both the same Dim, or export a variant with Dim.AUTO for sizes that differ from {other.size.__name__}"
-            return (guards or [None])[0], f"only where it is equal to {other.label}", way, None
+            return (guards or [None])[0], f"only if it is equal to {other.label}", way, None
     if type(one.size) is not Dim:  # a hint may be narrowed; only torch knows the bounds of 2 * Dim("half")
         return None
     unmet = [g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= one.symbols and not _holds(g.expr, one.range)]
@@ -121,8 +121,8 @@ def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any,
     least = next((n for n in (1, 2) if n > low and (high is None or n <= high) and all(_holds(g, _from(n, one)) for g in unmet)), None)
     words = write(unmet[0], names).removeprefix("(").removesuffix(")")
     if least is not None:
-        return unmet[0], f"only where {words}", f"declare min={least}, and export a variant for a size of {least - 1}", least
-    return unmet[0], f"only where {words}", "declare sizes for which that holds (a range, or 2 * Dim('half')), or say Dim.AUTO", None
+        return unmet[0], f"only if {words}", f"declare min={least}, and export a variant for a size of {least - 1}", least
+    return unmet[0], f"only if {words}", "declare sizes for which that holds (a range, or 2 * Dim('half')), or say Dim.AUTO", None
 
 
 def _from(least: int, one: Declared) -> Any:

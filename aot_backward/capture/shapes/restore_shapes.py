@@ -40,7 +40,8 @@ def restored_shapes(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints:
     for symbol in symbols:
         hint = hints.get(symbol.name)
         if type(hint) is not int or not symbol.minimum <= hint <= (symbol.maximum if symbol.maximum is not None else hint):
-            raise PackageError(f"the size {symbol.label} is {hint} at the example; its range is {symbol.minimum} to {symbol.maximum}")
+            allowed = f"from {symbol.minimum} on" if symbol.maximum is None else f"from {symbol.minimum} to {symbol.maximum}"
+            raise PackageError(f"the size {symbol.label}: expected a number {allowed}, got {hint!r} in the example")
         source = torch_api.ConstantSource(f"stated_{symbol.name}")
         made = env.create_symbol(hint, source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=symbol.minimum < 2)
         carried[symbol.name] = env.create_symintnode(made, hint=hint, source=source)

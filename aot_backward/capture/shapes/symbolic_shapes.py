@@ -35,7 +35,9 @@ def write(expression: Any, names: Mapping[sympy.Symbol, str]) -> str:
         return str(int(expression)) if expression >= 0 else f"({int(expression)})"
     if expression.is_Symbol:
         if expression not in names:
-            raise ExportError(f"a size depends on {expression}, which is no dimension of an input: it comes from data, and cannot be a guard")
+            raise ExportError(
+                f"a size depends on {expression}, which is not a dimension of an input: it depends on tensor values, and cannot be a guard"
+            )
         return names[expression]
     if kind in ("Add", "Mul"):
         sign = " + " if kind == "Add" else " * "
@@ -60,7 +62,7 @@ def write(expression: Any, names: Mapping[sympy.Symbol, str]) -> str:
         return part(0)
     if kind in ("TruncToInt", "FloorToInt") and type(arguments[0]).__name__ == "IntTrueDiv":
         return f"({write(arguments[0].args[0], names)} // {write(arguments[0].args[1], names)})"  # sizes are never negative
-    raise ExportError(f"the package format cannot state the size expression {expression} ({kind}); make that dimension static")
+    raise ExportError(f"the package format cannot store the size expression {expression} ({kind}); make that dimension static")
 
 
 def expression_of(size: int | torch.SymInt) -> Any:

@@ -54,9 +54,7 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
     """Trace the step of ``about.optimizer`` on fake ``gradients`` and ``parameters``. Raise :class:`ExportError` if a graph cannot express it."""
     for name, gradient in zip(about.trained, gradients, strict=True):
         if gradient.layout != torch.strided:
-            raise ExportError(
-                f"the gradient of {name!r} is sparse, which compiled code cannot hand to an optimizer; build its layer with sparse=False"
-            )
+            raise ExportError(f"the gradient of {name!r}: expected a dense tensor, got a sparse one. Build its layer with sparse=False")
     env = torch_api.ShapeEnv()
     labels = [n.label for n in about.numbers] + list(settings.numbers)
     values = [n.value for n in about.numbers] + list(settings.numbers.values())

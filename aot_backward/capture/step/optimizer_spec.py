@@ -26,7 +26,7 @@ _WHOLE = ("lr", "weight_decay", "momentum", "dampening", "lr_decay")
 """Numbers that are often written as ``0`` and ``1`` although a scheduler changes them."""
 _REFUSED = {
     torch.optim.LBFGS: "evaluates the loss several times in each step (a closure)",
-    torch.optim.SparseAdam: "takes sparse gradients, which compiled code does not make; torch.optim.Adam takes dense ones",
+    torch.optim.SparseAdam: "needs sparse gradients, and compiled gradients are dense. Use torch.optim.Adam instead",
 }
 _FROM_A_NUMBER = {torch.optim.Rprop: ("step_size", "lr"), torch.optim.ASGD: ("eta", "lr")}
 """State that is initialised from a number of the group."""
@@ -75,10 +75,12 @@ class Settings:
     def __post_init__(self) -> None:
         scale = self.loss_scale
         if scale is not None and not (type(scale) in (int, float) and 0 < float(torch.tensor(float(scale), dtype=torch.float32)) < math.inf):
-            raise ExportError(f"loss_scale is {scale!r}; expected a positive number, 65536.0 as torch.amp.GradScaler begins with")
+            raise ExportError(f"loss_scale: expected a positive number, such as torch.amp.GradScaler's initial 65536.0, got {scale!r}")
         for key, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
-                raise ExportError(f"{key} is {value!r}; expected a finite number (a large one clips nothing; clip_norm gives grad_norm even so)")
+                raise ExportError(
+                    f"{key}: expected a finite number from 0 on, got {value!r}. Use a large number to clip nothing (clip_norm still gives grad_norm)"
+                )
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def parameters_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[i
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
-                raise ExportError(f"param_groups[{g}]['params'][{i}], of shape {tuple(parameter.shape)}, is no parameter of the module")
+                raise ExportError(f"param_groups[{g}]['params'][{i}], of shape {tuple(parameter.shape)}, is not a parameter of the module")
             out[id(parameter)] = names[id(parameter)]
     return out
 
@@ -130,7 +132,9 @@ def inspect_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         raise ExportError("none of the optimizer's parameters gets a gradient from this loss")
     for parameter in (p for g in optimizer.param_groups for p in g["params"] if names[id(p)] in trained):
         if parameter.is_complex():
-            raise ExportError(f"the parameter {names[id(parameter)]!r} is complex, which the compiler has no optimizer for: train its real view")
+            raise ExportError(
+                f"the parameter {names[id(parameter)]!r} is complex, and no optimizer is compiled for complex parameters: train its real view"
+            )
         if not parameter.numel():
             raise ExportError(f"the parameter {names[id(parameter)]!r} has no elements; leave it out of the optimizer")
     groups = tuple(
@@ -171,8 +175,8 @@ def _refuse_state_from_numbers(optimizer: torch.optim.Optimizer, names: Mapping[
         for key, value in slots.items():
             if not _same(value, other[name].get(key)):
                 raise ExportError(
-                    f"{type(optimizer).__qualname__} makes the first state[{name!r}][{key!r}] from lr, which a schedule may move before that; let it "
-                    f"make a step before the export"
+                    f"{type(optimizer).__qualname__} computes the initial state[{name!r}][{key!r}] from lr, and a scheduler may change lr before the "
+                    f"first step. Make one step before the export"
                 )
 
 
@@ -195,7 +199,7 @@ def _as_json(where: str, options: Mapping[str, Any]) -> str:
         try:
             json.dumps(plain(value), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ExportError(f"{where}[{key!r}] is {value!r}, which a package cannot hold: numbers, strings, None and lists of them can") from error
+            raise ExportError(f"{where}[{key!r}]: expected a number, a string, None or a list of these, got {value!r}") from error
     return json.dumps({k: plain(v) for k, v in options.items()}, allow_nan=False)
 
 
@@ -261,7 +265,9 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
         except Exception as error:  # the optimizer's own code may raise anything
             raise ExportError(f"{kind}.step fails on gradients of zero (a compiled step has no closure): {type(error).__name__}: {error}") from error
         if odd := [key for key in state if id(key) not in name_of]:
-            raise ExportError(f"{kind} keeps state[{odd[0]!r}], which belongs to no parameter; a compiled step has state of parameters alone")
+            raise ExportError(
+                f"{kind} keeps state[{odd[0]!r}], which does not belong to a parameter; a compiled step supports only state of parameters"
+            )
         kept.append({(name_of[id(q)], key): v for q, slots in state.items() for key, v in slots.items() if not isinstance(v, torch.Tensor)})
     for n, (before, group) in enumerate(zip(groups, other.param_groups, strict=True)):
         for key, value in group.items():
@@ -281,7 +287,7 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     return {name: slots for name, slots in out.items() if name in trained}
 
 
-_ONLY_TENSORS = "only tensors of a parameter's state can change in a compiled step: keep it there, as a tensor of one element"
+_ONLY_TENSORS = "a compiled step can change only tensors in a parameter's state: keep the value there, as a tensor with one element"
 
 
 def duplicate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -105,8 +105,8 @@ def step_state(optimized: OptimizerSpec, settings: Settings, program: ProgramWit
             tensors[gradients[parameter]] = torch.zeros_like(parameters[parameter], requires_grad=False)
     if settings.loss_scale is not None and (low := [n for n in optimized.trained if parameters[n].dtype in hyperparameters.LOW]):
         raise ExportError(
-            f"loss_scale keeps gradients of float32 parameters whole, and {low[0]} is {parameters[low[0]].dtype}, whose gradient would vanish when "
-            "it is scaled back: keep parameters in float32, and compute in float16 under torch.autocast"
+            f"loss_scale: expected float32 parameters, got {low[0]} of {parameters[low[0]].dtype}: its gradient would vanish when it is unscaled. "
+            "Keep parameters in float32, and compute in float16 under torch.autocast"
         )
     values = [n.value for n in optimized.numbers] + list(settings.numbers.values())
     device = parameters[optimized.trained[0]].device

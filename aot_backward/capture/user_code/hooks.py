@@ -44,32 +44,29 @@ def refused_or_traced(program: nn.Module) -> Iterator[None]:
     def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         if name := next((n for n, p in program.named_parameters() if p is self), None):
             raise ExportError(
-                f"a hook is registered on the parameter {name!r} {source_location.here()}: each call adds another, and a trace sees none; "
-                "register it once, outside the forward"
+                f"a hook is registered on the parameter {name!r} {source_location.here()}: each call adds another hook, and tracing does not see it. "
+                "Register it once, outside the forward"
             )
         return register(self, must_return(hook, f"registered {source_location.here()}"))
 
     def retain_grad(self: torch.Tensor) -> None:
         if self.requires_grad and not self.is_leaf:
             raise ExportError(
-                f"retain_grad() is called {source_location.here()}, and that .grad could not be read: a loaded module has no inner "
-                "tensors. Add an input of zeros there (h = h + probe): its gradient is the tensor's"
+                f"retain_grad() is called {source_location.here()}, and its .grad could not be read: a loaded module has no intermediate "
+                "tensors. Add an input of zeros there (h = h + probe): the input's gradient is equal to the tensor's"
             )
         retain(self)
 
     def enter_saved(self: Any) -> None:
         if not self.pack_hook.__module__.startswith("torch."):
             raise ExportError(
-                f"saved_tensors_hooks with {source_location.of(self.pack_hook)} are entered {source_location.here()}: a package chooses "
-                "itself what it saves for its "
-                "backward, and would not call them; export without them, or enter them around the call of the loaded module"
+                f"saved_tensors_hooks with {source_location.of(self.pack_hook)} are entered {source_location.here()}: a package selects the tensors "
+                "that it saves for its backward and would not call the hooks. Export without them, or enter them around the call of the loaded module"
             )
         enter(self)
 
     def no_backward(*args: Any, **kwargs: Any) -> None:
-        raise ExportError(
-            f"backward() is called {source_location.here()}: a compiled forward fills no .grad; take the gradients from torch.autograd.grad instead"
-        )
+        raise ExportError(f"backward() is called {source_location.here()}: a compiled forward does not fill .grad. Use torch.autograd.grad instead")
 
     with (
         patched(torch.Tensor, register_hook=here_alone(register_hook, register), retain_grad=here_alone(retain_grad, retain)),
@@ -91,9 +88,8 @@ def must_return(hook: Callable[..., Any], where: str, instead: str = "export wit
         out = hook(*args)
         if out is None:
             raise ExportError(
-                f"the backward hook {source_location.of(hook)}, {where}, returns no gradient: what it does instead would not be done where "
-                "the package runs. "
-                f"Return the gradient that is to go on, or {instead}"
+                f"the backward hook {source_location.of(hook)}, {where}: expected a gradient to be returned, got None. The package would not run the "
+                f"hook's side effects. Return the gradient to pass on, or {instead}"
             )
         return out
 
@@ -115,22 +111,20 @@ def of_parameters(program: nn.Module, kind: str) -> dict[str, tuple[Callable[...
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             instead = f", and register it on the loaded module's parameter, {loaded}" if kind == "module" else ""
             raise ExportError(
-                f"the parameter {own!r} has a hook that runs after its gradient was accumulated: {source_location.of(hook)}; a compiled "
-                f"{_MADE[kind]} does not "
-                f"fill .grad: export without it{instead}"
+                f"the parameter {own!r} has a post-accumulate-grad hook, {source_location.of(hook)}, and a compiled {_MADE[kind]} does not fill "
+                f".grad. Export without it{instead}"
             )
         for hook in on_accumulation(parameter):
             raise ExportError(
-                f"a hook hangs on the AccumulateGrad node of the parameter {own!r}, where no trace comes by: {source_location.of(hook)}; "
-                "export without it, "
-                f"and register one on the parameter itself (register_hook): before the export of a Grad or a Step, or on the loaded one, {loaded}"
+                f"the AccumulateGrad node of the parameter {own!r} has a hook, {source_location.of(hook)}, and tracing does not see it. Export "
+                f"without it, and use register_hook on the parameter itself: before the export of a Grad or a Step, or on the loaded one, {loaded}"
             )
         found = tuple((parameter._backward_hooks or {}).values())
         if found and kind == "module":
             raise ExportError(
-                f"the parameter {own!r} has a gradient hook: {source_location.of(found[0])}; autograd runs it once, on the sum of all uses "
-                "of the parameter, "
-                f"which the graph of one call does not know: export without it, and register it on the loaded module's parameter, {loaded}"
+                f"the parameter {own!r} has a gradient hook, {source_location.of(found[0])}. Autograd runs it once, on the sum over all uses of the "
+                "parameter, and the graph of one call does not compute this sum. Export without it, and register it on the loaded module's "
+                f"parameter, {loaded}"
             )
         if found:
             instead = f"export without it, and register it on the loaded parameter, {loaded}"
@@ -162,7 +156,6 @@ def _refuse_global() -> None:
     for kind in ("forward_pre", "forward", "backward_pre", "backward"):
         for hook in getattr(torch_api, f"_global_{kind}_hooks").values():
             raise ExportError(
-                f"the hook {source_location.of(hook)} is registered on every module there is (register_module_{kind}_hook); remove it, or "
-                "register it on the "
-                "modules that it is for"
+                f"the hook {source_location.of(hook)} is registered globally, for all modules (register_module_{kind}_hook). Remove it, or register "
+                "it only on the modules that need it"
             )

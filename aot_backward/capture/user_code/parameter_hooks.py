@@ -74,11 +74,10 @@ def _traced_hook(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_
         raise
     except Exception as error:  # the user's own hook may raise anything
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        decides = "it decides by the value of a tensor: use torch.where, or " if "data-dependent" in first or "_local_scalar_dense" in first else ""
+        decides = "it reads a tensor's value in Python: use torch.where, or " if "data-dependent" in first or "_local_scalar_dense" in first else ""
         raise ExportError(
             f"the gradient hook {source_location.of(hook)} on the parameter {name!r} could not be traced: {type(error).__name__}: {first}; "
-            f"{decides}export "
-            "without it, and register it on the loaded parameter"
+            f"{decides}export without it, and register it on the loaded parameter"
         ) from error
     return traced
 
@@ -92,10 +91,9 @@ def _refuse_writes(hook: Callable[..., Any], name: str) -> Any:
             for argument, value in zip(operator._schema.arguments, args, strict=False):
                 if argument.is_write and type(value) in (torch.Tensor, torch.nn.Parameter):
                     raise ExportError(
-                        f"the gradient hook {source_location.of(hook)} on the parameter {name!r} changes a tensor in place, which would be "
-                        "done once, while "
-                        "tracing, and never again: return the gradient that is to go on, and change nothing else; or export without it, and register "
-                        "it on the loaded parameter"
+                        f"the gradient hook {source_location.of(hook)} on the parameter {name!r} changes a tensor in place: this would happen once, "
+                        "while tracing, and never again. Return the gradient to pass on, and change nothing else; or export without the hook, and "
+                        "register it on the loaded parameter"
                     )
             return operator(*args, **kwargs)
 

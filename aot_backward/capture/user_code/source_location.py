@@ -100,8 +100,8 @@ def errors_located(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]
     except Exception as error:  # from torch's partitioner or compiler, or from ours
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise ExportError(
-            f"the program was traced, and no package could be made of it: {type(error).__name__}: {first}. This is a fault of aot-backward or of "
-            "PyTorch: please report it, with the program; a static size, or another form of what the message names, may help"
+            f"the program was traced, but it could not be compiled: {type(error).__name__}: {first}. This is a bug in aot-backward or PyTorch: "
+            "please report it, with the program. A static size, or another way to write the part that the message names, may help"
         ) from error
 
 

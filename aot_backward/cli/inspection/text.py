@@ -21,7 +21,7 @@ def print_description(d: dict[str, Any]) -> None:
     say(f"built for {arch} with torch {d['torch']}; manifest SHA-256 {d['manifest_sha256']}")
     if not d["manifest_has_digest"]:
         say(f"format {version} has no digest of its manifest within the package, only a CRC; formats since 1.15 have one")
-    say(f"signature: {d['signature']}, not checked; verify --key PUBLIC.pem checks it" if d["signature"] else "signature: none beside it")
+    say(f"signature: {d['signature']}, not checked; verify --key PUBLIC.pem checks it" if d["signature"] else "signature: none next to the package")
     stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
     say(f"weights: {len(weights['tensors'])} tensors, {stored}")
     for what, note in d["notes"].items():
@@ -60,7 +60,7 @@ def print_description(d: dict[str, Any]) -> None:
 def _to_import(module: str) -> str:
     if module in ("", "__main__"):
         return " when it was exported"
-    return f", which load does not import by itself: load(path, imports=[{module!r}]), --import {module}"
+    return f"; load does not import it by itself: use load(path, imports=[{module!r}]) or --import {module}"
 
 
 def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
@@ -89,7 +89,7 @@ def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
 
 def _show_step(s: dict[str, Any]) -> None:
     state, gradients = s["state"], s["gradients"]
-    made = "after steps that it made before the export" if s["steps_made_at_export"] else "before its first step"
+    made = "after steps made before the export" if s["steps_made_at_export"] else "before its first step"
     say(f"  optimizer {s['optimizer']}, {made}; {count(state['tensors'], 'tensor')} of state, {size(state['bytes'])}")
     for i, group in enumerate(s["groups"]):
         _show_group(i, len(group["parameters"]), group, "  ")
@@ -97,14 +97,14 @@ def _show_step(s: dict[str, Any]) -> None:
         if s[key] is not None:
             say(f"  clips the gradients' {what} at {s[key]:g}")
     if s["loss_scale"] is not None:
-        say(f"  scales the loss, at first by {s['loss_scale']:g}, as torch.amp.GradScaler")
+        say(f"  scales the loss as torch.amp.GradScaler does, starting at {s['loss_scale']:g}")
     if s["skip_nonfinite"]:
-        say("  skips an update whose gradients have Inf or NaN")
+        say("  skips an update if the gradients have Inf or NaN")
     if s["gradients_can_wait"]:
         kept = f"{count(gradients['tensors'], 'tensor')}, {size(gradients['bytes'])}"
         say(f"  gradients can be accumulated (update=False, several processes): {kept}")
     else:
-        say("  gradients cannot wait: every call is an update, in one process")
+        say("  gradients cannot be accumulated: every call is an update, in one process")
 
 
 def _show_update(u: dict[str, Any], targets: list[str]) -> None:
@@ -134,7 +134,7 @@ def _show_group(number: int, parameters: int, group: dict[str, Any], indent: str
     moved = {n["name"].partition("[")[0] for n in group["numbers"]}
     numbers = ", ".join(f"{n['name']} {n['value']:g}{_limits(n['allowed'])}" for n in group["numbers"])
     fixed = ", ".join(f"{k} {v}" for k, v in group["options"].items() if k not in moved)
-    say(f"{indent}group {number} of {count(parameters, 'parameter')}: {numbers or 'no number that a schedule may move'}")
+    say(f"{indent}group {number} of {count(parameters, 'parameter')}: {numbers or 'no number that a schedule may change'}")
     if fixed:
         say(f"{indent}  fixed: {fixed}")
 
@@ -184,12 +184,12 @@ def _show_structure(s: dict[str, Any], targets: list[str]) -> None:
 
 def _show_conditions(guards: list[str], ambient: dict[str, Any], indent: str) -> None:
     for guard in guards:
-        say(f"{indent}only where {guard}")
+        say(f"{indent}only if {guard}")
     if ambient["autocast"]:
         say(f"{indent}under autocast {ambient['autocast']}")
 
 
 def _verdict(verdict: dict[str, Any]) -> str:
-    worst = f", worst {verdict['worst']} at {verdict['error']:.2g} of what is allowed" if verdict["worst"] else ""
+    worst = f", worst {verdict['worst']} at {verdict['error']:.2g} of its tolerance" if verdict["worst"] else ""
     sizes = f", at {'; '.join(verdict['sizes'])}" if verdict["sizes"] else ""
     return f"{verdict['status']}{worst}{sizes}"

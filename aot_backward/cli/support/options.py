@@ -35,7 +35,7 @@ def signature_options(command: Callable[..., Any]) -> Callable[..., Any]:
         if key is None and signature in ("require", "if-present"):
             raise click.UsageError(f"--signature {signature} needs --key PUBLIC.pem", click.get_current_context())
         if key is not None and signature == "off":
-            raise click.UsageError("--signature off would not look at --key", click.get_current_context())
+            raise click.UsageError("--signature off would ignore --key", click.get_current_context())
         return command(*args, signature=signature, key=key, **kwargs)
 
     policies = click.Choice(["require", "if-present", "off"])

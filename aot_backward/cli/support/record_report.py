@@ -96,4 +96,4 @@ def _why_not(session: Recording) -> str:
     if not added.chosen:
         new = "new " if report.compiled else ""
         return f"no {new}structure was seen " + ("twice" if session.min_seen == 2 else f"{session.min_seen} times")
-    return "eager is as fast" if added.slower else "nothing that was recorded is kept"
+    return "eager is as fast" if added.slower else "all recorded passes were left out"

@@ -68,4 +68,4 @@ def _refuse_odd(gradient: torch.Tensor) -> None:
     if gradient.device.type != "cpu":
         raise InputError(f"a gradient is on {gradient.device}; clipping is compiled for the CPU")
     if not gradient.is_floating_point():
-        raise InputError(f"a gradient is {gradient.dtype}")
+        raise InputError(f"a gradient has dtype {gradient.dtype}; expected a floating-point dtype")

@@ -90,13 +90,13 @@ class ObservedSteps:
 def _look(optimizer: torch.optim.Optimizer) -> str | None:
     """Return a text that identifies the kind of step; None if there is nothing to do, or the state does not exist yet."""
     if type(optimizer) not in SERVED:
-        raise InputError(f"{name_of(type(optimizer))} is no optimizer of torch.optim; a class of the script's own runs in eager")
+        raise InputError(f"{name_of(type(optimizer))} is not a supported optimizer of torch.optim; its steps run in eager")
     refuse_unsupported(optimizer)
     groups: list[Any] = []
     any_gradient = False
     for group in optimizer.param_groups:
         if group.get("differentiable"):
-            raise InputError("differentiable=True: the step is part of a graph of autograd")
+            raise InputError("differentiable=True makes the step part of the autograd graph")
         members: list[Any] = []
         for parameter in group["params"]:
             gradient, own = parameter.grad, optimizer.state.get(parameter, {})
@@ -108,7 +108,7 @@ def _look(optimizer: torch.optim.Optimizer) -> str | None:
             for tensor in tensors:
                 _refuse_odd(tensor)
             if odd := [k for k, v in own.items() if v is not None and not isinstance(v, torch.Tensor)]:
-                raise InputError(f"it keeps state[…][{odd[0]!r}] as a {type(own[odd[0]]).__name__}")
+                raise InputError(f"state[…][{odd[0]!r}]: expected a tensor, got a value of type {type(own[odd[0]]).__name__}")
             members.append([*map(_layout, tensors[:2]), {k: _layout(v) for k, v in own.items() if v is not None}])
         options = {k: plain(v) for k, v in group.items() if k in optimizer.defaults and not isinstance(plain(v), float)}
         groups.append([options, members])
@@ -117,15 +117,15 @@ def _look(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _refuse_odd(tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise InputError(f"a tensor of it is a {type(tensor).__qualname__}")
+        raise InputError(f"one of its tensors is a {type(tensor).__qualname__}")
     if tensor.layout is not torch.strided:
-        raise InputError(f"a gradient has layout {tensor.layout}")
+        raise InputError(f"one of its tensors has layout {tensor.layout}")
     if tensor.device.type != "cpu":
-        raise InputError(f"a tensor of it is on {tensor.device}; steps are compiled for the CPU")
+        raise InputError(f"one of its tensors is on {tensor.device}; steps are compiled for the CPU")
     if tensor.is_complex():
-        raise InputError("a parameter is complex")
+        raise InputError("one of its tensors is complex")
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise InputError("a tensor of it is expanded: several of its numbers are one")
+        raise InputError("one of its tensors is expanded: several elements share memory")
 
 
 def _layout(tensor: torch.Tensor) -> list[Any]:

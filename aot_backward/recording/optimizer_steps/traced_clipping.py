@@ -101,7 +101,7 @@ class TracedClipping:
                 same = torch.equal(torch.isfinite(a), torch.isfinite(e)) and torch.equal(a.isnan(), e.isnan())
                 ratio = compare(label, a, e, tolerance).ratio if same else float("inf")
                 if not ratio <= 1:
-                    raise ExportError(f"{label} is wrong: {ratio:.3g} times what is allowed off eager's, with the limit {limit:g}")
+                    raise ExportError(f"{label} is wrong: it differs from eager by {ratio:.3g} times the tolerance, with the limit {limit:g}")
                 if ratio >= worst:
                     worst, name = ratio, label
         return dataclasses.replace(self.spec, verdict=Verdict("verified", name, round(worst, 6)))

@@ -71,7 +71,7 @@ def _inspected(example: torch.optim.Optimizer) -> OptimizerSpec:
         for parameter in slot.parameters:
             value = example.state.get(by_name[parameter], {}).get(slot.key)
             if value is None:
-                raise ExportError(f"its first step makes state[…][{slot.key!r}]")
+                raise ExportError(f"its first step creates state[…][{slot.key!r}]")
             slots.append(dataclasses.replace(slot, parameters=(parameter,), value=value, starts_as=-1))
     order = {name: i for i, name in enumerate(optimized.trained)}
     slots.sort(key=lambda s: order[s.parameters[0]])
@@ -116,13 +116,13 @@ def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer,
         for (label, old), (_, found), (_, wanted) in zip(before, _tensors(ours, spec), _tensors(eager, spec), strict=True):
             if not wanted.is_floating_point():
                 if not torch.equal(found, wanted):
-                    raise ExportError(f"{label} is not what eager's step makes of it")
+                    raise ExportError(f"{label} differs from eager's step")
                 continue
             stored = float(torch.linalg.vector_norm(wanted.double()))
             tolerance = Tolerance.of_change(wanted.dtype, stored, None, 0.0, reduced_precision=reduced_precision)
             ratio = compare(label, found.double() - old.double(), wanted.double() - old.double(), tolerance).ratio
             if not ratio <= 1:
-                raise ExportError(f"{label} is wrong: {ratio:.3g} times what is allowed off eager's step")
+                raise ExportError(f"{label} is wrong: it differs from eager's step by {ratio:.3g} times the tolerance")
             if ratio >= worst:
                 worst, name = ratio, label
             with torch.no_grad():

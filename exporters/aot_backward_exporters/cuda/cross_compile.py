@@ -36,7 +36,7 @@ def check(target: str) -> Device:
     """Return the device of ``target`` ("cuda:sm_90"). Raise :class:`ExportError` with installation advice if this process cannot compile for it."""
     arch = target.partition(":")[2]
     if arch not in DEVICES:
-        raise ExportError(f"unknown target {target!r}; GPUs that code can be made for without one: {', '.join(f'cuda:{a}' for a in DEVICES)}")
+        raise ExportError(f"unknown target {target!r}; GPUs supported for cross-compilation: {', '.join(f'cuda:{a}' for a in DEVICES)}")
     install = " or ".join(f"pip install torch=={t}.0 triton=={v}.0" for t, v in TESTED.items()) + ", the build for CUDA from PyPI"
     if torch.version.cuda is None:
         raise ExportError(f"target {target} needs a build of torch for CUDA, and this is {torch.__version__}: {install}")
@@ -159,7 +159,7 @@ def _triton(device: Device, stack: contextlib.ExitStack) -> None:
             return None, 0, registers, spills, 1024
 
         def __getattr__(self, name: str) -> Any:
-            raise RuntimeError(f"{name} needs a GPU, and this one is a table")
+            raise RuntimeError(f"{name} needs a GPU, and cross-compilation has only a table of its properties")
 
     class Driver(nvidia.CudaDriver):
         def __init__(self) -> None:

@@ -50,7 +50,7 @@ def retarget(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = 
                 if node.target is torch.ops.prims.device_put.default:
                     node.args = (node.args[0], onto, *node.args[2:])
                 if str(node.target).startswith(_CPU_ONLY):
-                    raise ExportError(f"{graph.name}: {node.target} is an operator of the CPU alone, and has no counterpart on a GPU yet")
+                    raise ExportError(f"{graph.name}: {node.target} is a CPU-only operator, and has no counterpart on a GPU yet")
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 node.meta["val"] = node.target(*args, **kwargs)
             values[node] = node.meta.get("val")
@@ -77,8 +77,8 @@ def _restore_strides(graph: Graph, module: GraphModule, values: dict[Node, Any],
         values |= made
         if values[results[i]].stride() != wanted.stride():
             raise ExportError(
-                f"{graph.name}: {after.target} lays its result out otherwise on a GPU ({list(values[after].stride())}, and {list(wanted.stride())} "
-                "on the CPU): make it contiguous in the program"
+                f"{graph.name}: {after.target}: expected strides {list(wanted.stride())}, as on the CPU, got {list(values[after].stride())} on a "
+                "GPU. Make its result contiguous in the program"
             )
     output.args = (tuple(results),)
 

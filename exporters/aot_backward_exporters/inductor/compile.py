@@ -90,7 +90,7 @@ def _refuse_elsewhere(graph: Graph) -> None:
     for key, tensor in graph.constants.values():
         if tensor.device.type != "cuda":
             raise ExportError(
-                f"{graph.name}: {key} is on the CPU, and the code is for a GPU: move the module whole (module.cuda()), or make it there"
+                f"{graph.name}: {key} is on the CPU, and the code is for a GPU: move the whole module (module.cuda()), or create the tensor there"
             )
 
 
@@ -136,9 +136,9 @@ def _does_not_compile(graph: Graph, said: str) -> str:
     where = "; ".join(f"in {line.function} ({line.file.rpartition('/')[2]}:{line.number}: {line.text})" for line in lines)
     dtypes = sorted({str(n.meta["val"].dtype) for n in within if isinstance(n.meta.get("val"), torch.Tensor)})
     return (
-        f"{graph.name}: the C++ compiler refuses the code that Inductor makes of {', '.join(dict.fromkeys(str(n.target) for n in within))} "
-        f"({', '.join(dtypes)}){where and f', called {where}'}. Compute that part in float32, or leave it to eager; --debug shows this error's "
-        "cause, the compiler's own text"
+        f"{graph.name}: the C++ compiler rejects the code that Inductor generates for {', '.join(dict.fromkeys(str(n.target) for n in within))} "
+        f"({', '.join(dtypes)}){where and f', called {where}'}. Compute that part in float32, or leave it to eager; --debug shows the "
+        "compiler's own message"
     )
 
 

@@ -45,9 +45,9 @@ def parsed(targets: str) -> tuple[str, ...]:
             raise ExportError(f"unknown target {name!r}; known: {', '.join(KNOWN)}")
     full = tuple(f"cpu:{PLAIN}" if name == "cpu" else name for name in names)
     if twice := [name for name in full if full.count(name) > 1]:
-        raise ExportError(f"target {twice[0]} is asked for twice (cpu is cpu:{PLAIN})")
+        raise ExportError(f"target {twice[0]} is given twice (cpu is cpu:{PLAIN})")
     if len({name.partition(":")[0] for name in full}) > 1:
-        raise ExportError(f"targets {targets!r} are of several devices; a package is for one, because its graphs are")
+        raise ExportError(f"targets {targets!r}: expected one device type, got several; a package's graphs are captured on one")
     return full
 
 

@@ -309,5 +309,5 @@ def element_type(dtype: torch.dtype) -> int:
 def _element_type(name: str) -> Any:
     known = _TYPES.get(name, name.upper())
     if known not in ir.DataType.__members__:
-        raise ExportError(f"a tensor is {name}, and ONNX has no such numbers: convert it first")
+        raise ExportError(f"a tensor is {name}, and ONNX has no such dtype: convert the tensor first")
     return ir.DataType[known]

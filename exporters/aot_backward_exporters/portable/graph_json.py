@@ -62,14 +62,14 @@ def form_of(data: bytes, name: str) -> dict[str, Any]:
     try:
         form = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise PackageError(f"the portable graph {name} is no JSON: {error}") from error
+        raise PackageError(f"the portable graph {name} is not JSON: {error}") from error
     lists = ("nodes", "names", "looks", "places", "lines")
     if not isinstance(form, dict) or not all(isinstance(form.get(key), list) for key in lists):
-        raise PackageError(f"the portable graph {name} lacks one of {', '.join(lists)}")
+        raise PackageError(f"the portable graph {name} is not an object with the lists {', '.join(lists)}")
     if form.get("version") != VERSION:
-        raise PackageError(f"the portable graph {name} has version {form.get('version')}; this reader knows {VERSION}")
+        raise PackageError(f"the portable graph {name}: expected version {VERSION}, got {form.get('version')!r}")
     if {len(form[key]) for key in lists[:4]} != {len(form["nodes"])}:
-        raise PackageError(f"the portable graph {name} has {len(form['nodes'])} nodes, and not as many names, looks and places")
+        raise PackageError(f"the portable graph {name} has {len(form['nodes'])} nodes, and a different number of names, looks or places")
     return form
 
 
@@ -97,7 +97,7 @@ def graph_of(
         raise PackageError(f"the portable graph {name} has no list of outputs")
     if given != len(spec.inputs) or len(results) != len(spec.outputs):
         raise PackageError(
-            f"the portable graph {name} has {given} inputs and {len(results)} outputs, its library {len(spec.inputs)} and {len(spec.outputs)}"
+            f"the portable graph {name} has {given} inputs and {len(results)} outputs; its library has {len(spec.inputs)} and {len(spec.outputs)}"
         )
     if {c.weight for c in spec.constants} != set(names.values()):
         different = sorted({c.weight for c in spec.constants} ^ set(names.values()))
@@ -105,7 +105,7 @@ def graph_of(
     for result, looks in zip(results, spec.outputs, strict=True):
         value = result.meta["val"] if isinstance(result, Node) else None
         if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != (f"torch.{looks.dtype}", len(looks.shape)):
-            raise PackageError(f"the portable graph {name} gives another {looks.name} than its library")
+            raise PackageError(f"the portable graph {name} and its library disagree on the dtype or the dimensions of {looks.name}")
     donated = form.get("donated", [])
     if not isinstance(donated, list) or not all(type(i) is int and 0 <= i < given for i in donated):
         raise PackageError(f"the portable graph {name} donates inputs that it does not have")
@@ -172,7 +172,7 @@ def graph_from_json(
     except PackageError:
         raise
     except Exception as error:  # an operator may raise anything if its arguments do not fit
-        raise PackageError(f"this is no graph: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        raise PackageError(f"it is not a valid graph: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _graph(
@@ -254,7 +254,7 @@ def _looks(value: Any, spell: Spell, *, body: bool = False) -> Any:
         return [_looks(v, spell) for v in value]
     if not isinstance(value, torch.Tensor):
         if body:
-            raise ExportError("the body of a control-flow operator takes something that is no tensor, and cannot be written")
+            raise ExportError("the body of a control-flow operator takes an input that is not a tensor, and cannot be written")
         return None
     words = [s if isinstance(s, int) else spell(s) for s in (*value.shape, *value.stride())]
     return [str(value.dtype).removeprefix("torch."), words[: value.dim()], words[value.dim() :]]
@@ -282,13 +282,13 @@ def _name(target: Any) -> str:
 def _identifier(name: Any) -> str:
     """Check and return ``name``: torch.fx writes it into the Python code that it generates and compiles."""
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        raise PackageError(f"{name!r} is no name for a node or an argument")
+        raise PackageError(f"{name!r} is not a valid name for a node or an argument")
     return name
 
 
 def _target(name: Any) -> Any:
     if not isinstance(name, str):
-        raise PackageError(f"it calls {name!r}, which is no name")
+        raise PackageError(f"it calls {name!r}, which is not a name")
     module, colon, function = name.partition(":")
     if colon:
         if function not in _FUNCTIONS.get(module, ()):
@@ -300,7 +300,7 @@ def _target(name: Any) -> Any:
         found = getattr(getattr(torch.ops, namespace), packet)
         found = getattr(found, overload) if overload else found
     except AttributeError as error:
-        raise PackageError(f"it calls {name!r}, which this process does not know; import the library that registers it") from error
+        raise PackageError(f"it calls {name!r}, which is not registered in this process; import the library that registers it") from error
     # torch.ops also has plain functions (load_library, import_module), and their attributes lead to other objects
     if not isinstance(found, (torch_api.OpOverload, torch_api.HigherOrderOperator)) or _name(found) != name or _has_side_effects(found):
         raise PackageError(f"it calls {name!r}, which is not allowed")
@@ -352,5 +352,5 @@ def _read(form: Any, made: Sequence[Node]) -> Any:
         return {k: _read(v, made) for k, v in value.items()}
     found = getattr(torch, value)
     if type(found) not in _KINDS:
-        raise PackageError(f"the graph holds the {kind} {value!r}")
+        raise PackageError(f"the graph holds the unsupported {kind} {value!r}")
     return found

@@ -116,7 +116,7 @@ def store_folder(folder: Path, build: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f".{folder.name[:16]}.lock").open("w")
     except OSError as error:
-        raise ExportError(f"the compile cache cannot be written: {error}; set AOT_BACKWARD_CACHE to a folder of yours") from error
+        raise ExportError(f"the compile cache cannot be written: {error}; set AOT_BACKWARD_CACHE to a folder that you can write to") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel when its holder dies
         if folder.exists():

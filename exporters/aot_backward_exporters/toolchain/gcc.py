@@ -104,7 +104,7 @@ def compiler() -> tuple[str, ...]:
     try:
         return tuple(shlex.split(torch_api.get_cpp_compiler()))
     except torch_api.InvalidCxxCompiler as error:
-        raise ExportError("exporting needs a C++ compiler, and there is none: apt-get install g++ (or set CXX)") from error
+        raise ExportError("exporting needs a C++ compiler, and none was found: apt-get install g++ (or set CXX)") from error
 
 
 @functools.cache
