@@ -199,7 +199,9 @@ def rnn(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unrolled(inp: Tensor) -> bool:
     if not torch_api.at_least("2.13") or inp.device.type != "cpu" or inp.dtype not in (torch.float32, torch.float64):
-        return True
+        return True  # before 2.13 the body of a loop gets the wrong inputs
+    if torch.is_autocast_enabled("cpu") or torch_api.is_transformed():
+        return True  # the loops are for gradients by autograd.Function, in one dtype
     return not isinstance(inp.shape[0], torch.SymInt) and inp.shape[0] <= LONGEST_UNROLLED
 
 

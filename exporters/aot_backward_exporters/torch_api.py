@@ -57,6 +57,7 @@ _NAMES = {
     "_assert_async": "torch",
     "_fake_quantize_learnable_per_channel_affine": "torch",
     "_fake_quantize_learnable_per_tensor_affine": "torch",
+    "peek_interpreter_stack": "torch._C._functorch",
     "_get_mkldnn_enabled": "torch._C",
     "_set_mkldnn_enabled": "torch._C",
     "_recursive_joint_graph_passes": "torch._inductor.compile_fx",
@@ -164,6 +165,12 @@ NAMESPACES = frozenset({
 
 _OPTIONS_SINCE = {"aot_inductor.enable_frame_pointer": "2.12", "aot_inductor.enable_line_tables": "2.13", "cpp.march": "2.13"}
 """First torch minor version of an option of ``torch._inductor.config``. An option that is not listed must be in all supported versions."""
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` or forward mode is active (2.11 to 2.15)."""
+    levels: Any = torch.autograd.forward_ad
+    return __getattr__("peek_interpreter_stack")() is not None or levels._current_level >= 0
 
 
 def control_flow_modules() -> list[Any]:

@@ -145,3 +145,27 @@ def test_gradients_of_gradients(tmp_path: Path) -> None:
     torch.testing.assert_close(found[1], found[0])
     with pytest.raises(ExportError, match="differentiated again, and its length is dynamic"):
         ab.export_module(module, values, dynamic_shapes=sizes(), path=path, order=2)
+
+
+class Transformed(nn.Module):
+    """Transforms of torch.func and autocast, for which the layer is unrolled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.RNN(INPUT, HIDDEN)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        def f(x: Tensor) -> Tensor:
+            return self.net(x)[0].square().sum()
+
+        with torch.autocast("cpu", torch.bfloat16):
+            low = self.net(x)[0].float()
+        return torch.func.grad(f)(x), torch.func.jvp(f, (x,), (torch.ones_like(x),))[1], low
+
+
+def test_under_transforms_and_autocast(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, (x, _) = Transformed(), inputs(LONGEST_UNROLLED + 1, 2)
+    ab.export_module(module, (x,), path=tmp_path / "net.pt2")  # compares with eager
+    loaded = load(tmp_path / "net.pt2").module()
+    assert all(r.requires_grad for r in loaded(x))
