@@ -72,7 +72,8 @@ def _as_loop(module: GraphModule, node: Node, number: int) -> None:
         for reader in [r for user in users for r in user.users] if back else ():
             reader.replace_all_uses_with(out)
     replace_results(node, [*parts[1 + len(outs) :], *parts[1 : 1 + len(outs)]])
-    graph.erase_node(body)
+    if not body.users:
+        graph.erase_node(body)
     if not any(n.target == body.target for n in graph.find_nodes(op="get_attr")):
         module.delete_submodule(body.target)
 

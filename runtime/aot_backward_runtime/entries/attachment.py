@@ -110,9 +110,9 @@ class Attachment:
         be harmless."""
         spec = self._entry.spec
         if not spec.layers:
-            self._unsure("the package is from an older version, and stores no layers to compare with this module. Export it again.")
+            self._unsure("the package was written before packages held the layers of modules, and they cannot be compared. Export it again.")
         elif spec.layers[0].hooks:
-            raise InputError("the module was exported with its own hooks: they are compiled, and would run twice. Export it without them.")
+            raise InputError("the module was exported with hooks of its own, which are compiled, and would run twice. Export it without them.")
         else:
             for sure, words in sorted(differences(spec.layers, net), key=lambda one: not one[0]):
                 (_raise if sure else self._unsure)(f"{words}. {_EXPORT_AGAIN}")
@@ -126,7 +126,7 @@ class Attachment:
             name = min(apart ^ exported[0])
             expected = "another mode than" if name in exported[0] else "the same mode as"
             raise InputError(
-                f"{name}: expected {expected} the whole module, which is in {bound.mode} mode. Change its mode, or export the module as it is now."
+                f"{name}: expected {expected} the whole module, which is in {bound.mode} mode. Put it there, or export the module as it is now."
             )
         return bound
 
@@ -148,11 +148,13 @@ class _Bound:
         for name, part in self.parts:
             if hook := torch_api.call_hooks(part):
                 raise InputError(
-                    f"{name}: expected a submodule without hooks, got {hook}, which would never run. Register it on the module itself, or remove it."
+                    f"{name}: expected a submodule without hooks, got {hook}, which would never run. Put it on the module itself, or remove it."
                 )
         state = state_of(net)
         if odd := sorted(state.keys() ^ set(names)):
-            raise InputError(f"expected the tensors of the exported module, got {'also' if odd[0] in state else 'no'} {odd[0]}. {_EXPORT_AGAIN}")
+            raise InputError(
+                f"expected the tensors of the exported module, got {'also' if odd[0] in state else 'none called'} {odd[0]}. {_EXPORT_AGAIN}"
+            )
         if odd := [name for name in names if state[name].is_inference()]:
             raise InputError(
                 f"{odd[0]}: expected a tensor that autograd can track, got one made under torch.inference_mode(). Make the module outside of it."
@@ -218,7 +220,7 @@ def detach(net: nn.Module) -> None:
 
 def _refuse_other_forward(net: nn.Module) -> None:
     if isinstance(net, torch.jit.ScriptModule):
-        raise InputError("expected a module with a forward in Python code, got TorchScript. Attach to the original nn.Module.")
+        raise InputError("expected a module whose forward is Python code, got TorchScript. Attach to the module that it was made of.")
     if not isinstance(net, nn.Module):
         raise InputError(f"expected an nn.Module to attach to, got a {type(net).__qualname__}. Pass the module that is called.")
     kind = type(net).__qualname__
@@ -226,9 +228,9 @@ def _refuse_other_forward(net: nn.Module) -> None:
     if isinstance(own, Attachment):
         raise InputError(f"expected a {kind} with its own forward, got one that compiled code is attached to. Call detach first.")
     if has_other_forward(net):
-        raise InputError(f"expected a {kind} with the forward of its class, got one with a replaced forward. Attach before other code replaces it.")
+        raise InputError(f"expected a {kind} with the forward of its class, got one that was given another. Attach before other code replaces it.")
     if not inspect.isfunction(type(net).forward):
-        raise InputError(f"expected a module with a forward in Python code, got a {kind}. Attach to the original nn.Module.")
+        raise InputError(f"expected a module whose forward is Python code, got a {kind}. Attach to the module that it was made of.")
 
 
 def _getter(layer: nn.Module) -> Callable[[nn.Module], Any] | None:

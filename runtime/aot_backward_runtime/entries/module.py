@@ -174,7 +174,7 @@ class _Part(nn.Module):
 
     def _hooked(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError(
-            "a hook on a submodule of a loaded module would never run: register it on the loaded module, or on the module before the export"
+            "a hook on a submodule of a loaded module would never run: put it on the loaded module, or on the module before it is exported"
         )
 
     register_forward_hook = register_forward_pre_hook = register_full_backward_hook = register_full_backward_pre_hook = _hooked
@@ -182,7 +182,7 @@ class _Part(nn.Module):
 
 
 def _refuse_change(name: str) -> None:
-    raise InputError(f"{name!r} of a loaded module cannot be changed: its effect is compiled. Change it before the export")
+    raise InputError(f"{name!r} of a loaded module cannot be changed: what it would do is compiled. Change it before the export")
 
 
 def _submodule(root: nn.Module, name: str) -> nn.Module:

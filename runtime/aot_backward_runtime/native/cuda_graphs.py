@@ -189,7 +189,7 @@ class GraphedLibrary(Library):
     ) -> tuple[list[torch.Tensor], PooledOutputs | None]:
         with self._graphs.lock:
             if hooked:
-                self._graphs.plain("saved-tensor hooks are active, and may keep the tensors that they get")
+                self._graphs.plain("saved-tensor hooks are at work, which may keep what they get")
             graph = None if hooked else self._for_shapes(inputs, pooled=True)
             if graph is None:
                 return self.inner.run(inputs), None
@@ -200,7 +200,7 @@ class GraphedLibrary(Library):
     def run_backward(self, inputs: list[torch.Tensor], pooled: PooledOutputs | None) -> list[torch.Tensor]:
         with self._graphs.lock:
             if pooled is None:  # a graph would have to copy all saved tensors
-                self._graphs.plain("the backward of a forward that ran without a CUDA graph")
+                self._graphs.plain("the backward of a forward that ran without")
                 self._ran.add(_shapes(inputs))
                 return self.inner.run(inputs)
             forward = pooled.graph
@@ -210,7 +210,7 @@ class GraphedLibrary(Library):
                 at.generation, at.warm = self._generation, _shapes(inputs) in self._ran
             graph = self._at_hand(at, inputs, forward=forward)
             if graph is not None and not graph.reads_from(inputs):
-                self._graphs.plain("retain_graph=True, and the backward overwrites tensors that it reads")
+                self._graphs.plain("retain_graph=True, where the backward overwrites what it reads")
                 graph = None
             if graph is None:
                 self._graphs.recorder.in_order()

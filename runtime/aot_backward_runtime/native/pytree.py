@@ -114,8 +114,9 @@ def arguments(tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: d
         given[str(key)] = value
     if len(placed) != len(positional.children) or given.keys() != set(keywords.keys) or len(args) + len(kwargs) != len(placed) + len(given):
         expected = signature(tree, names)
-        keywords_given = f"the keyword arguments {sorted(kwargs)}" if kwargs else "no keyword arguments"
-        raise InputError(f"{len(args)} positional arguments and {keywords_given} do not fit; expected {expected}: export a variant for others")
+        raise InputError(
+            f"{len(args)} positional and {sorted(kwargs)} keyword arguments do not fit; expected {expected}: export a variant for others"
+        )
     return tuple(placed), given
 
 

@@ -75,7 +75,7 @@ def _check_numbers(archive: Archive, tensors: dict[str, torch.Tensor]) -> None:
     for name, entry in archive.manifest.entries.items():
         stored = tensors.get(next((s.weight for s in entry.state if s.name == "numbers"), ""))
         if entry.step is not None and stored is not None and stored[2:].tolist() != [n.value for n in entry.step.numbers]:
-            raise archive.corrupt(f"entry {name}: its numbers in the manifest differ from those stored with its state")
+            raise archive.corrupt(f"entry {name}: its numbers are listed as others than those that are stored with its state")
 
 
 def filled(archive: Archive) -> dict[str, torch.Tensor]:
@@ -84,7 +84,7 @@ def filled(archive: Archive) -> dict[str, torch.Tensor]:
     size = {name: math.prod(s.shape) * dtype_of(s.dtype).itemsize for name, s in specs.items()}
     filling = {name: s for name, s in specs.items() if s.fill is not None}
     if sum(size[n] for n in filling) > _MOST_FILLED * sum(size[n] for n in specs.keys() - filling.keys()) + (1 << 20):
-        raise archive.corrupt("the weights that are filled with one number take more memory than any optimizer's state")
+        raise archive.corrupt("the weights that are one number throughout take more memory than any optimizer's state")
     out = {}
     for name, spec in filling.items():
         problem = layout_problem(spec.shape, spec.stride)

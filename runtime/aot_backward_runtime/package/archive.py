@@ -165,7 +165,7 @@ class Archive:
         try:
             copy = mmap.mmap(-1, max(1, place.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # MAP_SHARED would share it with forked children
         except OSError as error:
-            raise PackageError(f"cannot allocate {place.size} bytes of memory for package {self.path}: {error.strerror}") from error
+            raise PackageError(f"cannot take {place.size} bytes of memory for package {self.path}: {error.strerror}") from error
         memory = memoryview(copy)[: place.size]
         read_into(self._fd, place.offset, memory, self.path)
         return memory

@@ -130,14 +130,14 @@ class Report:
         if not (self.compiled or self.steps or self.clippings):
             return
         if self.saved is None:
-            words = "it is not known whether this was faster than eager"
+            words = "whether this was faster than eager is not known"
         else:
             least = "at least " if self._unknown else ""
             gained = f"{self.saved:.3f} s saved" if self.saved >= 0 else f"{-self.saved:.3f} s lost"
-            words = f"{least}{gained} compared with eager, as timed during recording"
+            words = f"{least}{gained} against eager, as it was timed when they were recorded"
         yield words + (f"; the misses took {self.interpreted:.3f} s, interpreted" if self.misses else "")
         yield from (f"  not compared x{count}: {reason}" for reason, count in self.untimed.shown(_IN_TEXT).items())
 
 
-NOT_TIMED = "not timed against eager during recording (--tune none, a GPU, a custom function of the script)"
-OTHER_SIZES = "timed against eager at other sizes: record 20 passes or more of each size into a new file to compare them"
+NOT_TIMED = "not timed beside eager when they were recorded (--tune none, a GPU, a custom function of the script)"
+OTHER_SIZES = "timed beside eager at other sizes: record 20 passes or more of each size into a new file to have them compared"

@@ -153,7 +153,7 @@ class Replaying:
         self.report.passes += 1
         self.report.eager.note(reason)
         self.report.saved_against_eager -= walked
-        self._log_once(f"a backward pass ran in eager: {reason}")
+        self._log_once(f"a backward pass was left to eager: {reason}")
 
     def ran_in_eager(self, seconds: float) -> None:
         if self._observer is not None:
@@ -176,7 +176,7 @@ class Replaying:
         self.engine.largest = max(self.engine.largest, len(bound.tape.nodes))
         if not self.table.knows(bound.structure):
             why = self.table.why_full()
-            raise MissError(f"{why} (replay is strict)") if self.strict else Refused(why)
+            raise MissError(f"{why} (replay was told to be strict)") if self.strict else Refused(why)
         self.report.bindings += 1
         self.explain(True)
         self._bound.append(bound)
@@ -222,7 +222,7 @@ class Replaying:
         self._note_site(served=False)
         miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_advice(structure.tape, operands)}"
         if self.strict:
-            raise MissError(f"{miss} (replay is strict)")
+            raise MissError(f"{miss} (replay was told to be strict)")
         if self._observer is not None:
             return self._observer.interpret(self, structure, operands)  # not in the except block: a hook's error must not get our __context__
         self._missed(miss)
@@ -285,7 +285,7 @@ class Replaying:
     def _log_once(self, message: str) -> None:
         if message not in self._logged and len(self._logged) < _LOGGED:
             self._logged.add(message)
-            log.warning("%s%s", message, "; further reasons are only in the report" if len(self._logged) == _LOGGED else "")
+            log.warning("%s%s", message, "; further reasons are in the report alone" if len(self._logged) == _LOGGED else "")
 
     def explain(self, on: bool) -> None:
         """Switch the engine's explanations of cache misses, which cost time on every pass."""
@@ -387,10 +387,10 @@ class _IgnoringLogger:
 
 
 _IGNORING_LOGGER = _IgnoringLogger()
-_ADVICE = "record such a pass too, into the same file (passes that are not faster than eager are left out; --tune none keeps them)"
+_ADVICE = "record such a pass too, onto the same file (what is not faster than eager is left out; --tune none keeps it)"
 
-_NOT_SERVED = "called from a place where the package had no code for the last passes"
-_LEFT = f"after {UNSERVED} passes in a row without compiled code"
+_NOT_SERVED = "called from where the package served none of the last passes"
+_LEFT = f"after {UNSERVED} in a row that nothing served"
 
 
 def _node_in(reason: str) -> int | None:
@@ -404,5 +404,5 @@ def _advice(tape: Tape, operands: Operands) -> str:
     for index, tensor in enumerate(operands.inputs):
         if why := why_unsupported(tensor):
             user = tape.user_of(Slot("input", index))
-            return f"tensor {index} (of {user}) is {why}, and record cannot compile such a pass; use plain, dense tensors there in the forward"
+            return f"tensor {index} (of {user}) is {why}, and record compiles no such pass; let the forward compute on plain, dense tensors there"
     return _ADVICE

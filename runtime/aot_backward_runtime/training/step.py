@@ -231,9 +231,7 @@ class LoadedStep(torch.optim.Optimizer):
                 raise InputError("a compiled step takes no closure: call it with the arguments of the module, loss = step(x, y)")
             self._check_consistent()
             if not self._state.accumulated:
-                raise InputError(
-                    "no gradients have been accumulated: call step(…, update=False) first, or step(…) for gradients and update in one call"
-                )
+                raise InputError("no gradients have been accumulated: call step(…, update=False) first, or step(…) for all at once")
             self._apply()
 
     def _apply(self) -> None:
@@ -267,8 +265,8 @@ class LoadedStep(torch.optim.Optimizer):
         for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
             if tensor.requires_grad != spec.requires_grad:
                 raise InputError(
-                    f"{spec.name.removeprefix(_MODULE)}.requires_grad was changed: the set of trained parameters is fixed in the compiled step; "
-                    "change it back, and export a step without this one in the optimizer"
+                    f"{spec.name.removeprefix(_MODULE)}.requires_grad was changed: which parameters are trained is fixed in the compiled step; put "
+                    "it back, and export a step without this one in the optimizer"
                 )
         binding = self._entry.state.refresh([t.detach() for t in self._held])
         if binding is not self._binding:
@@ -277,7 +275,7 @@ class LoadedStep(torch.optim.Optimizer):
                 for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
                     if spec.name.startswith(_PUBLIC) and tensor.data_ptr() != self._tensors[spec.weight].data_ptr():
                         raise WeightsError(
-                            f"{spec.name.removeprefix(_MODULE)} was moved to other memory, and other entries of the package would not see it: "
+                            f"{spec.name.removeprefix(_MODULE)} was given other memory, which other entries of the package would not see: "
                             f"write into it in place (with torch.no_grad(): p.copy_(…))"
                         )
             self._binding = binding
@@ -306,7 +304,7 @@ class LoadedStep(torch.optim.Optimizer):
             self.zero_grad()
             left = "the accumulated gradients are lost, everything else is unchanged"
         elif self._replicas is not None:
-            self._inconsistent = f"an update failed in this process ({reason}), and other processes have made it"
+            self._inconsistent = f"an update failed here ({reason}), which other processes have made"
             left = "other processes have made this update: resume() a saved state on all of them"
         elif self._state.spec.in_place:
             left = "nothing was changed"
@@ -460,7 +458,7 @@ class LoadedStep(torch.optim.Optimizer):
         if self._update is None:
             raise InputError(f"entry {self._entry.name!r} was exported for one process: export it with distributed=True")
         if self._replicas is not None:
-            raise InputError("this step is already distributed; load the package again for other processes or other buckets")
+            raise InputError("this step is distributed already; load the package again for other processes or other buckets")
         with self._lock:
             state = self._state
             replicas = Replicas(state, group, broadcast_buffers, bucket_mb, order)
@@ -496,10 +494,10 @@ class LoadedStep(torch.optim.Optimizer):
     # methods of torch.optim.Optimizer that a compiled step cannot serve
 
     def add_param_group(self, param_group: Any) -> None:
-        raise InputError("the parameter groups of a compiled step are fixed; export a step with this group in its optimizer")
+        raise InputError("the parameter groups of a compiled step are fixed; export a step whose optimizer has this group")
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
-        raise InputError("a compiled step does not call hooks: run the hook's code before or after the call")
+        raise InputError("a compiled step calls no hooks: run the hook's code before or after the call")
 
     register_step_pre_hook = register_step_post_hook = _refuse_hook
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
