@@ -187,6 +187,6 @@ def test_a_size_that_was_left_to_the_trace_and_came_out_fixed_is_said(tmp_path: 
     said: list[str] = []
     shapes = ({0: Dim.AUTO, 1: Dim.AUTO}, {0: Dim.AUTO})
     ab.export_module(Two(), (X, Y), dynamic_shapes=shapes, path=tmp_path / "a.pt2", progress=lambda what, *_: said.append(what))
-    assert [s.partition("fixed, ")[2] for s in said if "Dim.AUTO" in s] == ["x.shape[0] = 5", "x.shape[1] = 3", "y.shape[0] = 5"]
+    assert [s.partition("static, ")[2] for s in said if "Dim.AUTO" in s] == ["x.shape[0] = 5", "x.shape[1] = 3", "y.shape[0] = 5"]
     done = aot_backward("inspect", tmp_path / "a.pt2")
     assert "5" in done.stdout and done.returncode == 0
