@@ -1,4 +1,4 @@
-"""The plots of the site, drawn from the JSON files under docs/, each for a light and a dark page."""
+"""Draw the plots of the site from the JSON files under docs/, each for a light and a dark page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+from summary import measurements, newest, seconds
 
 THEMES = {
     "light": {"ink": "#3b3f4a", "grid": "#d9dce3"},
@@ -29,7 +29,7 @@ _MODULE, _GRAD, _EAGER, _TORCH, _OTHER = (
     "#9aa0ad",
     "#e08a2e",
     "#3aa57a",
-)  # one colour a way, on every plot; legible on both pages
+)  # the same colour for a way on every plot; legible on both pages
 _STEP = "#c2569b"
 _VERDICTS = {"pass": "#3aa57a", "right": "#3aa57a", "refused": "#e0b23e", "no gradient": "#9aa0ad", "wrong": "#d64545", "crashed": "#8c2f6b"}
 
@@ -42,7 +42,7 @@ class Plot:
 
 
 def draw(docs: Path) -> dict[str, str]:
-    """SVG by "name-theme"."""
+    """Return the SVG files by "name-theme"."""
     return {f"{name}-{theme}": _svg(plot, docs, theme) for name, plot in FIGURES.items() for theme in THEMES}
 
 
@@ -77,32 +77,12 @@ def _svg(plot: Plot, docs: Path, theme: str) -> str:
     return out.getvalue()
 
 
-@cache
-def measurements(docs: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Every measurement under docs/benchmarks, the oldest first."""
-    return [(path, json.loads(path.read_text())) for path in sorted((docs / "benchmarks").glob("*.json"))]
-
-
-def newest(docs: Path, subject: str) -> tuple[Path, dict[str, Any]]:
-    """The last file that has figures of ``subject``, and those."""
-    found = [(path, s) for path, d in measurements(docs) if not d.get("quick") for s in d.get("subjects", ()) if s["subject"] == subject]
-    if not found:
-        raise ValueError(f"no file under {docs / 'benchmarks'} has figures of {subject!r}, which a plot is drawn from")
-    return found[-1]
-
-
-def seconds(row: dict[str, Any], way: str) -> float:
-    """The median, of which a row of `replay` has nothing else."""
-    found = row["times"][way]
-    return found["median_s"] if isinstance(found, dict) else found
-
-
 def _plain(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def _dots(axes: Axes, names: list[str], values: dict[str, list[float]], colours: dict[str, str]) -> None:
-    """A line for each name, the first on top, with a dot for each way."""
+    """Draw a line for each name, the first on top, with a dot for each way."""
     for line in range(len(names)):
         found = [v[line] for v in values.values()]
         axes.plot([min(found), max(found)], [line, line], color=_EAGER, linewidth=0.8, zorder=1)
@@ -167,7 +147,7 @@ def _overhead(figure: Figure, docs: Path) -> None:
     for kind, colour in {"returned": _TORCH, "passed": _MODULE, "bound": _OTHER}.items():
         chosen = [r for r in rows if r["kind"] == kind]
         axes.plot([r["number"] for r in chosen], [1e6 * r["over_s"] for r in chosen], marker="o", markersize=4, color=colour, label=f"tensors {kind}")
-    asked = sorted({(r["number"], 1e6 * r["asked_s"]) for r in rows if r["kind"] != "bound"})  # bound ones are to cost nothing each
+    asked = sorted({(r["number"], 1e6 * r["asked_s"]) for r in rows if r["kind"] != "bound"})  # a bound tensor may cost nothing
     axes.plot(*zip(*asked, strict=True), color=_EAGER, linestyle="--", linewidth=1, label="allowed: 5 µs + 0.3 µs a tensor")
     axes.set(xscale="log", yscale="log", xlabel="number of tensors", ylabel="µs over the raw runner")
     axes.set_xticks([x for x, _ in asked])

@@ -1,9 +1,8 @@
-"""Hooks of mkdocs: docs/ is Markdown that GitHub renders, and this adds what only the site has.
+"""Hooks of mkdocs. docs/ is Markdown that GitHub renders too; these hooks add the parts that only the site has.
 
-- `<!-- figure: NAME -->` and `<!-- table: NAME -->` are replaced by a plot and a table, made from the committed JSON files.
+- A plot replaces `<!-- figure: NAME -->`, and a table `<!-- table: NAME -->`. Most are made from the committed JSON files.
 - A link to a file or folder outside docs/ (`../tests/entries/test_grad.py`) leads to a page that shows it.
-- In the navigation, `FOLDER/*.md` stands for the pages of that folder, the newest first.
-- A built page that would load anything from another host is a warning, which strict mode makes an error.
+- A built page that would load anything from another host causes a warning. Strict mode turns it into an error.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import logging
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
 
 import figures
 import tables
@@ -21,7 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-log = logging.getLogger("mkdocs.hooks.site")  # below "mkdocs", whose warnings are errors with strict
+log = logging.getLogger("mkdocs.hooks.site")  # below "mkdocs": strict mode turns its warnings into errors
 
 _MARK = re.compile(r"^<!-- (figure|table): ([\w-]+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^()#:\s]+)(?=[#)])")
@@ -29,11 +27,6 @@ _CODE = re.compile(r"(^ *```.*?^ *```$|``.+?``|`[^`]+`)", re.MULTILINE | re.DOTA
 _LITERAL = re.compile(r"<(?=[A-Za-z](?!ttps?:))|(?<=\])\[")  # error messages in the tables: `<class …>`, `[N][N]`
 _FENCE_WITH_FILE = re.compile(r"^(```\w+) file=(\S+)$", re.MULTILINE)
 _LOADED = re.compile(r"""<(?:script|img|iframe)\b[^>]*\bsrc=["'](?:https?:)?//|<link\b(?![^>]*rel=["']?canonical)[^>]*\bhref=["'](?:https?:)?//""")
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.nav = _expand_nav(config.nav, Path(config.docs_dir))
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -56,11 +49,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     source = page.file.src_uri
     if "<!-- table: operators -->" in markdown:
-        page.meta["hide"] = ["toc"]  # it would be empty; as front matter this would show on GitHub
+        page.meta["hide"] = ["toc"]  # it would be empty; GitHub would show front matter
     path = source.removeprefix("repository/") if source.startswith("repository/") else f"docs/{source}"
     markdown = _FENCE_WITH_FILE.sub(r'\1 title="\2"', markdown)
     parts = _CODE.split(markdown)
-    for i in range(0, len(parts), 2):  # what is not code
+    for i in range(0, len(parts), 2):  # the parts that are not code
         parts[i] = _LITERAL.sub(r"\\\g<0>", _LINK.sub(lambda match: _link(match[1], path, source), parts[i]))
     markdown = "".join(parts)
     return _MARK.sub(lambda match: _content(match[1], match[2], source), markdown)
@@ -72,27 +65,17 @@ def on_post_build(config: MkDocsConfig) -> None:
             log.warning(f"{page.relative_to(config.site_dir)} would load something from another host: {loaded[0]}")
 
 
-def _expand_nav(nav: Any, docs: Path) -> Any:
-    if isinstance(nav, dict):
-        return {title: _expand_nav(item, docs) for title, item in nav.items()}
-    if isinstance(nav, list):
-        return [_expand_nav(item, docs) for item in nav]
-    if "*" not in nav:
-        return nav
-    return [page.relative_to(docs).as_posix() for page in sorted(docs.glob(nav), reverse=True) if page.name != "README.md"]
-
-
 def _targets(markdown: str, path: str) -> list[str]:
     return [_target(link, path) for link in _LINK.findall(markdown)]
 
 
 def _target(link: str, path: str) -> str:
-    """What a link on the page at ``path`` leads to; both as paths in the repository."""
+    """Return the target of a link on the page at ``path``. Both are paths in the repository."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
 
 
 def _uri(path: str) -> str:
-    """Where the site has the file of the repository at ``path``."""
+    """Return the site's path of the repository's file at ``path``."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
@@ -103,7 +86,7 @@ def _link(link: str, path: str, source: str) -> str:
     if (ROOT / target).is_dir() and (ROOT / target / "README.md").is_file():
         target += "/README.md"
     if not (ROOT / target).is_file() and (target.startswith(("docs/", "../")) or not (ROOT / target).is_dir()):
-        return link  # for mkdocs to complain of, where it is a link
+        return link  # if it is a link, mkdocs reports it
     return posixpath.relpath(_uri(target), posixpath.dirname(source) or ".")
 
 

@@ -1,4 +1,4 @@
-"""The tables of the site that are made from the JSON files under docs/."""
+"""Make the tables of the site from the JSON files under docs/, the command line's help and the C header."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
 
-from figures import WAYS, newest, seconds
+import click
+import summary
+from figures import WAYS
 
 Link = Callable[[str], str]  # from a path under docs/ to one from the page
-_CALLER = re.compile(r" \(\S*cases\.py:\d+: .*?torch\.Tensor\)\)\)")  # the line of the tool that makes the call: the same for every operator
+_CALLER = re.compile(r" \(\S*cases\.py:\d+: .*?torch\.Tensor\)\)\)")  # the line of the tool that calls the operator, the same for all
 
 
 def make(name: str, docs: Path, link: Link) -> str:
@@ -20,30 +22,29 @@ def make(name: str, docs: Path, link: Link) -> str:
 
 
 def _speed(docs: Path, link: Link) -> str:
-    lines = ["| one thread of a CPU | faster than eager | faster than `torch.compile` | measured |", "|---|---:|---:|---|"]
-    for what, subject, here, eager, compiled in (
-        ("loss and gradients by a `grad` entry", "steps", "grad", "eager", "compile"),
-        ("forward and backward by a `module` entry, through autograd", "steps", "module", "eager", "compile"),
-        ("a whole training step with AdamW (eager: fused)", "onnx_step", "step", "fused", ""),
-        ("a recorded backward pass, replayed (beside compiled autograd)", "replay", "ours", "eager", "torch"),
-        ("a new process to its first gradient", "cold", "module", "eager", "compile"),
-    ):
-        path, found = newest(docs, subject)
-        rows = [r for r in found["data"] if r.get("threads", 1) == 1 and r.get("what", "hit") == "hit"]
-        gains = [_gain([seconds(r, peer) / seconds(r, here) for r in rows]) if peer else "–" for peer in (eager, compiled)]
-        page = link(path.with_suffix(".md").relative_to(docs).as_posix())
-        lines.append(f"| {what} | {' | '.join(gains)} | [{path.name[:10]}]({page}){{ .date }} |")
-    return "\n".join(lines)
+    lines = ["| | small models | real sizes |", "|---|---:|---:|"]
+    labels = {
+        "module": "forward and backward by a `module`, through autograd",
+        "grad": "loss and gradients by a `grad`",
+        "step": "a whole training step with AdamW (eager: the faster of foreach and fused)",
+    }
+    files = {subject: summary.newest(docs, subject) for subject in ("doors", "sizes")}
+    means = {subject: {door: geometric_mean(r) for door, r in summary.faster(docs, subject).items()} for subject in files}
+    for door, label in labels.items():
+        lines.append(f"| {label} | {_gain(means['doors'][door])} | {_gain(means['sizes'][door])} |")
+    pages = [f"[{path.name[:10]}]({link(path.with_suffix('.md').relative_to(docs).as_posix())}){{ .date }}" for path, _ in files.values()]
+    counts = [[r["parameters"] for r in found["data"]] for _, found in files.values()]
+    ranges = [f"{min(c):,} to {max(c):,} parameters" for c in counts]
+    return "\n".join([*lines, f"| models | {' | '.join(ranges)} |", f"| measured | {' | '.join(pages)} |"])
 
 
-def _gain(times: list[float]) -> str:
-    gain = geometric_mean(times)
-    shown = f"{gain:.1f} ×" if gain >= 2 else f"{gain:.2f} ×"
-    return f"**{shown}**" if gain >= 1.1 else shown
+def _gain(mean: float) -> str:
+    shown = f"{summary.times(mean)} ×"
+    return f"**{shown}**" if mean >= 1.1 else shown
 
 
 def _operators(docs: Path, link: Link) -> str:
-    """Raw HTML: reasons hold what Markdown would take for its own."""
+    """Return raw HTML: the reasons contain characters that are Markdown."""
     ways = [{(o["database"], o["operator"]): o for o in json.loads((docs / f"{way}.json").read_text())["operators"]} for way in WAYS]
     head = "".join(f"<th>{title}</th>" for title in ("operator", "database", *WAYS.values(), "why not"))
     lines = [f"<table><thead><tr>{head}</tr></thead><tbody>"]
@@ -58,4 +59,21 @@ def _operators(docs: Path, link: Link) -> str:
     return "\n".join([*lines, "</tbody></table>"])
 
 
-TABLES = {"speed": _speed, "operators": _operators}
+def _commands(docs: Path, link: Link) -> str:
+    from aot_backward.cli import main
+
+    context = click.Context(main, info_name="aot-backward")
+    parts = [f"```text\n{main.get_help(context)}\n```"]
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        assert command is not None
+        with click.Context(command, info_name=name, parent=context) as of_command:
+            parts.append(f"## {name}\n\n```text\n{command.get_help(of_command)}\n```")
+    return "\n\n".join(parts)
+
+
+def _header(docs: Path, link: Link) -> str:
+    return f"```c\n{(docs.parent / 'runtime/native/include/aot_backward.h').read_text().rstrip()}\n```"
+
+
+TABLES = {"speed": _speed, "operators": _operators, "commands": _commands, "header": _header}

@@ -11,12 +11,22 @@ import aot_backward
 import aot_backward_runtime
 
 ROOT = Path(__file__).parents[2]
-NAVIGATION = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+CONFIG = (ROOT / "mkdocs.yml").read_text()
 
 
-def test_the_navigation_has_every_page() -> None:
-    listed = [path for entry in re.findall(r"[\w./*-]+\.md", NAVIGATION) for path in sorted((ROOT / "docs").glob(entry)) or [ROOT / "docs" / entry]]
-    assert set((ROOT / "docs").rglob("*.md")) - set(listed) == set()
+def pages(part: str) -> set[Path]:
+    """The pages that a part of mkdocs.yml lists."""
+    listed = CONFIG.partition(f"\n{part}:")[2].partition("\n\n")[0]
+    patterns = [entry.lstrip("/") for entry in re.findall(r"[\w./*-]+\.md", listed)]
+    return {path for pattern in patterns for path in sorted((ROOT / "docs").glob(pattern)) or [ROOT / "docs" / pattern]}
+
+
+def test_the_navigation_has_every_page_for_readers_and_one_index_has_the_measurements() -> None:
+    shown, hidden = pages("nav"), pages("not_in_nav")
+    assert set((ROOT / "docs").rglob("*.md")) - shown - hidden == set() and not shown & hidden
+    index = ROOT / "docs" / "benchmarks" / "README.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#:]+)\)", index.read_text())}
+    assert hidden - linked == set()
 
 
 @pytest.mark.parametrize("package", [aot_backward, aot_backward_runtime])
