@@ -34,11 +34,17 @@ class _Kind:
     ``cell``: (*carry, x [B, G], *weights) -> [*next carry, hidden state, *saved].
     ``backward``: (*gradients of the next carry, gradient of the hidden state, *saved, *weights) -> [*gradients of the carry, gradient of the product
     with weight_hh [B, G], *others].
+    ``before``: (first hidden state, saved) -> hidden states before each step [T, B, P].
     ``gradients``: (gradients of the products [T, B, G], others, saved) -> (gradient of x, *gradients of the weights after weight_hh)."""
 
     cell: Callable[..., list[Tensor]]
     backward: Callable[..., list[Tensor]]
+    before: Callable[[Tensor, list[Tensor]], Tensor]
     gradients: Callable[[Tensor, list[Tensor], list[Tensor]], tuple[Tensor, ...]]
+
+
+def _shifted(first: Tensor, hidden: Tensor) -> Tensor:
+    return torch.cat([first.unsqueeze(0), hidden[:-1]])
 
 
 def _lstm_cell(h: Tensor, c: Tensor, x: Tensor, weight: Tensor, *projection: Tensor) -> list[Tensor]:
@@ -49,11 +55,12 @@ def _lstm_cell(h: Tensor, c: Tensor, x: Tensor, weight: Tensor, *projection: Ten
     hidden = o * t
     if projection:
         hidden = hidden @ projection[0].t()
-    return [hidden, new, hidden, i, f, g, o, t, c]
+    return [hidden, new, hidden, i, f, g, o, t, c, *([hidden] if projection else [])]
 
 
 def _lstm_backward(dh: Tensor, dc: Tensor, dy: Tensor, *rest: Tensor) -> list[Tensor]:
-    i, f, g, o, t, c, weight, *projection = rest
+    i, f, g, o, t, c, *more = rest
+    weight, projection = more[0] if len(more) == 1 else more[1], more[2:]  # with projections the hidden states were saved, too
     d = dy + dh
     dm = d @ projection[0] if projection else d
     dc = dc + dm * o * (1 - t * t)
@@ -61,8 +68,13 @@ def _lstm_backward(dh: Tensor, dc: Tensor, dy: Tensor, *rest: Tensor) -> list[Te
     return [part @ weight, dc * f, part, *([d] if projection else [])]
 
 
+def _lstm_before(first: Tensor, saved: list[Tensor]) -> Tensor:
+    _, _, _, o, t, _, *projected = saved
+    return _shifted(first, projected[0] if projected else o * t)
+
+
 def _lstm_gradients(part: Tensor, others: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, ...]:
-    _, _, _, o, t, _ = saved
+    o, t = saved[3:5]
     return part, *(_over_steps(d, o * t) for d in others)
 
 
@@ -100,38 +112,39 @@ def _rnn(activation: Callable[[Tensor], Tensor], derivative: Callable[[Tensor, T
         part = derivative(dy + dh, hidden)
         return [part @ weight, part]
 
-    return _Kind(cell, backward, lambda part, others, saved: (part,))
+    return _Kind(cell, backward, lambda first, saved: _shifted(first, saved[0]), lambda part, others, saved: (part,))
 
 
-_LSTM = _Kind(_lstm_cell, _lstm_backward, _lstm_gradients)
-_GRU = _Kind(_gru_cell, _gru_backward, _gru_gradients)
+_LSTM = _Kind(_lstm_cell, _lstm_backward, _lstm_before, _lstm_gradients)
+_GRU = _Kind(_gru_cell, _gru_backward, lambda first, saved: saved[-1], _gru_gradients)
 _RNN = {
     torch.tanh: _rnn(torch.tanh, lambda d, hidden: d * (1 - hidden * hidden)),
-    torch.relu: _rnn(torch.relu, lambda d, hidden: torch.where(hidden > 0, d, 0.0)),
+    torch.relu: _rnn(torch.relu, lambda d, hidden: torch.where(hidden <= 0, 0.0, d)),
 }
 
 
 class _Layer(torch.autograd.Function):
     """(kind, number of weights, x [T, B, G], *weights, *initial states) -> (hidden states [T, B, P], *final states).
 
-    x is the input's product with weight_ih. It holds the biases, too, except a GRU's bias_hh, which the reset gate scales."""
+    x is the input's product with weight_ih. It holds the biases, too, except a GRU's bias_hh, which the reset gate scales. The hidden states that are
+    returned are not saved: a caller may change them in place."""
 
     @staticmethod
     def forward(ctx: Any, kind: _Kind, count: int, x: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         last, (hidden, *saved) = _scan(kind.cell, inputs[count:], [x], inputs[:count])
         ctx.kind, ctx.count = kind, count
-        ctx.save_for_backward(x, *inputs, hidden, *saved)
+        ctx.save_for_backward(x, *inputs, *saved)
         return hidden, *last
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *dlast: Tensor) -> Any:
         kind, count, many = ctx.kind, ctx.count, ctx.count + len(dlast)
         x, *tensors = ctx.saved_tensors
-        inputs, hidden, saved = tensors[:many], tensors[many], tensors[many + 1 :]
+        inputs, saved = tensors[:many], tensors[many:]
         if torch.is_grad_enabled():  # the gradient is differentiated again; autograd takes what was saved for constants
             return None, None, *_differentiable(kind, count, [x, *inputs], ctx.needs_input_grad[2:], [dy, *dlast])
         dcarry, (part, *others) = _scan(kind.backward, dlast, [dy, *saved], inputs[:count], reverse=True)
-        before = torch.cat([inputs[count].unsqueeze(0), hidden[:-1]])
+        before = kind.before(inputs[count], saved)
         dx, *dextra = kind.gradients(part, others, saved)
         return None, None, dx, _over_steps(part, before), *dextra[: count - 1], *dcarry
 

@@ -169,3 +169,41 @@ def test_under_transforms_and_autocast(tmp_path: Path) -> None:
     ab.export_module(module, (x,), path=tmp_path / "net.pt2")  # compares with eager
     loaded = load(tmp_path / "net.pt2").module()
     assert all(r.requires_grad for r in loaded(x))
+
+
+class Uses(nn.Module):
+    """Lengths that follow from a dynamic one, and outputs that the caller changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({name: LAYERS[name]() for name in ("lstm_in_float64", "gru_of_two", "tanh", "relu")}).double()
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        out = [self.layers["gru_of_two"](part)[0] for part in (x[1:], x[::2], torch.cat([x, x]))]
+        return [*out, *(net(x)[0].mul_(2.0).relu_() for net in self.layers.values())]
+
+
+def test_parts_of_a_dynamic_length_and_outputs_changed_in_place(tmp_path: Path) -> None:
+    module = Uses()
+    path = ab.export_module(
+        module, (torch.randn(14, 3, INPUT).double().requires_grad_(),), dynamic_shapes=({0: Dim("length", min=2)},), path=tmp_path / "uses.pt2"
+    )
+    loaded = load(path).module()
+    for length in (2, 33):
+        found = []
+        for net in (module, loaded):
+            x = torch.randn(length, 3, INPUT, generator=torch.Generator().manual_seed(length)).double().requires_grad_()
+            out = net(x)
+            found.append([*out, *torch.autograd.grad(sum(o.cos().sum() for o in out), [x, *net.parameters()])])
+        torch.testing.assert_close(found[1], found[0])
+
+
+def test_relu_passes_a_gradient_where_it_is_nan(tmp_path: Path) -> None:
+    """As eager's relu does: its gradient is 0 where the result is at most 0, and NaN is not."""
+    net = nn.RNN(INPUT, HIDDEN, nonlinearity="relu")
+    loaded = load(ab.export_module(net, (torch.randn(14, 3, INPUT),), path=tmp_path / "relu.pt2")).module()
+    x = torch.ones(14, 3, INPUT)
+    x[5, 1, 2] = torch.nan
+    found = [torch.autograd.grad(one(x)[0].sum(), list(one.parameters())) for one in (net, loaded)]
+    torch.testing.assert_close(found[1], found[0], equal_nan=True)

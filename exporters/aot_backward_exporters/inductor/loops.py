@@ -45,7 +45,9 @@ def _as_loop(module: GraphModule, node: Node, number: int) -> None:
     states = [n.meta["val"] for n in output.args[0][: len(first)]]
 
     def prepared(*given: Any) -> list[torch.Tensor]:
-        buffers = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=s.device) for s in stacked]
+        sizes = {size.node.expr: size for value in given for size in value.shape if isinstance(size, torch.SymInt)}  # the ones traced here
+        shapes = [[sizes.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size for size in s.shape] for s in stacked]
+        buffers = [torch.empty(shape, dtype=s.dtype, device=s.device) for shape, s in zip(shapes, stacked, strict=True)]
         return buffers + [with_strides(value, like) for value, like in zip(given, states, strict=False)]
 
     given = [n for n in (*first, *operands, *others) if isinstance(n, Node)]
