@@ -33,22 +33,36 @@ def export(
     runtime: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Compile ``entries`` ahead of time, compare each with eager, and write one package to ``path``.
+    """Compile entries ahead of time, compare each with eager, and write them into one package.
 
-    ``target``: "cpu" (any x86-64-v3 processor, the same as "cpu:avx2"), "cpu:sse4" (older ones), "cpu:avx512", several of these separated by commas
-    (``load`` takes the best one for its processor), "cuda" (this machine's GPU), or "cuda:sm_90" and others (GPUs that need not be here:
-    ``docs/rebuild.md``). ``weights=False`` omits the weights; they are bound when the package is loaded. ``portable=False`` omits the graphs as data:
-    the package can then neither be rebuilt for another torch or target nor converted. If a gradient is wrong or cannot be computed, nothing is
-    written and :class:`ExportError` gives the reason.
+    Your modules stay unchanged: parameters, buffers, ``.grad``, modes and the random state. If a result is wrong or cannot be computed, nothing is
+    written.
 
-    ``tune``: "quick" compiles a variant in each way that the graph gives reason for, times them and eager, and ships the fastest; "none" times
-    nothing. The default is ``$AOT_BACKWARD_TUNE``, else "quick". The package stores the measurements (``VariantSpec.speed``). Variants that are
-    slower than eager are logged as a warning.
+    Args:
+        path: The file to write, such as "model.pt2".
+        entries: The programs to export, by name: each a :class:`Module`, a :class:`Grad` or a :class:`Step`.
+        target: The processors or the GPUs to compile for; separate several by commas, and ``load`` takes the best one for its machine. "cpu" is any
+            x86-64-v3 processor (the same as "cpu:avx2"), "cpu:sse4" an older one, "cpu:avx512" a newer one. "cuda" is this machine's GPU.
+            "cuda:sm_90" and others are GPUs that need not be here (``docs/rebuild.md``).
+        weights: Whether to write the weights too. Without them, bind yours with ``load(path, weights=…)``.
+        portable: Whether to write the graphs as data too. Without them the package can neither be rebuilt for another torch or target nor converted.
+        tune: "quick" compiles a variant in each way that the graph gives reason for, times them and eager, and ships the fastest; it logs a warning
+            for a variant that is slower than eager. "none" times nothing. The default is ``$AOT_BACKWARD_TUNE``, else "quick".
+        runtime: "standalone" requires that every entry runs without PyTorch (``docs/native.md``). "torch" and None do not require it: if
+            ``aot-backward-native`` is installed, export tries it, and the package states the result.
+        progress: A function that is called as ``progress(stage, done, total)``.
 
-    ``runtime="standalone"``: every entry must run without PyTorch (``docs/native.md``); :class:`ExportError` names the operators that prevent it.
-    Otherwise this is tried if ``aot-backward-native`` is installed, and the package states the result (``EntrySpec.standalone``).
+    Returns:
+        The path of the package.
 
-    The modules stay unchanged: parameters, buffers, ``.grad``, modes and the random state.
+    Raises:
+        ExportError: An entry cannot be exported correctly, or an argument is invalid. The message names the operator, the tensor or the size.
+
+    Examples:
+        >>> variant = ab.Variant((torch.randn(4, 8),))
+        >>> path = ab.export("net.pt2", {"net": ab.Module(net, [variant])})
+        >>> ab.load(path).entries
+        {'net': 'module'}
     """
     if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
         raise ExportError(f"path is {path!r}; expected the name of the file to write, such as 'model.pt2'")
@@ -92,8 +106,34 @@ def export_module(
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
-    """Export one module, one variant, in its present mode: forward and backward, with ``order=2`` also second derivatives. See :class:`Module`,
-    :class:`Variant` and :func:`export`."""
+    """Export one module with its forward and backward, in its present mode and in one variant.
+
+    The package has one entry, "module". See :class:`Module` and :class:`Variant` for details, and :func:`export` for packages of several entries.
+
+    Args:
+        module: The module. Call ``train()`` or ``eval()`` before.
+        args: Example arguments. Their dtypes and ranks are fixed; so are their sizes, except for dynamic ones.
+        kwargs: Example keyword arguments.
+        dynamic_shapes: The dynamic sizes, as for ``torch.export.export``.
+        requires_grad: Names of the inputs and parameters that get a gradient; the default is every tensor that requires one now.
+        order: The highest order of derivatives; 2 also compiles differentiable gradients.
+        target: As for :func:`export`.
+        tune: As for :func:`export`.
+        path: The file to write.
+        progress: As for :func:`export`.
+
+    Returns:
+        The path of the package.
+
+    Raises:
+        ExportError: The module cannot be exported correctly; nothing is written.
+
+    Examples:
+        >>> batch = torch.export.Dim("batch", min=2, max=1024)
+        >>> path = ab.export_module(net, (torch.randn(4, 8),), dynamic_shapes=({0: batch},), path="net.pt2")
+        >>> ab.load(path).module()(torch.randn(100, 8)).shape
+        torch.Size([100, 1])
+    """
     variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes, requires_grad=requires_grad)
     return export(path, {"module": Module(module, [variant], order)}, target=target, tune=tune, progress=progress)
 
@@ -111,7 +151,37 @@ def export_grad(
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
-    """Export one function or module that returns a loss: value and gradients in one fused graph. See :class:`Grad` and :func:`export`."""
+    """Export one function or module that returns a scalar loss: the value and its gradients in one fused graph.
+
+    The package has one entry, "grad". See :class:`Grad` and :class:`Variant` for details.
+
+    Args:
+        fn_or_module: A function or a module that returns a scalar loss, or ``(loss, aux)``.
+        args: Example arguments.
+        kwargs: Example keyword arguments.
+        wrt: Names of the inputs or parameters to differentiate, "parameters" or "inputs"; the default is the parameters of a module, and the inputs
+            of a function.
+        has_aux: Whether the result is ``(loss, aux)``.
+        dynamic_shapes: The dynamic sizes, as for ``torch.export.export``.
+        target: As for :func:`export`.
+        tune: As for :func:`export`.
+        path: The file to write.
+        progress: As for :func:`export`.
+
+    Returns:
+        The path of the package.
+
+    Raises:
+        ExportError: The function cannot be exported correctly; nothing is written.
+
+    Examples:
+        >>> def energy(pos):
+        ...     return (pos[:, None] - pos[None]).square().sum()
+        >>> path = ab.export_grad(energy, (torch.randn(4, 3),), wrt="pos", path="energy.pt2")
+        >>> value, gradient = ab.load(path).grad()(torch.randn(4, 3))
+        >>> gradient.shape
+        torch.Size([4, 3])
+    """
     variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes)
     return export(path, {"grad": Grad(fn_or_module, [variant], wrt, has_aux)}, target=target, tune=tune, progress=progress)
 
@@ -135,8 +205,42 @@ def export_step(
     loss_scale: float | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Export a whole training step, in the module's present mode: forward, backward and optimizer in one native call. See :class:`Step` and
-    :func:`export`. ``args``: the module's positional arguments and, with a ``loss_fn``, its target as the last."""
+    """Export a whole training step, in the module's present mode: forward, backward and optimizer in one native call.
+
+    The package has one entry, "step". See :class:`Step` and :class:`Variant` for details.
+
+    Args:
+        module: The module to train.
+        args: Example arguments of the module and, with a ``loss_fn``, its target as the last.
+        kwargs: Example keyword arguments of the module.
+        loss_fn: A function that returns the loss, called as ``loss_fn(output, target)``. Without it, the module returns the loss.
+        optimizer: The optimizer of the module's parameters; any ``torch.optim`` optimizer except LBFGS and SparseAdam.
+        dynamic_shapes: The dynamic sizes, as for ``torch.export.export``.
+        target: As for :func:`export`.
+        tune: As for :func:`export`.
+        path: The file to write.
+        accumulate: Whether calls may only add up gradients: ``step(x, y, update=False)``.
+        distributed: Whether gradients can be averaged over processes, with ``LoadedStep.distribute``.
+        clip_norm: The largest norm of all gradients together.
+        clip_value: The largest absolute value of a gradient's element.
+        skip_nonfinite: Whether an update is skipped if a gradient has Inf or NaN.
+        loss_scale: The initial factor of the loss, for float16.
+        progress: As for :func:`export`.
+
+    Returns:
+        The path of the package.
+
+    Raises:
+        ExportError: The step cannot be exported correctly; nothing is written.
+
+    Examples:
+        >>> x, y = torch.randn(4, 8), torch.randn(4, 1)
+        >>> adam = torch.optim.Adam(net.parameters(), lr=1e-3)
+        >>> path = ab.export_step(net, (x, y), loss_fn=torch.nn.functional.mse_loss, optimizer=adam, path="step.pt2")
+        >>> loss = ab.load(path).step()(x, y)
+        >>> loss.shape
+        torch.Size([])
+    """
     step = Step(
         module,
         [Variant(args, kwargs, dynamic_shapes=dynamic_shapes)],

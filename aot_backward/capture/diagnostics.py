@@ -130,6 +130,7 @@ _SIZE_BY_VALUE = re.compile(r":\d+: (?!(if|elif|while|assert)\b).*(\bint\(|\.ite
 
 
 def refuse_assigned_buffers(program: nn.Module, written: Mapping[str, str]) -> None:
+    """Refuse assignments of new tensors to buffers. ``written``: as in :func:`errors_of_a_trace`."""
     buffers = dict(program.named_buffers(remove_duplicate=False))
     for name, where in written.items():
         if name in buffers:

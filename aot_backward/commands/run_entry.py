@@ -1,4 +1,4 @@
-"""``call_entry``: one call of a package's entry on named tensors, results by name. What ``aot-backward run`` does."""
+"""``call_entry``, used by ``aot-backward run``: call a package's entry once on named tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _ELSEWHERE = {
 
 
 def call_entry(package: Package, name: str | None, mode: str | None, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Calls an entry (the sole one where ``name`` is None) on ``tensors``, named as the manifest names inputs: ``x``, ``batch['ids']``.
+    """Call an entry on ``tensors`` and return the results by name. Inputs have the manifest's names: ``x``, ``batch['ids']``.
 
-    Of a module: ``output[0]`` …, and where ``tensors`` holds the incoming gradient of an output, ``gradient of output[0]``, also
-    ``gradient of NAME`` for each parameter and input that gets one. Of a gradient function: ``value`` and ``gradient of NAME``.
-    A gradient that is None is left out. ``tensors`` are moved to the package's device. ``mode``: "train" or "eval", by default what the entry was
-    exported in.
+    A module returns ``output[0]`` and so on. If ``tensors`` holds an incoming gradient, such as ``gradient of output[0]``, it also returns
+    ``gradient of NAME`` for each parameter and input that gets one. A gradient function returns ``value``, ``aux[0]`` and so on, and
+    ``gradient of NAME``. None gradients are omitted. ``tensors`` are moved to the package's device.
+
+    ``name``: None chooses the only entry. ``mode``: "train" or "eval". The default is the module's mode at export, or the entry's only mode.
     """
     name = name if name is not None else _sole(package)
     if name not in package.entries:
@@ -52,7 +53,7 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
             f"entry {name!r} computes a loss and its gradients, and takes no incoming ones; the file holds {GRADIENT}{sorted(incoming)[0]}"
         )
     refused = []
-    for variant in fitting:  # several take the same tensors where other arguments are constants
+    for variant in fitting:  # several take the same tensors if they differ in constants
         given = [inputs[s.name].requires_grad_(s.requires_grad and bool(incoming)) for s in variant.inputs]
         args, kwargs = unflatten(variant.in_tree, given, {}, {})
         try:
@@ -98,7 +99,7 @@ def _module(
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:
-    """The tensors of a result, in the order in which the manifest numbers them."""
+    """Return the tensors of a result, in the manifest's order."""
     return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 

@@ -12,11 +12,26 @@ from aot_backward_runtime.package.signature_policy import SUFFIX, Key, read_key,
 
 
 def sign(path: str | os.PathLike[str], *, key: Key, output: str | os.PathLike[str] | None = None, password: str | None = None) -> Path:
-    """Signs all bytes of the package at ``path`` with the private key in the PEM file ``key``, after comparing them with their digests.
+    """Sign all bytes of a package with your private key, after comparing them with their digests.
 
-    The signature goes to ``output``, by default ``PATH.sig``, where :func:`aot_backward.load` looks for it; that path is returned. ``password``:
-    of the key, where it is encrypted. Needs ``pip install 'aot-backward[sign]'``. Raises :class:`SignatureError`, and :class:`PackageError`
-    where the file is not a whole package; what was at ``output`` then stays.
+    Install the library first: ``pip install 'aot-backward[sign]'``. See ``docs/signatures.md``.
+
+    Args:
+        path: The package.
+        key: The PEM file with the private key, on the elliptic curve P-256, P-384 or P-521.
+        output: The file to write; by default ``PATH.sig``, which :func:`aot_backward.load` reads.
+        password: The key's password, if it is encrypted.
+
+    Returns:
+        The path of the signature.
+
+    Raises:
+        SignatureError: The key cannot sign, or the signature cannot be written.
+        PackageError: The file is not a whole package. An older signature stays.
+
+    Examples:
+        >>> signature = ab.sign("net.pt2", key="private.pem")
+        >>> package = ab.load("net.pt2", key="public.pem")  # SignatureError if a byte has changed
     """
     path = Path(path)
     data = read_key(key)

@@ -26,9 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """One ONNX file. ``graph``: "forward", "backward", "inference", "gradient", "step", "accumulate" or "update". ``nodes``: ONNX nodes.
+    """One written ONNX file.
 
-    ``compared``: the engine that ran it ("onnxruntime 1.31.0"), with the tensor nearest to its tolerance; or "not compared: why".
+    Attributes:
+        path: The file.
+        entry: The name of the entry.
+        variant: The number of the variant, from 0.
+        graph: "forward", "backward", "inference", "gradient", "step", "accumulate" or "update".
+        nodes: The number of ONNX nodes.
+        opset: The version of the ONNX operator set.
+        data: The file of the weights, if they are stored apart.
+        compared: The engine that ran the graph ("onnxruntime 1.31.0"), with the tensor nearest to its tolerance; or "not compared: why".
     """
 
     path: Path

@@ -37,10 +37,29 @@ def convert(
     external_data: bool | None = None,
     progress: Progress | None = None,
 ) -> list[OnnxFile]:
-    """Write the gradients in the package ``source`` as ONNX graphs to ``path`` and next to it, as :func:`aot_backward.export_onnx` does.
+    """Write the gradients in a package as ONNX graphs, without the model's source. Files are named as by :func:`aot_backward.export_onnx`.
 
-    ``entry``, ``variant``: only that one. Each graph is compared with the results stored in the package and with PyTorch's operators. Raise
-    :class:`PackageError` if ``source`` is not a whole package, :class:`ExportError` if it lacks graphs as data, or one cannot be translated.
+    Each graph is compared with the results stored in the package and with PyTorch's operators.
+
+    Args:
+        source: The package.
+        path: The file to write, such as "energy.onnx".
+        entry: The name of the only entry to write.
+        variant: The number of the only variant to write, from 0.
+        external_data: Whether weights are stored in one file, ``NAME.onnx.data``; by default they are if they are larger than 64 MiB.
+        progress: A function that is called as ``progress(stage, done, total)``.
+
+    Returns:
+        One :class:`OnnxFile` for each graph.
+
+    Raises:
+        PackageError: The file ``source`` is not a whole package.
+        ExportError: The package lacks graphs as data or weights, or a graph cannot be translated.
+
+    Examples:
+        >>> files = ab.convert("net.pt2", "net.onnx")
+        >>> sorted(file.path.name for file in files)
+        ['net.backward.onnx', 'net.forward.onnx']
     """
     require_onnx()
     path = checked_destination(path)

@@ -31,12 +31,31 @@ def export_onnx(
     external_data: bool | None = None,
     progress: Progress | None = None,
 ) -> list[OnnxFile]:
-    """Write the gradients of ``entries`` as ONNX graphs, after comparing each with eager if an engine can run them here.
+    """Write the gradients of entries as ONNX graphs, after comparing each with eager if an engine can run them here.
 
-    A ``grad`` and a ``step`` entry is one file, ``path``; a ``module`` entry is ``NAME.forward.onnx`` and ``NAME.backward.onnx`` next to each other
-    (in eval mode also ``NAME.inference.onnx``). If there are several entries or variants, the files' names contain their names and numbers.
-    ``variant``: only the one of that number. ``external_data``: whether weights are stored in one ``NAME.onnx.data``; by default if they are
-    larger than 64 MiB. :class:`ExportError` names the operator that cannot be translated, or the wrong tensor; then nothing is written.
+    A ``grad`` and a ``step`` entry is one file, ``path``. A ``module`` entry is ``NAME.forward.onnx`` and ``NAME.backward.onnx`` next to each other,
+    in eval mode also ``NAME.inference.onnx``. If there are several entries or variants, the names of the files contain their names and numbers.
+
+    Args:
+        path: The file to write, such as "energy.onnx".
+        entries: The programs to export, by name, as for :func:`aot_backward.export`.
+        variant: The number of the only variant to write, from 0.
+        external_data: Whether weights are stored in one file, ``NAME.onnx.data``; by default they are if they are larger than 64 MiB.
+        progress: A function that is called as ``progress(stage, done, total)``.
+
+    Returns:
+        One :class:`OnnxFile` for each graph.
+
+    Raises:
+        ExportError: An operator has no translation, or a tensor differs from eager; the message names it, and nothing is written.
+
+    Examples:
+        >>> def energy(pos):
+        ...     return (pos[:, None] - pos[None]).square().sum()
+        >>> entry = ab.Grad(energy, [ab.Variant((torch.randn(4, 3),))], wrt="pos")
+        >>> [file] = ab.export_onnx("energy.onnx", {"energy": entry})
+        >>> file.graph
+        'gradient'
     """
     require_onnx()
     progress = progress or silent

@@ -52,13 +52,31 @@ def rebuild(
     signature: Policy | None = None,
     key: Key | None = None,
 ) -> Path:
-    """Compile every graph of the package ``source`` with this torch, compare, and write the package ``path``, which may be the same file.
+    """Compile every graph of a package with this torch, compare with the stored results, and write a package.
 
-    ``target`` is as for :func:`aot_backward.export`; the default is the targets of ``source``. Weights, examples, entries and their names stay
-    unchanged. ``with_graphs=False`` omits the portable graphs from ``path``. ``captured_for``: the device whose autocast the graphs follow, if it
-    differs from the target of ``source``. ``signature`` and ``key`` check ``source`` as in :func:`aot_backward_runtime.load`; ``path`` is not signed.
-    Raise :class:`PackageError` if ``source`` is incomplete or its graphs are invalid, :class:`ExportError` if it has no graphs or the new code gives
-    wrong results, :class:`IncompatibleError` if an operator that it calls is not registered. Then nothing is written.
+    Weights, examples, entries and their names stay unchanged. The new package is not signed.
+
+    Args:
+        source: The package to read.
+        path: The package to write; it may be the same file.
+        target: As for :func:`aot_backward.export`; the default is the targets of ``source``.
+        with_graphs: Whether to write the portable graphs too.
+        captured_for: The device whose autocast the graphs follow, if it differs from the target of ``source``.
+        progress: A function that is called as ``progress(stage, done, total)``.
+        signature: Checks ``source``, as in :func:`aot_backward_runtime.load`.
+        key: Checks ``source``, as in :func:`aot_backward_runtime.load`.
+
+    Returns:
+        The path of the new package.
+
+    Raises:
+        PackageError: The file ``source`` is incomplete, or its graphs are invalid.
+        SignatureError: The signature of ``source`` is refused.
+        ExportError: The package has no graphs, or the new code gives wrong results. Then nothing is written.
+        IncompatibleError: An operator that it calls is not registered in this process.
+
+    Examples:
+        >>> path = ab.rebuild("net.pt2", "older.pt2", target="cpu:sse4,cpu:avx2")
     """
     path, progress = Path(path), progress or silent
     check_destination(path)

@@ -18,7 +18,17 @@ import torch
 from aot_backward_exporters.graph import VERSION, Artifact
 from aot_backward_exporters.inductor import targets
 from aot_backward_runtime.errors import ExportError
-from aot_backward_runtime.format.manifest import FORMAT_VERSION, ClippingSpec, EntrySpec, Manifest, PassSpec, StructureSpec, UpdateSpec, WeightSpec
+from aot_backward_runtime.format.manifest import (
+    FORMAT_VERSION,
+    ClippingSpec,
+    EntrySpec,
+    Manifest,
+    PassSpec,
+    StructureSpec,
+    Target,
+    UpdateSpec,
+    WeightSpec,
+)
 from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package.archive import Archive, open_package
 
@@ -78,7 +88,8 @@ class PackageUpdate:
             raise ExportError(f"{path} is for several targets, but passes can only be added to a package for one target: choose a new file")
         if old.torch != torch.__version__ or dataclasses.replace(old.target, name=spec.name) != spec:
             raise ExportError(
-                f"{path} was built by torch {old.torch} for {old.target}; this is torch {torch.__version__}, {spec}: record into a new file"
+                f"{path}: expected a package of torch {torch.__version__} for {_words(spec)}, got one of torch {old.torch} for "
+                f"{_words(old.target)}. Record into a new file."
             )
         known = old.entries.get(entry, EntrySpec("replay", (), ()))
         if known.kind != "replay":
@@ -144,6 +155,11 @@ class PackageUpdate:
     def say_operators(self) -> None:
         """Log the imports that a process needs before it loads the package."""
         operators.say(operators.operators_of(self.manifest))
+
+
+def _words(target: Target) -> str:
+    """Return the name of ``target`` and its instruction set or GPU: "cpu:avx2 x86-64-v3"."""
+    return f"{target.label} {target.cuda_arch or target.march}".strip()
 
 
 def _artifacts(archive: Archive) -> dict[str, Artifact]:

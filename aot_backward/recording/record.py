@@ -30,9 +30,15 @@ _CONSTANTS = (
 
 
 class Recording:
-    """The context of :func:`record`. ``report`` and ``tapes`` are as of a replay. ``added``: structures that were compiled when it closed, and the
-    others. ``skipped``: why passes could not be traced or compiled. ``writes``: whether this process records; of several on a machine, only the first
-    does."""
+    """The context of :func:`record`.
+
+    Attributes:
+        report: The counts of the passes inside, a :class:`~aot_backward_runtime.Report`.
+        tapes: The tapes of the passes met, in order.
+        added: The structures that were compiled when the context closed, and the numbers of the others.
+        skipped: Reasons why passes could not be traced or compiled, counted.
+        writes: Whether this process records; of several on a machine, only the first does.
+    """
 
     def __init__(
         self,
@@ -93,17 +99,17 @@ class Recording:
 
     @property
     def backward_seconds(self) -> float:
-        """The time of all backward passes of the script."""
+        """The seconds of all backward passes of the script."""
         return self.passes.backward_seconds
 
     @property
     def covered_seconds(self) -> float:
-        """The part of ``backward_seconds`` that the package has code for."""
+        """The seconds of the passes that the package has code for."""
         return self.passes.seconds_served + sum(self.added.contents.variants.values())
 
     @property
     def coverage(self) -> str:
-        """``93 %`` of the backward time."""
+        """The covered part of the backward time as text, such as ``93 %``."""
         return percent(self.covered_seconds, self.passes.backward_seconds)
 
     def __enter__(self) -> Recording:
@@ -170,27 +176,45 @@ def record(
     min_seen: int = MIN_SEEN,
     time_limit: float | None = None,
 ) -> Recording:
-    """Observe every backward pass in a context; when it closes, compile the new ones and add them to the package at ``path``.
+    """Observe every backward pass in a context; when it closes, compile the new ones and add them to a package.
 
     Inside, passes are interpreted with eager's gradients; if an existing package has a variant for a pass, it runs from there. Sizes that changed
     between passes become dynamic, so let the script see at least two batch sizes. Each compiled pass is compared with the recorded values. If it
-    differs or cannot be traced, it is left out, with the reason in ``skipped``. ``path=None`` compiles nothing and only keeps :attr:`tapes`.
-    Recording needs memory for two passes of each structure. After ``max_structures`` new structures, further ones run in eager: ``skipped`` says so.
+    differs or cannot be traced, it is left out, with the reason in ``skipped``. Recording needs memory for two passes of each structure.
 
-    A structure is compiled if ``min_seen`` passes of it came or the package has a variant of it. The most expensive come first. After ``time_limit``
-    seconds no further one begins, but one is always compiled. :attr:`~Recording.added` counts the others. A :class:`KeyboardInterrupt` ends the block
-    like a finished script. While structures are compiled, it ends the compilation: finished ones are in the package. Nothing is written if the block
-    ends by another exception.
+    The most expensive structures are compiled first. Compiled code that is not faster than eager by 10 % and 40 µs a pass is left out and listed in
+    ``slower``. A ``KeyboardInterrupt`` ends the block like a finished script. While structures are compiled, it ends the compilation: finished
+    ones are in the package. Nothing is written if the block ends by another exception.
 
-    Steps of ``torch.optim`` optimizers on a CPU are compiled too, if their kind comes more than once after the step that makes the state, and so are
-    ``clip_grad_norm_`` and ``clip_grad_value_``. ``optimizer=False`` disables both.
+    If a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records; in the others the context does
+    nothing. Passes of ``DistributedDataParallel`` run in eager.
 
-    If a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records into ``path``; in the others the
-    context does nothing. Passes of ``DistributedDataParallel`` run in eager.
+    Args:
+        path: The package to write, or to add to. None compiles nothing and only keeps ``tapes``.
+        entry: The name of the entry that holds the passes.
+        target: One target, as for :func:`aot_backward.export`.
+        progress: A function that is called as ``progress(stage, done, total)``.
+        max_structures: The number of new structures after which further ones run in eager; ``skipped`` says so.
+        tune: "quick" times, on a CPU, up to eighty passes of each kind in eager, between the others, and each compiled pass against its interpreted
+            tape. "none" times nothing, and keeps all code. The default is ``$AOT_BACKWARD_TUNE``, else "quick".
+        optimizer: Whether to compile, on a CPU, steps of ``torch.optim`` optimizers whose kind comes more than once after the step that makes the
+            state, ``clip_grad_norm_`` and ``clip_grad_value_``.
+        min_seen: The number of passes from which on a structure is compiled. One that the package has a variant of is compiled from the first.
+        time_limit: The seconds after which no further structure is begun; one is always compiled.
 
-    ``tune``, on a CPU: "quick" times up to eighty passes of each kind in eager, between the others, and each compiled pass against its interpreted
-    tape; "none" times nothing. The default is the environment variable ``AOT_BACKWARD_TUNE``, else "quick". Compiled code that is not faster than
-    eager by 10 % and 40 µs a pass is left out and listed in ``slower``.
+    Returns:
+        The context.
+
+    Raises:
+        ExportError: The package at ``path`` is for several targets, ``path`` cannot be written, or ``tune`` is unknown.
+        InputError: ``min_seen`` or ``time_limit`` is invalid.
+
+    Examples:
+        >>> with ab.record("passes.pt2", tune="none") as recording:
+        ...     for batch in (4, 8, 4, 8):
+        ...         net(torch.randn(batch, 8)).sum().backward()
+        >>> recording.recorded
+        4
     """
     file = Path(path) if path is not None else None
     return Recording(file, entry, target, progress, max_structures, tune_of(tune), optimizer, min_seen, time_limit)

@@ -118,7 +118,7 @@ def _cuda_problems(target: Target, device: torch.device | None) -> list[str]:
     if not torch.cuda.is_available():
         return [f"{built}, this machine has no usable GPU"]
     if device is not None and device.index is not None and device.index >= torch.cuda.device_count():
-        return [f"{built}, and {device} was asked for, where this machine has {torch.cuda.device_count()} GPU(s)"]
+        return [f"{built}; {device} was asked for, and this machine has {torch.cuda.device_count()} GPU(s)"]
     major, minor = torch.cuda.get_device_capability(device)
     return [] if _runs(target.cuda_arch, major, minor) else [f"{built}, this GPU is sm_{major}{minor}"]
 

@@ -13,11 +13,11 @@ class AotBackwardError(Exception):
 
 
 class PackageError(AotBackwardError):
-    """The file is not a whole, unaltered package of a format version that this reader knows."""
+    """The file is incomplete, altered, or of a format version that this reader does not know."""
 
 
 class SignatureError(AotBackwardError):
-    """The signature of a package, or the key, is not the one that the caller requires, and nothing of the package was used; or signing failed."""
+    """The signature of a package, or the key, is not the one that you require, and nothing of the package was used; or signing failed."""
 
 
 class IncompatibleError(AotBackwardError):
@@ -51,7 +51,9 @@ class DistributedError(AotBackwardError, RuntimeError):
 class ExportError(AotBackwardError):
     """A program could not be exported correctly; no package was written.
 
-    ``operator``: the unsupported operator ("aten.index.Tensor"), if there is one and it is known."""
+    Attributes:
+        operator: The name of the unsupported operator ("aten.index.Tensor"); empty if another reason is the cause.
+    """
 
     operator: str = ""
 

@@ -30,7 +30,19 @@ from .training.step import LoadedStep
 
 
 class Package:
-    """A loaded package. Entries of one package share their weights: training one changes the others."""
+    """A loaded package. Entries of one package share their weights: training one changes the others.
+
+    A package can be neither copied nor pickled. Load it again, or copy a loaded module or step with ``copy.deepcopy``.
+
+    Attributes:
+        device: The device of the package's code and weights, a ``torch.device``.
+
+    Examples:
+        >>> package = load("net.pt2")
+        >>> package.entries
+        {'module': 'module'}
+        >>> model = package.module()
+    """
 
     def __init__(
         self,
@@ -48,6 +60,7 @@ class Package:
 
     @property
     def manifest(self) -> Manifest:
+        """The contents of the package as data (``docs/format.md``)."""
         return self._archive.manifest
 
     @property
@@ -61,15 +74,45 @@ class Package:
         return {name: spec.kind for name, spec in self.manifest.entries.items()}
 
     def module(self, name: str | None = None) -> LoadedModule:
-        """Return the ``module`` entry of that name, always the same object. A sole one needs no name."""
+        """Return an entry of kind "module", always the same object.
+
+        Args:
+            name: The name of the entry; a sole one needs none.
+
+        Returns:
+            The module, in the mode that it had at export.
+
+        Raises:
+            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the entries.
+        """
         return self._get("module", name)  # type: ignore[return-value]
 
     def grad(self, name: str | None = None) -> LoadedGrad:
-        """Return the ``grad`` entry of that name, always the same object. A sole one needs no name."""
+        """Return an entry of kind "grad", always the same object.
+
+        Args:
+            name: The name of the entry; a sole one needs none.
+
+        Returns:
+            The gradient function.
+
+        Raises:
+            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the entries.
+        """
         return self._get("grad", name)  # type: ignore[return-value]
 
     def step(self, name: str | None = None) -> LoadedStep:
-        """Return the ``step`` entry of that name, always the same object. A sole one needs no name."""
+        """Return an entry of kind "step", always the same object.
+
+        Args:
+            name: The name of the entry; a sole one needs none.
+
+        Returns:
+            The training step.
+
+        Raises:
+            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the entries.
+        """
         return self._get("step", name)  # type: ignore[return-value]
 
     def recorded(self, name: str | None = None) -> tuple[dict[str, StructureSpec], dict[str, Library], dict[str, torch.Tensor]]:
@@ -94,8 +137,8 @@ class Package:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise AotBackwardError(
-            f"a loaded package ({self._archive.path}) can be neither copied nor pickled: load it again where it is needed, and take the weights "
-            "along as a state_dict(); a loaded module or step can be copied (copy.deepcopy)"
+            f"a loaded package ({self._archive.path}) can be neither copied nor pickled: load it again in the other process, and pass its "
+            "weights as a state_dict(); a loaded module or step can be copied (copy.deepcopy)"
         )
 
     def _name(self, kind: str, name: str | None) -> str:
@@ -162,27 +205,42 @@ def load(
 ) -> Package:
     """Open a package: verify it, and read its weights. Native code is opened when it is first called.
 
-    ``weights``: tensors by their key, for a package written without (``weights=False``), or instead of its own. ``types``: classes that results may
-    contain (a package only names them). ``target``: the target to run ("cpu:avx2") if the package has several; by default the best that this
-    processor supports. ``device``: the GPU that runs a package for GPUs and holds its weights ("cuda:1"); by default the current one. A call then
-    takes tensors on that device, and runs on its current stream. ``cudagraphs``: capture calls as CUDA graphs, one for each list of shapes, and
-    replay them (:mod:`.native.cuda_graphs`); ``Package.cudagraphs`` counts them, and the reasons of uncaptured calls.
-
-    ``imports``: names of modules to import first, such as modules that register operators of the package. Nothing else is imported, whatever the
-    package says.
-
-    ``signature``, ``key``: the signature in ``PATH.sig`` must be by the owner of the public key in the file ``key``: always ("require", the default
-    with a key), if there is one ("if-present"), or it is ignored ("off", the default without a key). It is checked before anything in the package
-    is used, and only the checked bytes are used. :class:`SignatureError` if it is refused.
-
-    ``mmap``: map the weights from the file: pages load on first access, and processes that only read share them. Then do not write to the file in
-    place while the package is in use (calls would give wrong numbers, or end the process by a signal); renaming a new file over it does no harm.
-    Weights are read, not mapped, if a signature is required.
-
-    Raises :class:`PackageError` if the file is not a whole package,
-    :class:`IncompatibleError` if it was built for another kind of machine, or calls operators that are not registered in this process,
-    :class:`WeightsError` if weights do not fit.
     Loading a package, like importing a module, lets its author's code run when it is called.
+
+    Args:
+        path: The package.
+        weights: Tensors by weight key, for a package written without (``weights=False``), or instead of its own. Keys are names as in ``state_dict``;
+            the error for a missing one lists them all.
+        types: Classes that results may contain; a package only names them.
+        device: The GPU that runs a package for GPUs and holds its weights ("cuda:1"); by default the current one. A call then takes tensors on that
+            device, and runs on its current stream.
+        cudagraphs: Whether to capture calls as CUDA graphs, one for each list of shapes, and to replay them. :attr:`Package.cudagraphs` counts them,
+            and the reasons of uncaptured calls.
+        target: The target to run ("cpu:avx2") if the package has several; by default the best that this processor supports.
+        imports: Names of modules to import first, such as modules that register operators of the package. Nothing else is imported, whatever the
+            package says.
+        signature: "require" (the default with a key) demands that the signature in ``PATH.sig`` is by the owner of ``key``; "if-present" demands it
+            only if there is one; "off" (the default without a key) ignores it. It is checked before anything in the package is used, and only the
+            checked bytes are used.
+        key: The PEM file with the public key.
+        mmap: Whether to map the weights from the file: pages load on first access, and processes that only read share them. Then do not write to the
+            file in place while the package is in use (calls would give wrong numbers, or end the process by a signal); renaming a new file over it
+            does no harm. Weights are read, not mapped, if a signature is required.
+
+    Returns:
+        The package.
+
+    Raises:
+        PackageError: The file cannot be read, or is not a whole package.
+        SignatureError: The signature is refused.
+        IncompatibleError: The package was built for another kind of machine, or calls operators that are not registered in this process.
+        WeightsError: The weights do not fit, or are missing.
+        InputError: ``device`` or ``cudagraphs`` does not fit the package.
+
+    Examples:
+        >>> package = load("net.pt2")
+        >>> loss = package.module()(torch.randn(100, 8)).square().mean()
+        >>> loss.backward()
     """
     archive = open_package(Path(path), admit=admission(signature, key))
     asked = _device(device)

@@ -48,7 +48,7 @@ def check_registered(manifest: Manifest, path: object, *, recorded_too: bool = F
     for operator in (*manifest.operators, *(o for spec in manifest.libraries.values() for o in spec.operators)):
         spec = manifest.operators.get(operator, OperatorSpec())
         if not _OPERATOR.fullmatch(operator) or not _MODULE.fullmatch(spec.module) or not spec.file.isprintable():
-            raise PackageError(f"corrupt package {path}: it calls {operator!r} of {(spec.module or spec.file)!r}, which is no operator")
+            raise PackageError(f"corrupt package {path}: it calls {operator!r} of {(spec.module or spec.file)!r}, which is not an operator")
     if missing := unregistered(called):
         raise IncompatibleError(f"{path} {describe_missing_operators(missing, manifest.operators)}")
 
@@ -70,18 +70,17 @@ def _source(spec: OperatorSpec) -> str:
     how = "imports=[{0!r}] of load() and replay(), --import {0} on the command line"
     if spec.module == "__main__":
         return (
-            f"which a script{spec.file and f', {spec.file},'} registered that cannot be imported by name: move the operator to a module of its own, "
-            f"and import that first, or have it imported: {how.format('MODULE')}"
+            f"registered by a script{spec.file and f', {spec.file},'} that cannot be imported by name: move the operator to its own module, and "
+            f"import the module first, or name it in {how.format('MODULE')}"
         )
     if spec.module and spec.module in sys.modules:
-        return f"which the Python module {spec.module!r} registered at export; the one that is imported here does not: is it another version of it?"
+        return f"registered at export by the Python module {spec.module!r}; the module imported here does not register it: is it another version?"
     if spec.module:
         return (
-            f"which the Python module {spec.module!r} registers, and nobody has imported it here: import it first, or have it imported: "
-            f"{how.format(spec.module)}"
+            f"registered by the Python module {spec.module!r}, which is not imported here: import it first, or name it in {how.format(spec.module)}"
         )
     if spec.file:
-        who, what = f"which the compiled extension {spec.file} registers, and nobody has loaded it here", f"torch.ops.load_library('…/{spec.file}')"
+        who, what = f"registered by the compiled extension {spec.file}, which is not loaded here", f"torch.ops.load_library('…/{spec.file}')"
     else:
-        who, what = "which nobody has registered here, and the package does not say who does", "torch.ops.load_library(FILE)"
-    return f"{who}: {what} first, or import the module that does so: {how.format('MODULE')}"
+        who, what = "which is not registered here, and the package does not name the module that registers it", "torch.ops.load_library(FILE)"
+    return f"{who}: call {what} first, or name the module that registers it in {how.format('MODULE')}"

@@ -225,9 +225,7 @@ def refuse_duals(tensors: Iterable[Any]) -> None:
     """Raise :class:`GradientError` if a tensor carries a tangent, which native code would drop."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise GradientError(
-                "a tensor carries a tangent (forward-mode differentiation), and a package has backward gradients alone: use eager there"
-            )
+            raise GradientError("a tensor has a tangent (forward-mode differentiation), and a package has only backward gradients: use eager there")
 
 
 class InterceptZeros:
@@ -335,7 +333,7 @@ class Runner:
             if (places[name].dtype, places[name].shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(
                     f"the constant {name} is {places[name].dtype} of shape {list(places[name].shape)} in the compiled code; "
-                    f"it was to be bound to {tensor.dtype} of shape {list(tensor.shape)}"
+                    f"it cannot be bound to {tensor.dtype} of shape {list(tensor.shape)}"
                 )
         return places
 

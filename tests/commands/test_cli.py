@@ -1,4 +1,4 @@
-"""The command line: what each command prints and writes, how it fails, and that looking at a package runs nothing of it."""
+"""Test the command line: the output, files and errors of each command. Inspecting a package runs none of its code."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ RAN = "AOT_BACKWARD_CANARY_RAN"
 
 
 def called(*arguments: object) -> Result:
-    """In this process: a tenth of the time of a new one."""
+    """Run the command in this process, in a tenth of the time that a new one takes."""
     return CliRunner().invoke(main, list(map(str, arguments)))
 
 
 def fails(done: Result | subprocess.CompletedProcess[str], code: int, *words: str) -> str:
-    """One line on standard error, nothing on standard output, and this exit code."""
+    """Check for one line on standard error, nothing on standard output, and this exit code. Return the line."""
     found = done.exit_code if isinstance(done, Result) else done.returncode
     assert found == code, (done.stdout, done.stderr)
     assert done.stdout == ""
@@ -202,7 +202,7 @@ def test_verify_without_weights_says_so(tmp_path: Path) -> None:
 
 
 def rewritten(package: Path, path: Path, member: str, name: str) -> Path:
-    """A copy of ``package`` with another value for one tensor, and digests that agree with it."""
+    """Write a copy of ``package`` with another value for one tensor and matching digests."""
     members = taken_apart(package)
     tensors = load(members[member])
     tensors[name] = tensors[name] + 0.01
@@ -253,7 +253,7 @@ def test_what_is_no_package(command: str, tmp_path: Path) -> None:
 
 
 def test_looking_opens_no_native_code(package: Path, tmp_path: Path) -> None:
-    """Every library is replaced by one whose constructor writes a file; only a run may write it, which shows that it would."""
+    """Replace every library by one that writes a file when it is loaded. Only a run may load it; a run does, so the check can fail."""
     canary, source = tmp_path / "ran", tmp_path / "canary.cpp"
     source.write_text(
         "#include <cstdio>\n#include <cstdlib>\n__attribute__((constructor)) static void f() "
@@ -401,7 +401,7 @@ def test_doctor_on_the_cache_folder(tmp_path: Path) -> None:
 
 
 def test_doctor_while_another_process_writes_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it counts may be renamed or deleted at any moment."""
+    """Another process may create or delete files while doctor counts them."""
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path))
     writing = """
 import pathlib, sys
@@ -420,7 +420,7 @@ while True:
 
 
 def test_a_warning_about_an_unproved_package_is_not_verifys(package: Path) -> None:
-    """``load`` warns of a package that was never compared with eager and says: run verify. verify then must not warn the same."""
+    """``load`` warns about a package that was never compared with eager, and advises verify. verify must not repeat the warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert called("verify", package).exit_code == 0

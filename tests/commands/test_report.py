@@ -1,4 +1,4 @@
-"""``inspect --html``: what the page says is what the package holds, nobody's strings get out of their place, and nothing but the archive is read."""
+"""Test ``inspect --html``: the page agrees with the package, hostile strings stay text, and only the archive is read."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ VOID = {"meta", "input", "br"}
 
 
 class Page(html.parser.HTMLParser):
-    """A page taken apart; what is not closed, or twice there, is an error."""
+    """A parsed page. An unclosed tag or a duplicate id is an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: dict[str, str] = {}  # what stands in each section
+        self.text: dict[str, str] = {}  # by the section's id
         self.inline: list[tuple[str, dict[str, str | None], str]] = []  # scripts and style sheets
         self.tables: list[list[list[str]]] = []
         self._section = ""
@@ -105,7 +105,7 @@ def called(*arguments: object) -> Result:
 
 
 def graphs_edited(package: Path, path: Path, edit: Callable[[dict[str, Any]], None], only: str = "") -> Path:
-    """A copy of ``package`` with its portable graphs changed, digests that agree with them."""
+    """Write a copy of ``package`` with edited portable graphs and matching digests."""
     members = taken_apart(package)
     for name in [n for n in members if n.startswith(GRAPHS) and only in n]:
         form = json.loads(members[name])
@@ -116,7 +116,7 @@ def graphs_edited(package: Path, path: Path, edit: Callable[[dict[str, Any]], No
 
 
 def grown(form: dict[str, Any], size: int = 3000, lines: int = 200) -> None:
-    """A graph of ``size`` nodes: behind its own a long chain, of ``lines`` lines in as many submodules."""
+    """Extend a graph to ``size`` nodes by a long chain from ``lines`` source lines, each in another submodule."""
     last = {key: form[key].pop() for key in ("nodes", "names", "looks", "places")}
     first, begin = len(form["nodes"]) - 1, len(form["lines"])
     form["lines"] += [["nets/big.py", 10 + k, "forward", f"h = self.layers[{k}](h)", f"layers.{k}"] for k in range(lines)]
@@ -171,7 +171,7 @@ def test_the_page_may_load_nothing_and_runs_one_script(package: Path) -> None:
     for kind, text in (("script", *running), ("style", style)):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
-    assert len(scripts) == len(running) + 4  # three graphs, and the views
+    assert len(scripts) == len(running) + 4  # three graphs and the views
     for tag, attributes in page.tags:
         assert tag not in ("img", "iframe", "object", "embed", "link", "base", "form", "a") or (attributes.get("href") or "").startswith("#")
         assert not any(a.startswith("on") or a in ("style", "src", "srcset", "action") for a in attributes)
@@ -294,12 +294,12 @@ def test_memory_is_held_from_the_node_that_makes_it_to_its_last_use() -> None:
         node("placeholder", (), 100),
         node("weight", (), 7000),  # not counted
         node("aten.mm.default", (0, 1), 40),  # dies at its view's last use, node 5
-        node("aten.view.default", (2,), 40),  # no bytes of its own
-        node("aten.split.Tensor", (3,), 20, 20, several=True),  # nor a split
+        node("aten.view.default", (2,), 40),  # shares its input's memory
+        node("aten.split.Tensor", (3,), 20, 20, several=True),  # a split does too
         node("operator:getitem", (4,), 20, index=1),
-        node("aten.sort.default", (5,), 20, 800, several=True),  # its second is never taken out: gone at once
+        node("aten.sort.default", (5,), 20, 800, several=True),  # its second result is never read: freed at once
         node("operator:getitem", (6,), 20, index=0),
-        node("aten.copy_.default", (1, 7), 7000),  # into a weight
+        node("aten.copy_.default", (1, 7), 7000),  # writes into a weight
         node("output", (7,)),
     )
     found = memory_use(Drawing("g", nodes, (Line("f", 1, "g", "t", ""),), (7,)))
@@ -311,19 +311,19 @@ def test_the_peak_of_a_real_graph_is_more_than_what_was_saved(package: Path) -> 
     archive = open_package(package)
     view = views(archive.manifest, drawings(archive))[0]
     forward, backward = view.columns
-    assert 0 < view.saved < max(backward.use.live) and backward.use.given == view.saved + 5 * 3 * 4  # and the incoming gradient, of five rows
+    assert 0 < view.saved < max(backward.use.live) and backward.use.given == view.saved + 5 * 3 * 4  # plus the incoming gradient of five rows
     assert max(forward.use.live) >= forward.use.given + 5 * 3 * 4
 
 
 def _renamed(name: str, named: set[str]) -> str:
-    """A result of a library as it is called where all that is ``named`` is called :data:`EVIL`."""
+    """Return the name of a library's result after :data:`EVIL` replaced every name in ``named``."""
     for old in sorted(named, key=len, reverse=True):
         name = name.replace(old, EVIL)
     return name
 
 
 def evil(package: Path, path: Path) -> Path:
-    """A copy of ``package`` in which every string that is free to choose tries to get out."""
+    """Write a copy of ``package`` that has hostile markup in every string that an author can choose."""
     members = taken_apart(package)
     for name in [n for n in members if n.startswith(GRAPHS)]:
         form = json.loads(members[name])
@@ -366,7 +366,7 @@ def test_no_string_of_a_package_gets_out_of_its_place(package: Path, tmp_path: P
     assert {key for _, a in page.tags for key in a} <= {key for _, a in Page(honest).tags for key in a}
     assert hostile.count("<script") == hostile.count("</script>") == honest.count("<script")
     assert "<img" not in hostile and "\u202e" not in hostile
-    hostile.encode()  # no half of a surrogate pair
+    hostile.encode()  # an unpaired surrogate would raise
     shown = EVIL.replace("\u202e", "\ufffd").replace("\ud800", "\ufffd")
     assert page.data("views")["lines"][0] == [shown, 1, shown, shown, shown]
     assert page.text["package"].count(shown) >= 5 and page.text["entries"].count(shown) >= 10 and shown in page.text["kernels"]
@@ -453,7 +453,7 @@ def test_the_command_writes_a_whole_page_or_nothing(package: Path, tmp_path: Pat
     done = called("inspect", package, "--html", out)
     assert done.exit_code == 0 and done.stderr == ""
     assert done.stdout == f"wrote {out} ({out.stat().st_size / 1e3:.1f} kB): 2 entries, 3 graphs\n"
-    assert out.read_text() == report(open_package(package))  # twice the same
+    assert out.read_text() == report(open_package(package))  # the same bytes again
     done = called("inspect", package, "--html", tmp_path / "no" / "report.html")
     assert done.exit_code == 1 and "cannot write" in done.stderr and "No such file" in done.stderr
     done = called("inspect", package, "--json", "--html", out)
@@ -475,7 +475,7 @@ def run(path):
         main(["inspect", package, "--html", path])
     except SystemExit as done:
         assert not done.code
-run(first)  # Python's own reading of modules
+run(first)  # imports all modules
 base, seen = set(sys.modules), []
 assets, folder = os.path.dirname(aot_backward.report.page.__file__), os.path.dirname(out)
 known = (package, folder, os.path.join(folder, "."), os.path.join(assets, "report."))
@@ -515,21 +515,21 @@ def test_what_has_no_graph_says_why(package: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def big(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3,000 nodes forward, 3,000 backward."""
+    """Return a package with 3,000 nodes in the forward and 3,000 in the backward."""
     return graphs_edited(package, tmp_path_factory.mktemp("big") / "big.pt2", grown, "net.0")
 
 
 def test_three_thousand_nodes(big: Path) -> None:
     archive, calls = open_package(big), cProfile.Profile()
     text = calls.runcall(report, archive)
-    assert sum(entry.callcount for entry in calls.getstats()) < 4_000_000  # some 1,000,000; of what grows as the square, 9,000,000
+    assert sum(entry.callcount for entry in calls.getstats()) < 4_000_000  # about 1,000,000; quadratic code would need 9,000,000
     page = Page(text)
     assert len(text) < 1_500_000
     assert [len(page.data(f"graph-{n}")["names"]) for n in range(2)] == [3000, 3000]
     assert "forward, 3,000 nodes" in page.text["memory"]
 
 
-# In a browser
+# Tests in a browser
 
 
 class Block(nn.Module):
@@ -544,7 +544,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """With BatchNorm and a line of its own for everything."""
+    """A net with BatchNorm and a separate line for each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -579,7 +579,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Browser:
-    """A headless chromium that downloads nothing, and what it said and asked for since it was last asked."""
+    """A headless Chromium that downloads nothing. ``quiet`` checks its console and its requests since the last check."""
 
     def __init__(self) -> None:
         from selenium import webdriver
@@ -587,7 +587,7 @@ class Browser:
         program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
         driver = shutil.which("chromedriver")
         if program is None or driver is None:
-            pytest.skip("no chromium with its chromedriver is installed: apt-get install chromium chromium-driver")
+            pytest.skip("Chromium or its chromedriver is not installed: apt-get install chromium chromium-driver")
         options = webdriver.ChromeOptions()
         options.binary_location = program
         for argument in (
@@ -610,7 +610,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def show(self, package: Path, path: Path) -> None:
-        """``package``'s page, written to ``path``, without a word on the console or a request but for itself."""
+        """Write the page of ``package`` to ``path`` and open it. It may request only itself, and print nothing to the console."""
         path.write_text(report(open_package(package)))
         for log in ("browser", "performance"):
             self.driver.get_log(log)
@@ -639,7 +639,7 @@ class Browser:
         self.all(selector)[0].send_keys(*keys)
 
     def frame(self) -> None:
-        """Until what was asked for is drawn."""
+        """Wait until the browser has drawn all changes."""
         self.driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))")
 
 
@@ -659,7 +659,7 @@ def test_a_line_is_highlighted_forward_and_backward(browser: Browser, conv: Path
         marked = browser.texts(f"#list{column} .row.mark .where")
         assert marked and set(marked) == {f"test_report.py:{source_line('torch.sigmoid(h)')}"}
     assert "sigmoid" in browser.texts("#list0 .row.mark .operator")
-    assert browser.all("#wires path.hot")  # what the line saved, to who reads it
+    assert browser.all("#wires path.hot")  # from the tensors that the line saved to their readers
     browser.click("#by-module")
     browser.click("#places button", "head")
     assert "addmm" in browser.texts("#list0 .row.mark .operator") and "mm" in browser.texts("#list1 .row.mark .operator")
@@ -677,7 +677,7 @@ def test_a_node_shows_what_it_reads_and_who_reads_it(browser: Browser, conv: Pat
     browser.show(conv, tmp_path / "conv.html")
     browser.keys("#query", "sigmoid")
     browser.click("#list0 .row", "sigmoid")
-    browser.keys("#query", "\ue00c")  # Escape: the search goes, the choice stays
+    browser.keys("#query", "\ue00c")  # Escape ends the search and keeps the selection
     browser.frame()
     (detail,) = browser.texts("#detail")
     for words in (
@@ -693,12 +693,12 @@ def test_a_node_shows_what_it_reads_and_who_reads_it(browser: Browser, conv: Pat
     assert browser.texts("#list0 .row.near .operator") and browser.texts("#places button.at .text") == ["pooled = torch.sigmoid(h).mean((2, 3))"]
     browser.click("#detail button", "mean")
     assert browser.texts("#list0 .row.pick .operator") == ["mean"]
-    # a saved tensor leads to the backward's placeholder, and back
+    # a saved tensor links to the backward's placeholder
     browser.click("#list0 .row.kept", "convolution")
     browser.click("#detail button", "saved ")
     assert browser.texts("#list1 .row.pick .operator") == ["in"] and browser.texts("#list0 .row.pick") == []
     assert "Saved by the forward (1)" in browser.texts("#detail")[0]
-    # the chart leads to the node at its peak
+    # the chart links to the node at its peak
     browser.js("const c = document.querySelector('.chart svg'), p = c.querySelector('.peak').getBoundingClientRect();"
                "c.dispatchEvent(new PointerEvent('click', { clientX: p.x + p.width / 2, clientY: p.y, bubbles: true }))")  # fmt: skip
     peak = re.search(r"at node (\d+), (\S+) ", browser.texts("figcaption")[0])
@@ -760,7 +760,7 @@ def test_three_thousand_nodes_scroll(browser: Browser, big: Path, tmp_path: Path
         "function step(now) { times.push(now - last); last = now; list.scrollTop += 200;"
         " times.length < 60 ? requestAnimationFrame(step) : done(times); } requestAnimationFrame(step)"
     )
-    assert sorted(frames)[30] < 200  # milliseconds; 17 where nothing else runs
+    assert sorted(frames)[30] < 200  # milliseconds; 17 on an idle machine
     browser.click("#places button", "layers[150]")
     assert browser.texts("#list0 .row.mark .where") and browser.texts("#list1 .row.mark .where")
     browser.quiet((tmp_path / "big.html").as_uri())

@@ -1,4 +1,4 @@
-"""Training steps on the command line: exported by name or kind, looked at, verified; and ``train``, which goes on bit for bit where it ended."""
+"""Test training steps on the command line: export by name or kind, inspect, verify, and ``train``, which resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from ..support.packages import EXAMPLES, MANIFEST, WEIGHTS, put_together, taken_
 from ..support.terminal import on_terminal
 from .test_cli import called, fails, rewritten
 
-SAMPLES = 203  # of which batches of 16 leave 11
+SAMPLES = 203  # 12 batches of 16, and 11 more
 
 
 @pytest.fixture
 def package() -> Path:
-    """A step that takes batches of 4 to 64, and a gradient function."""
+    """Return a step that takes batches of 4 to 64, and a gradient function."""
     return exports.shared("training", lambda path: ab.export(path, cli_program.training()))
 
 
 @pytest.fixture
 def static() -> Path:
-    """A step that takes batches of 8."""
+    """Return a step that takes batches of 8."""
     return exports.shared("training-static", lambda path: ab.export(path, {"step": cli_program.static()}))
 
 
@@ -55,7 +55,7 @@ def samples(path: Path, count: int) -> Path:
 
 
 def kept(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """The tensors of a state file, and what it says about them."""
+    """Return the tensors of a state file and its description."""
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["about"])  # noqa: SIM118
 
@@ -205,13 +205,13 @@ def test_every_sample_comes_once_in_an_epoch_and_orders_differ() -> None:
             both = torch.cat([rows for batch in zip(*parts, strict=True) for rows in batch])
             assert both.sort().values.tolist() == list(range(16))
             orders.add(tuple(both.tolist()))
-    assert len(orders) == 8  # torch's own generators look at 32 bits of a seed
+    assert len(orders) == 8  # torch's generators use only 32 bits of a seed
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("steps", [1, 13, 20, 26])
 def test_ended_anywhere_and_resumed_it_is_the_same_training(number: int, steps: int, package: Path, data: Path, tmp_path: Path) -> None:
-    """An epoch has 13 steps. Dropout and BatchNorm are in it: the random state and the buffers go on too."""
+    """An epoch has 13 steps. Dropout and BatchNorm need the random state and the buffers to be resumed too."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     reports: list[train_entry.EpochReport] = []
     train(package, data, epochs=3, save=whole, batch_size=16, seed=7, callbacks=Callbacks(epoch=reports.append))
@@ -236,7 +236,7 @@ def test_ended_anywhere_and_resumed_it_is_the_same_training(number: int, steps: 
 
 
 def test_another_seed_is_another_training(package: Path, data: Path, tmp_path: Path) -> None:
-    """So that the test above can fail."""
+    """This shows that the test above can fail."""
     for seed in (7, 8):
         train(package, data, epochs=1, save=tmp_path / str(seed), batch_size=16, seed=seed)
     one, other = (kept(tmp_path / str(seed))[0] for seed in (7, 8))
@@ -382,7 +382,7 @@ def test_the_test_above_can_fail(package: Path, data: Path, tmp_path: Path) -> N
 
 
 def test_two_processes_take_their_shares(static: Path, tmp_path: Path) -> None:
-    """Each batch is all 16 samples, 8 in each process: then the order does not matter, and it is eager's plain gradient descent."""
+    """Each batch is all 16 samples, 8 per process. The order then does not matter, and the result equals eager's gradient descent."""
     given = samples(tmp_path / "data.safetensors", 17)
     said = torchrun(static, given, tmp_path / "whole", "--epochs", 4)
     assert [json.loads(line)["samples"] for line in said.stdout.splitlines() if line.startswith("{")] == [16] * 4

@@ -146,7 +146,7 @@ def test_what_is_bound_again_gives_eagers_numbers(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("without_layouts", [False, True])
 def test_row_51_a_weight_that_is_not_what_the_code_was_compiled_for(tmp_path: Path, without_layouts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library states the weights that it was compiled for. In a library of 0.1.0 the handles of its constants tell them."""
-    expected = r"was compiled for \S+ as float32 .*; by the manifest it is float32 \[3,5,7\]"
+    expected = r"was compiled for \S+ as float32 .*; the manifest says float32 \[3,5,7\]"
     if without_layouts:
         stated = torch_api.stated
         monkeypatch.setattr(torch_api, "stated", lambda path: replace(stated(path), layouts={}))

@@ -121,7 +121,7 @@ def test_a_backward_that_failed_half_way(package: Path, monkeypatch: pytest.Monk
         patched.setattr(Library, "run", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             out.backward()
-    with pytest.raises(RuntimeError, match=r"failed half-way|a second time"):
+    with pytest.raises(RuntimeError, match=r"backward of this graph failed|a second time"):
         out.backward()
     assert x.grad is None
 

@@ -142,7 +142,7 @@ def test_products_by_differentiating_back_and_forth(package: Path) -> None:
         return {"product": torch.autograd.functional.hvp(module, x, v)[1]}
 
     beside(package, "thrice", Energy, product)
-    with pytest.raises(GradientError, match="none of that order"):
+    with pytest.raises(GradientError, match="no derivatives of this order"):
         product(load(package).module("energy"))
     with pytest.raises(GradientError, match="export the module with order=2"):
         product(load(package).module("once"))
@@ -197,7 +197,7 @@ def test_the_third_derivative_is_refused(package: Path) -> None:
     x = torch.randn(4, 3, requires_grad=True)
     (first,) = torch.autograd.grad(module(x), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
-    with pytest.raises(GradientError, match="derivative was asked for of a compiled backward that holds none of that order"):
+    with pytest.raises(GradientError, match="the package has no derivatives of this order"):
         second.sum().backward()
     once = load(package).module("once")
     (first,) = torch.autograd.grad(once(x), x, create_graph=True)

@@ -157,10 +157,10 @@ def refused(kind, **options):
     raise AssertionError("loaded")
 
 said = refused(runtime.IncompatibleError)
-for words in ("model.pt2 calls absolutes::absolute, which the compiled extension libabsolutes.so registers",
+for words in ("model.pt2 calls absolutes::absolute, registered by the compiled extension libabsolutes.so, which is not loaded here",
               "load_library('…/libabsolutes.so') first",
-              "calls cubes::cube, which the Python module 'cubes' registers, and nobody has imported it here: "
-              "import it first, or have it imported: imports=['cubes'] of load() and replay(), --import cubes on the command line"):
+              "calls cubes::cube, registered by the Python module 'cubes', which is not imported here: "
+              "import it first, or name it in imports=['cubes'] of load() and replay(), --import cubes on the command line"):
     assert words in said, said
 assert not {"cubes", "nets.doubles", "model"} & sys.modules.keys()  # nothing was imported
 assert "imports is 'cubes'; expected a list" in refused(runtime.InputError, imports="cubes")
@@ -172,7 +172,7 @@ said = refused(runtime.IncompatibleError, imports=["cubes"])
 assert "cubes::cube" not in said and "doubles::double.tensor" in said and "model::half" in said
 sys.modules["nets.doubles"] = sys.modules["cubes"]
 said = refused(runtime.IncompatibleError)
-assert "'nets.doubles' registered at export; the one that is imported here does not: is it another version of it?" in said, said
+assert "'nets.doubles'; the module imported here does not register it: is it another version?" in said, said
 del sys.modules["nets.doubles"]
 assert "aot_backward" not in sys.modules
 grad = runtime.load(folder / "model.pt2", imports=["nets.doubles", "model"]).grad()  # model loads the extension
@@ -208,7 +208,7 @@ def test_commands_name_what_is_missing(arguments: tuple[str, ...], made: SimpleN
     monkeypatch.chdir(made.folder)
     before = sorted(made.folder.iterdir())
     refused = CliRunner().invoke(main, [*arguments, "model.pt2"])
-    assert refused.exit_code == 3 and "calls cubes::cube, which the Python module 'cubes' registers" in refused.stderr
+    assert refused.exit_code == 3 and "calls cubes::cube, registered by the Python module 'cubes'" in refused.stderr
     monkeypatch.setattr(sys, "path", list(sys.path))
     unknown = CliRunner().invoke(main, [*arguments, "--import", "no.such", "model.pt2"])
     assert unknown.exit_code == 1 and "error: imports: the module 'no.such' could not be imported" in unknown.stderr
@@ -216,7 +216,7 @@ def test_commands_name_what_is_missing(arguments: tuple[str, ...], made: SimpleN
 
 
 def test_what_a_script_registers_itself_is_to_be_moved(made: SimpleNamespace) -> None:
-    with pytest.raises(IncompatibleError, match=r"calls script::third, which a script, script\.py, registered that cannot be imported by name: move"):
+    with pytest.raises(IncompatibleError, match=r"calls script::third, registered by a script, script\.py, that cannot be imported by name: move"):
         load(made.folder / "script.pt2")
 
 
@@ -224,10 +224,10 @@ def test_packages_that_do_not_say_and_packages_that_lie(made: SimpleNamespace, t
     """One package has an earlier format, and one has invalid names."""
     members = taken_apart(made.package)
     put_together(tmp_path / "older.pt2", members, {"operators": {}, "format_version": [1, 4]})
-    with pytest.raises(IncompatibleError, match="model::half, which nobody has registered here, and the package does not say who does"):
+    with pytest.raises(IncompatibleError, match="model::half, which is not registered here, and the package does not name the module"):
         load(tmp_path / "older.pt2")
     put_together(tmp_path / "odd.pt2", members, {"operators": {"cubes::cube": {"module": "os;\x1b[2J"}}})
-    with pytest.raises(PackageError, match=r"calls 'cubes::cube' of 'os;\\x1b\[2J', which is no operator"):
+    with pytest.raises(PackageError, match=r"calls 'cubes::cube' of 'os;\\x1b\[2J', which is not an operator"):
         load(tmp_path / "odd.pt2")
 
 
@@ -247,7 +247,7 @@ def test_recorded_passes(tmp_path: Path) -> None:
             backward_passes((7,))
     torch.testing.assert_close(found, backward_passes((4, 6)))
     ((reason, count),) = missed.items()
-    assert reason.startswith("the package calls gone::away, which the Python module 'gone.module' registers, and nobody has imported it here")
+    assert reason.startswith("the package calls gone::away, registered by the Python module 'gone.module', which is not imported here")
     assert count == 2 and replaying.report.hits == 1 and dict(replaying.report.misses) == missed
     with pytest.raises(InputError, match=r"imports: the module 'gone\.module' could not be imported"):
         replay(tmp_path / "gone.pt2", imports=["gone.module"])

@@ -64,7 +64,7 @@ def test_other_keys_and_packages_without_a_signature(signed: Path) -> None:
     folder = signed.parent
     status, words = opened(signed, folder / "other.pub")
     assert status == SIGNATURE and "by another key" in words
-    for key, word in (("own.pem", "private key"), ("nonsuch", "cannot be read"), ("pair.pt2.sig", "no single public key")):
+    for key, word in (("own.pem", "private key"), ("nonsuch", "cannot be read"), ("pair.pt2.sig", "expected one public key")):
         status, words = opened(signed, folder / key)
         assert status == SIGNATURE and word in words
     (folder / "two.pub").write_bytes((folder / "own.pub").read_bytes() + (folder / "other.pub").read_bytes())
@@ -82,7 +82,7 @@ def test_other_bytes_are_refused(signed: Path) -> None:
         assert opened(signed, key)[0] in (SIGNATURE, FORMAT)
     shutil.copyfile(golden_files.FOLDER / "1.2-step.pt2", signed)
     status, words = opened(signed, key)
-    assert status == SIGNATURE and "of other bytes" in words
+    assert status == SIGNATURE and "for other bytes" in words
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

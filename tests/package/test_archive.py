@@ -189,7 +189,7 @@ def test_row_22_members_that_should_not_be_there_or_are_not(package: Path) -> No
 def test_row_22_bytes_that_belong_to_nothing(package: Path) -> None:
     raw = [Raw(name, data) for name, data in taken_apart(package).items()]
     end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 0, 0, 0, 0, 0)
-    for after, message in ((b"\0", "no end record|cut short"), (b"x" * 100, "cut short or overwritten"), (end, "belong to nothing")):
+    for after, message in ((b"\0", "no end record|cut short"), (b"x" * 100, "cut short or overwritten"), (end, "belong to no member")):
         write_raw(package, raw, after=after)
         refused(package, message)
     write_raw(package, raw, before_directory=b"hidden")
@@ -203,7 +203,7 @@ def test_row_22_bytes_that_belong_to_nothing(package: Path) -> None:
     write_raw(package, raw, end={"comment": 7})
     refused(package, "comment of 7 bytes")
     write_raw(package, raw, end={"here": 1})
-    refused(package, "one part of several")
+    refused(package, "one part of a split archive")
     write_raw(package, raw, end={"here": len(raw) - 1, "count": len(raw) - 1})
     refused(package, "bytes in the central directory after its last member")
     write_raw(package, raw, end={"here": len(raw) + 1, "count": len(raw) + 1})

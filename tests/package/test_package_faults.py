@@ -522,7 +522,7 @@ def test_row_33_an_open_archive_outlives_its_file(package: Path) -> None:
 def test_a_package_written_over_in_place_is_refused(package: Path) -> None:
     archive = open_package(package)
     package.write_bytes(package.read_bytes()[:2000])
-    with pytest.raises(PackageError, match=f"corrupt package {package}: it ended at byte 2000 while it was read; was it written over"):
+    with pytest.raises(PackageError, match=f"corrupt package {package}: it ended at byte 2000 while it was read; was it overwritten in place"):
         archive.verify_digests()
 
 

@@ -183,23 +183,23 @@ def _sign_bytes(envelope: dict[str, Any], **changes: Any) -> None:
 
 SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another digest": (lambda b: _sign_bytes(b["dsseEnvelope"], subject=[]), "is bad"),
-    "no signature": (lambda b: b["dsseEnvelope"]["signatures"].clear(), "cannot be understood"),
+    "no signature": (lambda b: b["dsseEnvelope"]["signatures"].clear(), "cannot be parsed"),
     "another signature": (lambda b: b["dsseEnvelope"]["signatures"][0].update(sig="MEUCIQD1"), "is bad"),
-    "not base64": (lambda b: b["dsseEnvelope"]["signatures"][0].update(sig="é"), "cannot be understood"),
-    "no envelope": (lambda b: b.pop("dsseEnvelope"), "cannot be understood"),
+    "not base64": (lambda b: b["dsseEnvelope"]["signatures"][0].update(sig="é"), "cannot be parsed"),
+    "no envelope": (lambda b: b.pop("dsseEnvelope"), "cannot be parsed"),
     "a message instead": (
         lambda b: b.update(
             messageSignature={"messageDigest": {"algorithm": "SHA2_256", "digest": "AA=="}, "signature": b.pop("dsseEnvelope")["payload"]}
         ),
-        "cannot be understood",
+        "cannot be parsed",
     ),
-    "no key": (lambda b: b["verificationMaterial"].pop("publicKey"), "is no signature by a key"),
-    "an unnamed key": (lambda b: b["verificationMaterial"].update(publicKey={}), "is no signature by a key"),
-    "a null key": (lambda b: b["verificationMaterial"]["publicKey"].update(hint=None), "does not say by which key"),
-    "a strange key": (lambda b: b["verificationMaterial"]["publicKey"].update(hint="\x1b[31m" * 99), "does not say by which key"),
-    "another media type": (lambda b: b.update(mediaType="text/plain"), "cannot be understood"),
-    "another kind of payload": (lambda b: b["dsseEnvelope"].update(payloadType="text/plain"), "cannot be understood"),
-    "more fields": (lambda b: b.update(more=1), "cannot be understood"),
+    "no key": (lambda b: b["verificationMaterial"].pop("publicKey"), "is not a signature by a key"),
+    "an unnamed key": (lambda b: b["verificationMaterial"].update(publicKey={}), "is not a signature by a key"),
+    "a null key": (lambda b: b["verificationMaterial"]["publicKey"].update(hint=None), "does not name its key"),
+    "a strange key": (lambda b: b["verificationMaterial"]["publicKey"].update(hint="\x1b[31m" * 99), "does not name its key"),
+    "another media type": (lambda b: b.update(mediaType="text/plain"), "cannot be parsed"),
+    "another kind of payload": (lambda b: b["dsseEnvelope"].update(payloadType="text/plain"), "cannot be parsed"),
+    "more fields": (lambda b: b.update(more=1), "cannot be parsed"),
 }
 
 
@@ -215,12 +215,12 @@ def test_a_spoilt_signature(how: str, tiny: Path, own: Path) -> None:
     ("content", "words"),
     [
         (b"", "is empty"),
-        (b"\x00" * 100, "is no signature"),
-        (b"[" * 500_000, "is no signature"),
-        (b"[]", "is no signature"),
-        (b'"words"', "is no signature"),
-        (b'{"verificationMaterial": 1}', "is no signature"),
-        (b"\xff\xfe", "is no signature"),
+        (b"\x00" * 100, "is not a signature"),
+        (b"[" * 500_000, "is not a signature"),
+        (b"[]", "is not a signature"),
+        (b'"words"', "is not a signature"),
+        (b'{"verificationMaterial": 1}', "is not a signature"),
+        (b"\xff\xfe", "is not a signature"),
         (b" " * ((1 << 20) + 1), "has 1048577 bytes; no signature has more than 1048576"),
     ],
     ids=["empty", "zeros", "deep", "list", "string", "number", "not UTF-8", "large"],
@@ -285,7 +285,7 @@ def test_the_signature_of_another_file(tiny: Path, keys: Path, own: Path, tmp_pa
     place = ab.sign(other, key=keys / "own.pem")
     place.replace(tiny.with_name("tiny.pt2.sig"))
     digests = [hashlib.sha256(p.read_bytes()).hexdigest() for p in (other, tiny)]
-    refused(tiny, own, "is good, but of other bytes", "'other.pt2'", *digests)
+    refused(tiny, own, "is good, but for other bytes", "'other.pt2'", *digests)
 
 
 def test_one_bit_changed_after_signing_and_signed_again(tiny: Path, keys: Path, own: Path) -> None:
@@ -296,12 +296,12 @@ def test_one_bit_changed_after_signing_and_signed_again(tiny: Path, keys: Path, 
         data = bytearray(good)
         data[at] ^= 1 << chance.randrange(8)
         tiny.write_bytes(data)
-        refused(tiny, own, "is good, but of other bytes")
+        refused(tiny, own, "is good, but for other bytes")
     for changed in (good + b"\0", good[:-1], b""):
         tiny.write_bytes(changed)
-        refused(tiny, own, "is good, but of other bytes")
+        refused(tiny, own, "is good, but for other bytes")
     write_tiny(tiny, {"bias": torch.zeros(3)})
-    refused(tiny, own, "is good, but of other bytes", signature="if-present")
+    refused(tiny, own, "is good, but for other bytes", signature="if-present")
     ab.sign(tiny, key=keys / "own.pem")
     load_package(tiny, key=own)
 
@@ -366,11 +366,11 @@ def test_links(tiny: Path, keys: Path, own: Path, tmp_path: Path) -> None:
 BAD_KEYS = {
     "missing.pub": "cannot read the key",
     "": "Is a directory",
-    "empty.pub": "it is no public key in PEM form",
-    "words.pub": "it is no public key in PEM form",
-    "two.pub": "it holds 2 keys, of which only the first would be trusted",
+    "empty.pub": "it is not a public key in PEM form",
+    "words.pub": "it is not a public key in PEM form",
+    "two.pub": "it has 2 keys, and only the first would be trusted",
     "large.pub": "it has more than 1048576 bytes",
-    "own.pem": "it is a private key; its public half is made by: openssl pkey",
+    "own.pem": "it is a private key; write its public key with: openssl pkey",
     "rsa.pub": "it is of kind RSA; expected an elliptic-curve key on P-256, P-384 or P-521",
     "ed25519.pub": "it is of kind Ed25519",
     "koblitz.pub": "it is on the curve secp256k1",
@@ -393,7 +393,7 @@ def test_a_certificate_is_not_taken_for_a_key(tiny: Path, keys: Path, tmp_path: 
     now = datetime.datetime.now(datetime.UTC)
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1)).sign(key, hashes.SHA256())  # type: ignore[arg-type]
     (tmp_path / "own.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    with pytest.raises(SignatureError, match="it is a certificate; the public key in it is printed by: openssl x509"):
+    with pytest.raises(SignatureError, match="it is a certificate; print its public key with: openssl x509"):
         load_package(tiny, key=tmp_path / "own.crt")
 
 
@@ -404,7 +404,7 @@ def test_a_policy_that_says_nothing_or_too_much(tiny: Path, own: Path) -> None:
 
     says("signature='require' needs the public key to check with: key='public.pem'", signature="require")
     says("signature='if-present' needs the public key", signature="if-present")
-    says("signature='off' would not look at the key", signature="off", key=own)
+    says("signature='off' would ignore the key", signature="off", key=own)
     says("signature='required' is unknown: it is 'require', 'if-present' or 'off'", signature="required", key=own)
     says("signature=True is unknown", signature=True, key=own)
     says("signature=False is unknown", signature=False)
@@ -475,7 +475,7 @@ def test_what_was_signed_is_loaded_whatever_the_path_leads_to(twins: tuple[bytes
     archive = open_package(path, admit=replacing)
     assert path.read_bytes() == twins[1]
     assert load_weights(archive)[WEIGHT].max() < 9
-    refused(path, own, "is good, but of other bytes")
+    refused(path, own, "is good, but for other bytes")
 
 
 def test_what_was_signed_is_loaded_whatever_is_written_over_it(
@@ -586,16 +586,16 @@ def test_the_library_s_own_signatures(tiny: Path, keys: Path, own: Path, tmp_pat
     folder.mkdir()
     (folder / "tiny.pt2").write_bytes(tiny.read_bytes())
     signer.sign(folder, place)
-    refused(tiny, own, "is good, but of 1 resources of 'folder'")
+    refused(tiny, own, "is good, but for 1 resources of 'folder'")
     (folder / "tiny.pt2").unlink()
     signer.sign(folder, place)
-    refused(tiny, own, "is good, but of 0 resources")
+    refused(tiny, own, "is good, but for 0 resources")
     signer.set_hashing_config(hashing.Config().set_ignored_paths(paths=["."])).sign(tiny, place)  # nothing is signed
-    refused(tiny, own, "is good, but of 0 resources")
+    refused(tiny, own, "is good, but for 0 resources")
     signer.set_hashing_config(hashing.Config().use_file_serialization(hashing_algorithm="blake3")).sign(tiny, place)
-    refused(tiny, own, "and not of one package with its SHA-256", "aot-backward sign")
+    refused(tiny, own, "not for one package with its SHA-256", "aot-backward sign")
     signer.set_hashing_config(hashing.Config().use_shard_serialization()).sign(tiny, place)
-    refused(tiny, own, "and not of one package with its SHA-256")
+    refused(tiny, own, "not for one package with its SHA-256")
 
 
 def test_nothing_is_signed_that_is_damaged_or_no_package(tiny: Path, keys: Path, tmp_path: Path) -> None:
@@ -640,7 +640,7 @@ def test_a_key_with_a_password(tiny: Path, keys: Path, tmp_path: Path, monkeypat
     locked = keys / "locked.pem"
     fails(called("sign", tiny, "--key", locked), 1, f"cannot sign with {locked}: it is encrypted, and no password was given")
     monkeypatch.setenv("KEY_PASSWORD", "wrong")
-    told = fails(called("sign", tiny, "--key", locked, "--password-env", "KEY_PASSWORD"), 1, "the password does not open it")
+    told = fails(called("sign", tiny, "--key", locked, "--password-env", "KEY_PASSWORD"), 1, "the password does not decrypt it")
     assert "wrong" not in told
     monkeypatch.setenv("KEY_PASSWORD", "open sesame")
     assert called("sign", tiny, "--key", locked, "--password-env", "KEY_PASSWORD").stdout == f"wrote {tiny}.sig\n"
@@ -655,7 +655,7 @@ def test_a_key_with_a_password(tiny: Path, keys: Path, tmp_path: Path, monkeypat
         ("own.pub", "it is a public key, which cannot sign"),
         ("rsa.pem", "it is of kind RSA"),
         ("koblitz.pem", "it is on the curve secp256k1"),
-        ("empty.pub", "it is no private key in PEM form; make one: openssl genpkey"),
+        ("empty.pub", "it is not a private key in PEM form; make one: openssl genpkey"),
         ("missing.pem", "No such file"),
         ("", "Is a directory"),
     ],

@@ -173,9 +173,9 @@ def test_a_map_copies_nothing_and_everything_is_aligned(tmp_path: Path) -> None:
     ("field", "value", "message"),
     [
         ("weights/w/dtype", "int32", r"weight 'w' is F32 of shape \[2, 3\]; the manifest says int32"),
-        ("weights/w/dtype", "quint8", r"weight 'w': no tensor is quint8"),
+        ("weights/w/dtype", "quint8", r"weight 'w': not a tensor: quint8"),
         ("weights/w/shape", [3, 2], r"weight 'w' is F32 of shape \[2, 3\]; the manifest says float32 of shape \[3, 2\]"),
-        ("weights/w/stride", [1], r"weight 'w': no tensor is float32 \(2, 3\) with strides \(1,\)"),
+        ("weights/w/stride", [1], r"weight 'w': not a tensor: float32 \(2, 3\) with strides \(1,\)"),
         ("weights/w/stride", [1, 1], "weight 'w': .* elements overlap"),
         ("weights/w/stride", [-3, 1], "weight 'w': .* a stride is out of range"),
         ("weights/w/stride", [1 << 61, 1], "weight 'w': .* a stride is out of range"),
@@ -202,7 +202,7 @@ F32 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "0 bytes are no safetensors file"),
+        (b"", "0 bytes are not a safetensors file"),
         (struct.pack("<Q", 1 << 62) + b"{}", f"a header of {1 << 62} bytes in a file of 10"),
         (b"\0" * 8, "header is not JSON"),
         (b"[]", "its header is a list"),

@@ -172,5 +172,5 @@ def test_a_miss_names_the_node_the_layer_and_the_line_and_says_to_record(tmp_pat
     )
     assert re.search(r"\(of \w+Backward0, node \d+\)", size) and "expected at least 2" in size
     for reason in (unknown, size):
-        assert re.search(r"backward called at .*test_kinds_of_passes\.py:\d+: record such a pass too, onto the same file \(", reason), reason
+        assert re.search(r"backward called at .*test_kinds_of_passes\.py:\d+: record such a pass too, into the same file \(", reason), reason
         assert "export" not in reason

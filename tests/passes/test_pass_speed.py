@@ -137,7 +137,7 @@ def test_what_eager_does_as_fast_is_left_out_and_goes_to_eager(tmp_path: Path, m
             same(expected, passes(each, [3] * 40))
     report = replaying.report
     assert report.compiled > 0 and sum(report.misses.values()) <= 8 and sum(report.eager.values()) >= 60
-    assert "called from where the package served none of the last passes" in str(report)
+    assert "called from a place where the package had no code for the last passes" in str(report)
 
     monkeypatch.setattr(pass_speed, "measure", said("eager"))
     with ab.record(tmp_path / "none.pt2", tune="quick"):
@@ -191,7 +191,7 @@ def test_a_replay_whose_passes_nothing_serves_leaves_the_engine() -> None:
             same(expected, passes(net, [3] * count))
         report = replaying.report
         assert report.passes == count == sum(report.misses.values()) + sum(report.eager.values())
-        assert report.eager[f"after {UNSERVED} in a row that nothing served"] == count - UNSERVED
+        assert report.eager[f"after {UNSERVED} passes in a row without compiled code"] == count - UNSERVED
         same(expected, passes(net, [3] * count))
     with ab.replay(recorded(), strict=True) as replaying:  # the engine's setting is restored
         passes(small(), [3] * 20)

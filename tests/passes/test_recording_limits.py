@@ -283,7 +283,7 @@ NOTHING = {
         "for i in range(3):\n    torch.autograd.grad((x**2).sum(), x, create_graph=True)",
         [
             "nothing was written: all backward passes were left to eager",
-            "  eager x3: create_graph=True: its results are differentiated again, and no compiled pass can be",
+            "  eager x3: create_graph=True: compiled passes cannot be differentiated again",
         ],
     ),
     "refused": (

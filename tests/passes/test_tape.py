@@ -23,17 +23,17 @@ from ..support.backward_passes import SCENARIOS
 from ..support.backward_passes.scenario import leaf
 
 _REENTRANT = "re-entrant: called by a hook or a custom function of another pass"
-_BATCHED = "batched gradients (is_grads_batched=True), or within a transform of functorch"
-_AGAIN = "a structure that was left to eager before"
+_BATCHED = "batched gradients (is_grads_batched=True), or within a functorch transform"
+_AGAIN = "a structure that ran in eager before"
 LEFT_TO_EAGER = {
     "checkpointed_reentrant": {_REENTRANT: 6},
     "backward_in_a_backward": {_REENTRANT: 6},
     "backward_in_a_hook": {_REENTRANT: 3},
-    "double_backward": {"create_graph=True: its results are differentiated again, and no compiled pass can be": 3},
+    "double_backward": {"create_graph=True: compiled passes cannot be differentiated again": 3},
     "batched_gradients": {_BATCHED: 3},
     "jacobian": {_BATCHED: 3},
     "update_through_a_view_of_another_type": {"view_fn not supported by compiled autograd": 3},
-    "nothing_in_reach": {"the order in which eager runs the nodes cannot be told from the roots of this pass": 2, _AGAIN: 4},
+    "nothing_in_reach": {"the order in which eager runs the nodes cannot be derived from the roots of this pass": 2, _AGAIN: 4},
     "jagged_tensors": {"NestedTensor support not implemented.": 3},
 }
 """Scenario -> the number of its passes that run in eager, and the reason. All other passes are recorded."""

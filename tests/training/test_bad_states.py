@@ -172,7 +172,7 @@ def test_weights_that_are_handed_to_load(mixed: Path) -> None:
         with pytest.raises(WeightsError, match=key.replace(".", r"\.")):
             load(mixed, weights={key: make()})
         assert name
-    for weights, message in (([X], "weights is a list; expected tensors by their key"), ({3: X}, "has no weight '3'")):
+    for weights, message in (([X], "weights: expected tensors by key, got a list"), ({3: X}, "has no weight '3'")):
         with pytest.raises(WeightsError, match=message):
             load(mixed, weights=weights)  # type: ignore[arg-type]
     net = load(mixed).module()
@@ -221,14 +221,14 @@ def test_a_bad_tensor_in_the_state_of_a_step(adam: Any) -> None:
         (("count",), True, "count is True"),
         (("count",), 2**80, "count is 1208"),
         (("skipped",), 1.0, "skipped is 1.0"),
-        (("optimizer", "state", 0), 3, "no state of a module and an optimizer"),
-        (("optimizer", "state"), [3], "no state of a module and an optimizer"),
-        (("optimizer", "state", 0, "step"), 10**400, "no state of a module and an optimizer"),
+        (("optimizer", "state", 0), 3, "not the state of a module and an optimizer"),
+        (("optimizer", "state"), [3], "not the state of a module and an optimizer"),
+        (("optimizer", "state", 0, "step"), 10**400, "not the state of a module and an optimizer"),
         (("optimizer", "state", 0, "step"), True, "is a bool"),
-        (("optimizer", "param_groups"), None, "no state of a module and an optimizer"),
-        (("optimizer", "param_groups", 1), [1], "no state of a module and an optimizer"),
+        (("optimizer", "param_groups"), None, "not the state of a module and an optimizer"),
+        (("optimizer", "param_groups", 1), [1], "not the state of a module and an optimizer"),
         (("optimizer", "param_groups", 1, "lr"), 10**400, "expected a number"),
-        (("optimizer", "param_groups", 1, "params"), [[0], {}, 2], "no state of a module and an optimizer"),
+        (("optimizer", "param_groups", 1, "params"), [[0], {}, 2], "not the state of a module and an optimizer"),
         (("optimizer", "param_groups", 1, "amsgrad"), torch.ones(2), "is fixed in the compiled step"),
     ):
         state = other.state_dict()
@@ -262,7 +262,7 @@ def test_files_whose_numbers_are_absurd(adam: Any, tmp_path: Path) -> None:
         (lambda a: a.update(accumulated=-1), "accumulated is -1"),
         (lambda a: a.update(skipped=1.0), "skipped is 1.0"),
         (lambda a: a.update(fresh=3), "fresh is 3; expected true or false"),
-        (lambda a: a.update(groups=[]), "parameter groups are not this step's"),
+        (lambda a: a.update(groups=[]), "parameter groups differ from this step's"),
         (lambda a: a.update(groups=3), "does not fit this step"),
         (lambda a: a.update(groups=[3, 4]), "does not fit this step"),
         (lambda a: a.update(scaler={}), "it has a loss scale"),
@@ -300,7 +300,7 @@ def test_files_whose_numbers_are_absurd(adam: Any, tmp_path: Path) -> None:
     rms = load(package("RMSprop")).step()
     rms.save(tmp_path / "rms")
     _rewritten(tmp_path / "rms", tmp_path / "bad", lambda a, _: a.update(accumulated=2))
-    with pytest.raises(StateError, match="it holds accumulated gradients of 2 calls, which this step was exported without"):
+    with pytest.raises(StateError, match="it has accumulated gradients of 2 calls, and this step was exported without accumulate=True"):
         rms.resume(tmp_path / "bad")
 
 

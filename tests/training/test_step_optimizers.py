@@ -244,7 +244,7 @@ def test_numbers_become_conditions(tmp_path: Path) -> None:
     assert_equal(everything(step), before)
     assert step.grad_norm > 0
     for key in ("momentum", "weight_decay"):
-        with pytest.raises(InputError, match=rf"param_groups\[0\]\['{key}'\] = 0.1: SGD computes otherwise then; compiled for 0 alone"):
+        with pytest.raises(InputError, match=rf"param_groups\[0\]\['{key}'\] = 0.1: SGD computes differently for this value; compiled for 0 alone"):
             step.param_groups[0][key] = 0.1
     with pytest.raises(InputError, match=r"param_groups\[0\]\['dampening'\] is fixed in the compiled step at 0, got 0.3"):
         step.param_groups[0]["dampening"] = 0.3  # it would change the first step

@@ -143,7 +143,7 @@ def test_memory_that_other_entries_would_not_see_is_refused(path: Path) -> None:
     step, y = package.step(), torch.arange(12) % 5
     step(X, y)
     step.parameters["body.0.weight"].data = torch.zeros(8, 6)
-    with pytest.raises(WeightsError, match=r"body\.0\.weight was given other memory, which other entries of the package would not see"):
+    with pytest.raises(WeightsError, match=r"body\.0\.weight was moved to other memory, and other entries of the package would not see it"):
         step(X, y)
 
 

@@ -1,4 +1,4 @@
-"""Runs a user's script in this process, as ``python train.py ARGS…`` or ``python -m package.module ARGS…`` would, inside a context."""
+"""Run a user's script in this process and inside a context, as ``python train.py ARGS…`` or ``python -m package.module ARGS…`` would."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ import click
 from .failures import FAILED, ScriptInterrupted
 
 _OURS = ("aot_backward", "aot_backward_runtime", "aot_backward_exporters")
-_STARTS = _OURS  # the frames that come before the script's first
+_STARTS = _OURS  # packages of the frames before the script's first
 
 
 @dataclass(frozen=True)
 class Script:
-    """``name``: a file of Python code, or with ``as_module`` the module's name behind ``-m``."""
+    """A script and its arguments. ``name``: a file of Python code or, with ``as_module``, the module's name after ``-m``."""
 
     name: str
     arguments: tuple[str, ...]
     as_module: bool = False
 
     def run(self) -> None:
-        """Not by ``runpy``, which lets go of ``__main__`` at the end: what was recorded is compiled after it, and looks up there what was defined."""
+        """Run the script as ``__main__``. ``runpy`` would remove this module at the end, but the recorded passes are compiled after that and look up
+        the script's definitions in it."""
         main = ModuleType("__main__")
         main.__dict__.update(__builtins__=builtins, __cached__=None)
         if self.as_module:
@@ -43,16 +44,16 @@ class Script:
             main.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
             code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
         sys.modules["__main__"] = main
-        exec(code, main.__dict__)  # noqa: S102 # what python does
+        exec(code, main.__dict__)  # noqa: S102 # as python does
 
     @property
     def folder(self) -> str:
-        """What Python puts first in ``sys.path``."""
+        """Return the folder that Python puts first in ``sys.path``."""
         return str(Path.cwd()) if self.as_module else str(Path(self.name).resolve().parent)
 
 
 def _found(name: str) -> tuple[ModuleSpec, CodeType]:
-    """What ``python -m`` runs: a module, or the ``__main__`` of a package. :class:`ImportError` as Python words it."""
+    """Return the module that ``python -m`` runs: ``name`` itself, or the ``__main__`` of a package. Raise :class:`ImportError` in Python's words."""
     try:
         spec = find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -61,11 +62,11 @@ def _found(name: str) -> tuple[ModuleSpec, CodeType]:
                 raise ImportError(f"No module named {package}.__main__; {package!r} is a package and cannot be directly executed")
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # of what the package itself imports
+            raise  # from an import within the package
         raise ImportError(f"Error while finding module specification for {name!r} (ModuleNotFoundError: {error})") from None
     if spec is None:
         raise ImportError(f"No module named {name}")
-    get_code: Any = getattr(spec.loader, "get_code", None)  # which a zip file's has, too
+    get_code: Any = getattr(spec.loader, "get_code", None)  # the loader of a zip file has it too
     code = get_code(spec.name) if get_code is not None else None
     if code is None:
         raise ImportError(f"No code object available for {spec.name}")
@@ -73,10 +74,10 @@ def _found(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The argument ``script``, a :class:`Script`, and the option ``max_structures``."""
+    """Add the argument ``script``, a :class:`Script`, and the option ``max_structures``."""
     most = click.option(
         "--max-structures", type=click.IntRange(min=1), metavar="N",
-        help="After N structures that the package does not hold, leave further ones to eager.  [default: 128]",
+        help="After N structures that the package does not hold, run further ones in eager.  [default: 128]",
     )  # fmt: skip
     words = "TRAIN.py | -m MODULE [ARGS]…"
     return most(click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, callback=_parsed, metavar=words)(command))
@@ -97,11 +98,11 @@ def _parsed(context: click.Context, parameter: click.Parameter, words: Sequence[
 
 
 def run_script(script: Script, context: AbstractContextManager[Any], on_interrupt: Callable[[], None] = lambda: None) -> int:
-    """Runs ``script`` as ``__main__`` inside ``context``; its exit code.
+    """Run ``script`` as ``__main__`` inside ``context``. Return its exit code.
 
-    What it raises is printed as Python prints it, without frames of aot-backward, and ends the command with Python's exit status. An interrupt of the
-    script is ``context``'s to see too: :class:`ScriptInterrupted` is raised once it has closed, ``on_interrupt`` is called before. What ``context``
-    raises, a strict replay's :class:`MissError` included, is raised.
+    An exception of the script is printed as Python prints it, without frames of aot-backward, and ends the command with Python's exit status. An
+    interrupt of the script passes through ``context`` too: ``on_interrupt`` is called first, and :class:`ScriptInterrupted` is raised after
+    ``context`` has closed. Exceptions of ``context`` are raised unchanged, also a strict replay's :class:`MissError`.
     """
     from aot_backward_runtime.errors import MissError
 
@@ -117,7 +118,7 @@ def run_script(script: Script, context: AbstractContextManager[Any], on_interrup
                 raise
             except BaseException as error:
                 _drop_own_frames(error, set())
-                if isinstance(error, ImportError) and error.__traceback__ is None:  # runpy itself, which found no such module
+                if isinstance(error, ImportError) and error.__traceback__ is None:  # from _found(): the module cannot be run
                     raise click.ClickException(str(error)) from None
                 sys.excepthook(type(error), error, error.__traceback__)
                 if isinstance(error, KeyboardInterrupt):
@@ -134,7 +135,7 @@ def run_script(script: Script, context: AbstractContextManager[Any], on_interrup
 
 @contextmanager
 def _interrupts_of_its_own() -> Iterator[None]:
-    """What the script does on an interrupt is over with the script."""
+    """Restore the handler of interrupts after the script."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -146,7 +147,7 @@ def _interrupts_of_its_own() -> Iterator[None]:
 @contextmanager
 def _as_main(script: Script) -> Iterator[None]:
     arguments, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
-    sys.argv = ["-m" if script.as_module else script.name, *script.arguments]  # runpy puts the module's file there
+    sys.argv = ["-m" if script.as_module else script.name, *script.arguments]  # Script.run replaces "-m" by the module's file
     if not sys.flags.safe_path:
         sys.path[0] = script.folder
     try:
@@ -163,7 +164,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _drop_own_frames(error: BaseException, seen: set[int]) -> None:
-    """Removes our frames from the traceback, and from those of its causes and contexts."""
+    """Remove our frames from the tracebacks of ``error``, its causes and its contexts."""
     if id(error) in seen:
         return
     seen.add(id(error))
@@ -185,5 +186,5 @@ def _drop_own_frames(error: BaseException, seen: set[int]) -> None:
 
 
 def _home(step: TracebackType) -> str:
-    """The package that a frame's code is from."""
+    """Return the top-level package of a frame's code."""
     return str(step.tb_frame.f_globals.get("__name__", "")).partition(".")[0]

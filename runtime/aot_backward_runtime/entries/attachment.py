@@ -34,8 +34,11 @@ _EXPORT_AGAIN = "Change it back, or export the module as it is now."
 class Attachment:
     """The replacement of ``net.forward`` until :meth:`detach`; as a context manager, until the block ends.
 
-    ``calls``: how many ran compiled. ``in_eager``: how many ran the module's own forward, by reason. Copies and pickles of ``net`` have its own
-    forward.
+    Copies and pickles of ``net`` have its own forward.
+
+    Attributes:
+        calls: The number of calls that ran compiled.
+        in_eager: The numbers of calls that ran the module's own forward, by reason.
     """
 
     def __init__(self, entry: Entry, net: nn.Module, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0):
@@ -59,6 +62,7 @@ class Attachment:
 
     @torch_api.opaque_to_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call of ``net``. ``nn.Module.__call__`` calls this; you need not."""
         net = self._net()
         if net is None:
             raise InputError("the module that this forward belongs to no longer exists. Keep the module for as long as its forward is called.")
@@ -87,7 +91,7 @@ class Attachment:
         self._to_compare -= 1
 
     def detach(self) -> None:
-        """Restore the forward of ``net``."""
+        """Restore the forward of ``net``. Do nothing if it has been restored already."""
         net = self._net()
         if net is not None and net.__dict__.get("forward") is self:
             net.__dict__.pop("forward", None)  # another thread may have removed it
@@ -110,9 +114,9 @@ class Attachment:
         be harmless."""
         spec = self._entry.spec
         if not spec.layers:
-            self._unsure("the package was written before packages held the layers of modules, and they cannot be compared. Export it again.")
+            self._unsure("the package is from an older version, and stores no layers to compare with this module. Export it again.")
         elif spec.layers[0].hooks:
-            raise InputError("the module was exported with hooks of its own, which are compiled, and would run twice. Export it without them.")
+            raise InputError("the module was exported with its own hooks: they are compiled, and would run twice. Export it without them.")
         else:
             for sure, words in sorted(differences(spec.layers, net), key=lambda one: not one[0]):
                 (_raise if sure else self._unsure)(f"{words}. {_EXPORT_AGAIN}")
@@ -124,10 +128,9 @@ class Attachment:
         exported = [set(v.spec.set_apart) for v in self._entry.variants if v.spec.mode == bound.mode]
         if exported and apart not in exported:  # if the mode was not exported, the call raises
             name = min(apart ^ exported[0])
-            expected = "another mode than" if name in exported[0] else "the same mode as"
-            raise InputError(
-                f"{name}: expected {expected} the whole module, which is in {bound.mode} mode. Put it there, or export the module as it is now."
-            )
+            other = "eval" if bound.mode == "train" else "train"
+            got, expected = (other, bound.mode) if name in apart else (bound.mode, other)
+            raise InputError(f"{name}: expected {expected} mode, as when it was exported, got {got} mode. {_EXPORT_AGAIN}")
         return bound
 
     def _check_trained(self, current: list[torch.Tensor]) -> None:
@@ -148,13 +151,11 @@ class _Bound:
         for name, part in self.parts:
             if hook := torch_api.call_hooks(part):
                 raise InputError(
-                    f"{name}: expected a submodule without hooks, got {hook}, which would never run. Put it on the module itself, or remove it."
+                    f"{name}: expected a submodule without hooks, got {hook}, which would never run. Register it on the module itself, or remove it."
                 )
         state = state_of(net)
         if odd := sorted(state.keys() ^ set(names)):
-            raise InputError(
-                f"expected the tensors of the exported module, got {'also' if odd[0] in state else 'none called'} {odd[0]}. {_EXPORT_AGAIN}"
-            )
+            raise InputError(f"expected the tensors of the exported module, got {'also' if odd[0] in state else 'no'} {odd[0]}. {_EXPORT_AGAIN}")
         if odd := [name for name in names if state[name].is_inference()]:
             raise InputError(
                 f"{odd[0]}: expected a tensor that autograd can track, got one made under torch.inference_mode(). Make the module outside of it."
@@ -220,7 +221,7 @@ def detach(net: nn.Module) -> None:
 
 def _refuse_other_forward(net: nn.Module) -> None:
     if isinstance(net, torch.jit.ScriptModule):
-        raise InputError("expected a module whose forward is Python code, got TorchScript. Attach to the module that it was made of.")
+        raise InputError("expected a module with a forward in Python code, got TorchScript. Attach to the original nn.Module.")
     if not isinstance(net, nn.Module):
         raise InputError(f"expected an nn.Module to attach to, got a {type(net).__qualname__}. Pass the module that is called.")
     kind = type(net).__qualname__
@@ -228,9 +229,9 @@ def _refuse_other_forward(net: nn.Module) -> None:
     if isinstance(own, Attachment):
         raise InputError(f"expected a {kind} with its own forward, got one that compiled code is attached to. Call detach first.")
     if has_other_forward(net):
-        raise InputError(f"expected a {kind} with the forward of its class, got one that was given another. Attach before other code replaces it.")
+        raise InputError(f"expected a {kind} with the forward of its class, got one with a replaced forward. Attach before other code replaces it.")
     if not inspect.isfunction(type(net).forward):
-        raise InputError(f"expected a module whose forward is Python code, got a {kind}. Attach to the module that it was made of.")
+        raise InputError(f"expected a module with a forward in Python code, got a {kind}. Attach to the original nn.Module.")
 
 
 def _getter(layer: nn.Module) -> Callable[[nn.Module], Any] | None:

@@ -16,8 +16,8 @@ from ..native.variant import Differentiated, Variant
 from .dispatch import Entry, MatchedCall
 
 _NO_SECOND_DERIVATIVE = (
-    "a derivative was asked for of a compiled backward that holds none of that order: export the module with order=2 for the second, or the "
-    "gradients themselves as a program (export_grad of a function that calls torch.autograd.grad(..., create_graph=True)), or use eager"
+    "the package has no derivatives of this order: export the module with order=2 for second derivatives, or export the gradients themselves as a "
+    "program (export_grad of a function that calls torch.autograd.grad(..., create_graph=True)), or use eager"
 )
 
 
@@ -101,12 +101,12 @@ class _Native(torch.autograd.Function):
         given = [incoming[i] for i in of.variant.incoming]
         saved = ctx.saved_tensors
         if call.consumed:
-            raise GradientError(
-                "an earlier backward of this graph failed half-way, and may have overwritten what it had saved: run the forward again"
-            )
+            raise GradientError("an earlier backward of this graph failed, and may have overwritten its saved tensors: run the forward again")
         for i, address, shape in call.memory:
             if saved[i].data_ptr() != address or saved[i].shape != shape:
-                raise GradientError("an input was given other memory (.data = …) between forward and backward; pass a copy to the forward instead")
+                raise GradientError(
+                    "the memory of an input was replaced (.data = …) between forward and backward; pass a copy to the forward instead"
+                )
         needed = ctx.needs_input_grad[1:]
         if not torch.is_grad_enabled():
             return (None, *_gradients(call, saved, given, needed))

@@ -41,9 +41,7 @@ class BoundParameter(nn.Parameter):
     @_post_accumulate_grad_hooks.setter
     def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
         self._refuse_hook()
-        raise InputError(
-            "a hook that runs after a gradient was accumulated would never run: this call fills no .grad. register_hook is served, with the gradient"
-        )
+        raise InputError("a post-accumulate-grad hook would never run: this call does not fill .grad. Use register_hook, which gets the gradient")
 
     def _refuse_hook(self) -> None:
         """Raise :class:`InputError` if a hook on this parameter's gradient could not be run."""
@@ -70,7 +68,7 @@ class StepParameter(BoundParameter):
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
         if flag != self.requires_grad:
-            raise InputError("which parameters are trained is fixed in the compiled step; export a step without this one in the optimizer")
+            raise InputError("the set of trained parameters is fixed in the compiled step; export a step without this one in the optimizer")
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self.requires_grad = requires_grad

@@ -89,20 +89,20 @@ def _incoming(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _difference(found: Values, expected: Values, factor: float, largest: float) -> str:
     if odd := [n for n in {**expected, **found} if n not in found or n not in expected]:
-        return f"{odd[0]} is {'compiled' if odd[0] in found else 'eager'} code's alone"
+        return f"{odd[0]} exists only in {'compiled code' if odd[0] in found else 'eager'}"
     return next((f"{n} {words}" for n in expected if (words := _compared(found[n], expected[n], factor, largest))), "")
 
 
 def _compared(found: torch.Tensor | None, expected: torch.Tensor | None, factor: float, largest: float) -> str:
     if found is None or expected is None:
-        return "" if found is expected else f"is {'None' if found is None else 'a tensor'} compiled, and eager's is not"
+        return "" if found is expected else f"is None in {'compiled code' if found is None else 'eager'} only"
     if found.dtype is not expected.dtype or found.shape != expected.shape:
-        return f"is {found.dtype} {tuple(found.shape)} compiled; eager's is {expected.dtype} {tuple(expected.shape)}"
+        return f"is {found.dtype} {tuple(found.shape)} in compiled code and {expected.dtype} {tuple(expected.shape)} in eager"
     if not (found.is_floating_point() or found.is_complex()):
-        return "" if torch.equal(found, expected) else "has other values compiled"
+        return "" if torch.equal(found, expected) else "has other values in compiled code"
     odd = ~torch.isfinite(expected)
     if not torch.equal(_infinities(found[odd]), _infinities(expected[odd])) or not torch.isfinite(found[~odd]).all():
-        return "is Inf or NaN where eager's is not, or another of these"
+        return "has other Inf or NaN elements than eager"
     allowed = factor * _RESULTS.get(found.dtype, _OTHERS) * max(_norm(expected[~odd]), _SMALL.get(found.dtype, _OTHERS_SMALL) * largest)
     off = _norm(found[~odd] - expected[~odd])
     return "" if off <= allowed else f"is off by {off:.3g}; {allowed:.3g} is allowed"

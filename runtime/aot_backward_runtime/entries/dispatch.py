@@ -74,7 +74,9 @@ class Entry:
 
     def _match_watched(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> MatchedCall:
         if torch_api.is_traced():
-            raise InputError("called while a trace runs (make_fx, torch.export), which would keep the results and not the call; trace around it")
+            raise InputError(
+                "called during tracing (make_fx, torch.export), which would record the results and not the call; keep this call out of the trace"
+            )
         matched = self._match_slowly(mode, args, kwargs, asked)
         torch_api.refuse_duals(matched.given)
         return matched
@@ -125,7 +127,7 @@ class Entry:
             if not torch_api.in_functorch():
                 raise
             raise InputError(
-                "called inside a torch.func transform (vmap, grad, jvp), which native code cannot take part in; export the transformed function"
+                "called inside a torch.func transform (vmap, grad, jvp), which cannot transform native code; export the transformed function"
             ) from error
         variant.check_ambient()
         return MatchedCall(variant, given, flat, sizes), untouched

@@ -20,12 +20,16 @@ from .dispatch import Entry, MatchedCall
 
 
 class LoadedGrad:
-    """A compiled value-and-gradient function. Call it like the exported function or module: ``value, grads = f(...)``.
+    """A compiled function that returns a value and its gradients.
 
-    ``value`` is the function's result (a 0-d tensor; ``(loss, aux)`` if it was exported with ``has_aux``), detached. ``grads`` is one tensor if
-    ``wrt`` named one, else a dict by the requested names. A gradient is None if eager's is. ``parameters``: the parameters and buffers by name;
-    write into them in place, or with :meth:`load_state_dict`. Hooks on their gradients, and on gradients of arguments, are run, as by
-    ``torch.autograd.grad``. Raises :class:`InputError` if an argument does not fit.
+    Attributes:
+        training: Whether calls run the variants of training mode.
+
+    Examples:
+        >>> energy = load("energy.pt2").grad()
+        >>> value, gradient = energy(torch.randn(4, 3))
+        >>> value.shape, gradient.shape
+        (torch.Size([]), torch.Size([4, 3]))
     """
 
     def __init__(self, entry: Entry, tensors: dict[str, torch.Tensor], shared: bool = False):
@@ -49,11 +53,29 @@ class LoadedGrad:
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Parameters and buffers by name. Write into them in place, or with :meth:`load_state_dict`."""
         self._watch.add(self._held)
         self._watched = True
         return self._named
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Return the value and the gradients.
+
+        Hooks on the parameters and the arguments receive their gradients, as by ``torch.autograd.grad``.
+
+        Args:
+            *args: The exported function's arguments: the dtypes and ranks of the example, and sizes in the exported range.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The pair of value and gradients. The value is the function's result, detached: a 0-d tensor, or ``(loss, aux)`` with ``has_aux``. The
+                gradients
+            are one tensor if ``wrt`` is one name, else a dict by name. A gradient has the shape and dtype of its tensor, and is None if eager's is.
+
+        Raises:
+            InputError: An argument does not fit; nothing was run.
+            ExecutionError: Native code failed, for example because of an index out of range.
+        """
         last = self._last
         if last is None or kwargs or (self._watched and self._watch.changed()) or not last.fits(args):
             return self._look_closely(args, kwargs)
@@ -69,19 +91,35 @@ class LoadedGrad:
         return last.finish(results, args)
 
     def train(self, mode: bool = True) -> LoadedGrad:
-        """Serve calls from the variants exported in training mode (of a module; a plain function has no mode)."""
+        """Set the mode. A plain function has none.
+
+        Args:
+            mode: Whether later calls run the variants of training mode; otherwise they run the variants of evaluation mode.
+
+        Returns:
+            The function itself.
+        """
         self._last, self.training = None, mode
         return self
 
     def eval(self) -> LoadedGrad:
+        """Call ``train(False)``, and return the function itself."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters and persistent buffers by name, sharing memory with the loaded ones."""
+        """Return parameters and persistent buffers by name, detached; they share memory with the loaded ones."""
         return {s.name: t.detach() for s, t in zip(self._entry.spec.state, self.parameters.values(), strict=True) if s.persistent}
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Copy values in place. :class:`WeightsError` names a tensor that does not fit; then all old values stay."""
+        """Copy values into the parameters and buffers, in place.
+
+        Args:
+            tensors: Tensors by name.
+            strict: Whether names must match exactly.
+
+        Raises:
+            WeightsError: A tensor does not fit; all old values stay.
+        """
         own = {s.name: self._named[s.name] for s in self._entry.spec.state if s.persistent}
         self._entry.load_state(tensors, own, strict)
 
@@ -99,7 +137,7 @@ class LoadedGrad:
         return out.train(self.training)
 
     def __reduce__(self) -> Any:
-        raise AotBackwardError("a loaded gradient function cannot be pickled: pickle its state_dict(), and load the package where it is needed")
+        raise AotBackwardError("a loaded gradient function cannot be pickled: pickle its state_dict(), and load the package in the other process")
 
     __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731
 

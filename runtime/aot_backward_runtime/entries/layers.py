@@ -58,7 +58,7 @@ def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[
         if old.kind != new.kind:
             kinds = [kind.rpartition(".")[2] for kind in (new.kind, old.kind)]
             is_now, was = kinds if kinds[0] != kinds[1] else (new.kind, old.kind)
-            yield True, f"{where} is of the class {is_now}, and was of {was} when it was exported"
+            yield True, f"{where} is a {is_now}, and was a {was} when it was exported"
             continue
         sure = is_of_torch(module.get_submodule(name))
         for setting, value in old.settings.items():
@@ -68,7 +68,10 @@ def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[
             unread = "" if old.source and new.source else ", or cannot be read"
             yield False, f"the source of {new.kind}, the class of {where}, is not the one that was exported{unread}"
         if old.replaced or new.replaced:
-            yield True, f"the forward of {where} is {'' if new.replaced else 'not '}another one than its class has, and cannot be compared"
+            yield (
+                True,
+                f"the forward of {where} is {'' if new.replaced else 'no longer '}replaced on the instance, and cannot be compared",
+            )
 
 
 def has_other_forward(layer: nn.Module) -> bool:

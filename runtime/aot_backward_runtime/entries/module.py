@@ -22,8 +22,14 @@ from .named_tensors import slot_of
 class LoadedModule(nn.Module):
     """A module that behaves like the exported one: parameters, buffers, ``state_dict``, ``train``/``eval`` and autograd.
 
-    Submodules are empty ``nn.Module``\\ s that carry the names. Inputs and outputs have the shapes and dtypes that
-    ``aot-backward inspect`` lists; :class:`InputError` names an argument that does not fit. Incoming gradients may have any strides.
+    Submodules are empty modules that carry the names. The command ``aot-backward inspect`` lists shapes and dtypes of inputs and outputs. You can
+    copy it with ``copy.deepcopy``; to pickle it, pickle its ``state_dict()``.
+
+    Examples:
+        >>> model = load("net.pt2").module()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model(torch.randn(100, 8)).square().mean().backward()
+        >>> optimizer.step()
     """
 
     def __init__(self, entry: Entry, tensors: dict[str, torch.Tensor]):
@@ -42,9 +48,32 @@ class LoadedModule(nn.Module):
 
     @torch_api.opaque_to_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward. Autograd runs the compiled backward; incoming gradients may have any strides.
+
+        Args:
+            *args: The exported module's arguments: the dtypes and ranks of the example, and sizes in the exported range.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The module's outputs, in the same nesting as in eager.
+
+        Raises:
+            InputError: An argument does not fit; nothing was run.
+            GradientError: A tensor requires a gradient that was not exported, or a derivative is asked for that the package does not have.
+            WeightsError: A parameter or buffer was given another shape, dtype or device.
+            ExecutionError: Native code failed, for example because of an index out of range.
+        """
         return call_entry(self._aot_entry, self._aot_current(), "train" if self.training else "eval", args, kwargs)
 
     def train(self, mode: bool = True) -> LoadedModule:
+        """Set the mode, like ``nn.Module.train``. Submodules that had another mode than the whole at export keep a different one.
+
+        Args:
+            mode: Whether later calls run the variants of training mode; otherwise they run the variants of evaluation mode.
+
+        Returns:
+            The module itself.
+        """
         apart = self._aot_apart["train" if mode else "eval"]
         for name, module in self.named_modules(remove_duplicate=False):
             if name == "" or isinstance(module, _Part):
@@ -54,8 +83,19 @@ class LoadedModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load like ``nn.Module.load_state_dict``, but all or nothing: :class:`StateDictError` names a tensor that does not fit before anything
-        changes."""
+        """Load like ``nn.Module.load_state_dict``, but all or nothing.
+
+        Args:
+            state_dict: Tensors by name.
+            strict: Whether names must match exactly.
+            assign: Whether to take the tensors themselves instead of copying their values.
+
+        Returns:
+            The missing and the unexpected names.
+
+        Raises:
+            StateDictError: A tensor does not fit; nothing was changed. It is also a ``RuntimeError``.
+        """
         if isinstance(state_dict, Mapping) and not torch_api.has_loading_hooks(self):
             self._aot_check_state(state_dict, strict, assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -115,24 +155,46 @@ class LoadedModule(nn.Module):
     def attach(self, net: nn.Module, *, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0) -> Attachment:
         """Make ``net(x)`` run this entry's compiled code, on the parameters and buffers of ``net``.
 
-        ``net`` is a live module like the exported one. It must have the same tensors (names, shapes, dtypes, strides, device) and layers, and train
-        no more of them. Only its ``forward`` is replaced: its hooks, ``train()``, ``state_dict()``, ``.to()``, optimizers and
-        ``DistributedDataParallel`` work as before. A copy or pickle of it has its own forward. Tensors that move are bound again.
+        Only the ``forward`` of ``net`` is replaced: its hooks, ``train()``, ``state_dict()``, ``.to()``, optimizers and ``DistributedDataParallel``
+        work as before. A copy or pickle of it has its own forward. Tensors that move are bound again.
 
-        :class:`InputError`, :class:`WeightsError` or :class:`GradientError` name the mismatch, when ``net`` is attached or in a later call. If
-        source or attributes of classes outside PyTorch differ from the exported ones, which may be harmless, attaching warns; with ``strict`` it
-        raises. Later calls do not check these attributes: after a change, attach again.
+        If source or attributes of classes outside PyTorch differ from the exported ones, which may be harmless, attaching warns. Later calls do not
+        check these attributes: after a change, attach again.
 
-        ``otherwise="eager"``: a call that no exported variant serves runs the module's own forward, and is counted by reason in
-        :attr:`Attachment.in_eager`. ``compare``: this many calls first run both ways, on copies; :class:`ExecutionError` names the result,
-        buffer or gradient that differs. It is meant for tests.
+        Args:
+            net: A live module like the exported one. It must have the same tensors (names, shapes, dtypes, strides, device) and layers, and train no
+                more of them.
+            otherwise: "error" raises if no exported variant serves a call; "eager" runs the module's own forward then, and counts it by reason in
+                :attr:`Attachment.in_eager`.
+            strict: Whether a difference that may be harmless raises :class:`InputError` instead of a warning.
+            compare: The number of calls that first run both ways, on copies. It is meant for tests.
 
-        Returns the :class:`Attachment`. It is also a context manager: compiled code runs until the block ends.
+        Returns:
+            The attachment. It is also a context manager: compiled code runs until the block ends.
+
+        Raises:
+            InputError: The layers, tensors or modes of ``net`` differ; now, or in a later call.
+            WeightsError: A tensor of ``net`` does not fit; now, or in a later call.
+            GradientError: A tensor of ``net`` requires a gradient that was not exported; now, or in a later call.
+            ExecutionError: A compared call gave another result, buffer or gradient than eager; the message names it.
+
+        Examples:
+            >>> with load("net.pt2").module().attach(net, otherwise="eager") as attached:
+            ...     net(torch.randn(100, 8)).sum().backward()
+            >>> attached.calls
+            1
         """
         return Attachment(self._aot_entry, net, otherwise, strict, compare)
 
     def detach(self, net: nn.Module) -> None:
-        """Restore the forward of ``net``. Raise :class:`InputError` if nothing is attached to it."""
+        """Restore the forward of a module.
+
+        Args:
+            net: The module that :meth:`attach` was called with.
+
+        Raises:
+            InputError: Nothing is attached to it.
+        """
         detach(net)
 
     def extra_repr(self) -> str:
@@ -162,7 +224,7 @@ class _Part(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise InputError("a submodule of a loaded module cannot be called: export it as an entry of its own")
+        raise InputError("a submodule of a loaded module cannot be called: export it as its own entry")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "training" and not isinstance(value, torch.Tensor) and name not in self._slots():
@@ -174,7 +236,7 @@ class _Part(nn.Module):
 
     def _hooked(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError(
-            "a hook on a submodule of a loaded module would never run: put it on the loaded module, or on the module before it is exported"
+            "a hook on a submodule of a loaded module would never run: register it on the loaded module, or on the module before the export"
         )
 
     register_forward_hook = register_forward_pre_hook = register_full_backward_hook = register_full_backward_pre_hook = _hooked
@@ -182,7 +244,7 @@ class _Part(nn.Module):
 
 
 def _refuse_change(name: str) -> None:
-    raise InputError(f"{name!r} of a loaded module cannot be changed: what it would do is compiled. Change it before the export")
+    raise InputError(f"{name!r} of a loaded module cannot be changed: its effect is compiled. Change it before the export")
 
 
 def _submodule(root: nn.Module, name: str) -> nn.Module:

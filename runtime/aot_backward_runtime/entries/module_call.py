@@ -41,7 +41,7 @@ def _bound_call(
     if torch_api.in_forward_mode():
         torch_api.refuse_duals(current)
     if torch.jit.is_tracing():
-        raise InputError("called while torch.jit.trace runs, which would keep the results and not the call; trace the module itself")
+        raise InputError("called during torch.jit.trace, which would record the results and not the call; trace the original module")
     asked = None
     if entry.specialised and torch.is_grad_enabled():
         asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])

@@ -187,13 +187,13 @@ class Speed:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """The package's time divided by eager's, at each of the sizes."""
+        """Return the package's time divided by eager's, at each of the sizes."""
         times = {t.name: t.microseconds for t in self.timings}
         return tuple(ours / max(eager, 1e-9) for ours, eager in zip(times[self.chosen], times["eager"], strict=True))
 
     @functools.cached_property
     def means(self) -> Mapping[str, float]:
-        """Microseconds, by name: the geometric mean over the sizes."""
+        """Return the geometric means over the sizes, in microseconds, by name."""
         return {t.name: math.prod(max(m, 1e-9) ** (1 / len(t.microseconds)) for m in t.microseconds) for t in self.timings}
 
 
@@ -257,7 +257,7 @@ class VariantSpec:
 
     @property
     def orders(self) -> tuple[VariantSpec, ...]:
-        """This variant, its ``double``, the double of that, …"""
+        """Return this variant, its ``double``, the double of that, …"""
         return (self,) if self.double is None else (self, *self.double.orders)
 
 
@@ -267,7 +267,7 @@ class Segment:
 
     ``ops``: the operations' numbers on the tape. ``library``: the compiled graph, or "" for a single operation. ``operands`` of a graph:
     ``input:I`` is a tensor of the pass, ``value:I`` an earlier value, ``size:E`` as in :class:`Call`. ``operands`` of a single ``accumulate``:
-    ``("fresh",)`` if the gradient has memory of its own and the layout of the leaf's gradient, so that it can become the leaf's ``.grad``.
+    ``("fresh",)`` if the gradient has separate memory and the layout of the leaf's gradient, so that it can become the leaf's ``.grad``.
     ``results``: the value that each result of the graph is; a value listed in ``undefined`` is None. ``absent``: earlier values that were undefined
     when the graph was compiled; if one is defined, the operations are run one by one.
     """
@@ -325,7 +325,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval of numbers; an end that is None is unbounded. An ``open`` end is excluded."""
+    """An interval of numbers. None as an end: unbounded. An ``open`` end is excluded."""
 
     low: float | None = None
     high: float | None = None
@@ -472,12 +472,12 @@ class EntrySpec:
 
     @property
     def in_place(self) -> tuple[UpdateSpec | ClippingSpec, ...]:
-        """The parts of a replay entry that write to tensors of the script."""
+        """Return the parts of a replay entry that write to tensors of the script."""
         return *self.updates, *self.clippings
 
     @property
     def program_state(self) -> list[StateSpec]:
-        """The program's parameters and buffers, without the additions of a training step: optimizer state, numbers, accumulated gradients."""
+        """Return the program's parameters and buffers without the additions of a training step: optimizer state, numbers, accumulated gradients."""
         added = {"numbers", *(s.state for s in self.step.state), *(g.state for g in self.step.gradients)} if self.step else set()
         return [s for s in self.state if s.name not in added]
 
@@ -539,7 +539,7 @@ class LibrarySpec:
 
     @property
     def every_build(self) -> tuple[LibrarySpec | BuildSpec, ...]:
-        """This library, for the first target, and its builds for the further ones."""
+        """Return this library, for the first target, and its builds for the further ones."""
         return (self, *self.builds)
 
 
@@ -555,12 +555,12 @@ class Target:
 
     @property
     def label(self) -> str:
-        """Its name; a target without a name has its device's."""
+        """Return the target's name, or its device if it has none."""
         return self.name or self.device
 
     @property
     def level(self) -> str:
-        """The part of the name that tells targets of one device apart: "avx2"."""
+        """Return the part of the name that tells targets of one device apart: "avx2"."""
         return self.name.partition(":")[2] or "default"
 
 

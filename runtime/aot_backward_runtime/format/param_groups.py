@@ -21,7 +21,7 @@ def options_in(text: str, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise PackageError(f"{what} are not JSON: {error}") from error
     if not isinstance(options, dict) or "params" in options:
-        raise PackageError(f"{what} are no JSON object of options")
+        raise PackageError(f"{what} are not a JSON object of options")
     return options
 
 

@@ -118,7 +118,7 @@ def parse_header(text: bytes) -> Header:
 
 def _length(first: bytes, size: int) -> int:
     if size < 8 or len(first) < 8:
-        raise PackageError(f"{size} bytes are no safetensors file")
+        raise PackageError(f"{size} bytes are not a safetensors file")
     length: int = struct.unpack("<Q", first)[0]
     if length > min(size - 8, LARGEST_HEADER):
         raise PackageError(f"a header of {length} bytes in a file of {size}")

@@ -27,7 +27,7 @@ _WIDE = 0xFFFFFFFF  # the true value is in the zip64 extra field
 _LARGEST_DIRECTORY = 64 << 20  # bytes; a member takes about 150
 _NAME = re.compile(r"[!-~]+")  # printable ASCII without the space
 _DOS_FOLDER = 0x10
-WRITTEN_OVER = "was it written over in place? Write a new package beside the old one and rename it over that"
+WRITTEN_OVER = "was it overwritten in place? Write a new file, and rename it over the old one"
 
 
 @dataclass(frozen=True)
@@ -121,16 +121,16 @@ class _Directory:
         if comment:
             raise self.wrong(f"its end record states a comment of {comment} bytes")
         if disk or first or here != count:
-            raise self.wrong("it is one part of several")
+            raise self.wrong("it is one part of a split archive")
         if start + length == end:
             return count, start, length
         end -= _LOCATOR.size + _END64.size
         if end < 0 or self.at(end + _END64.size, 4) != struct.pack("<I", _LOCATOR_MAGIC):
-            raise self.wrong(f"bytes {start + length} to {self.size - _END.size}, before its end record, belong to nothing")
+            raise self.wrong(f"bytes {start + length} to {self.size - _END.size}, before its end record, belong to no member")
         magic, rest, _, _, disk, first, here64, count64, length64, start64 = _END64.unpack(self.at(end, _END64.size))
         _, disk_of, offset, disks = _LOCATOR.unpack(self.at(end + _END64.size, _LOCATOR.size))
         if (magic, rest, offset, here64) != (_END64_MAGIC, _END64.size - 12, end, count64) or (disk, first, disk_of, disks) != (0, 0, 0, 1):
-            raise self.wrong("its zip64 end record is not sound")
+            raise self.wrong("its zip64 end record is invalid")
         if (count, length, start) != (min(count64, 0xFFFF), min(length64, _WIDE), min(start64, _WIDE)) or start64 + length64 != end:
             raise self.wrong("its two end records disagree")
         return count64, start64, length64
@@ -141,19 +141,19 @@ class _Directory:
         magic, made_by, _, flags, method, time, date, crc, stored, size, n_name, n_extra, n_comment, disk, _, mode, header = fields
         position += _CENTRAL.size
         if magic != _CENTRAL_MAGIC or position + n_name + n_extra + n_comment > len(central):
-            raise self.wrong(f"entry at byte {position - _CENTRAL.size} of the central directory is not sound")
+            raise self.wrong(f"entry at byte {position - _CENTRAL.size} of the central directory is invalid")
         name = self.name(central[position : position + n_name])
         extra = self.zip64_field(name, central[position + n_name : position + n_name + n_extra], {_ZIP64})
         size, stored, header = self.wide(name, (size, stored, header), extra)
         if flags:
             raise self.wrong(f"member {name}: flags {flags:#x}; encryption, data descriptors and other encodings are refused")
         if method or size != stored:
-            raise self.wrong(f"member {name}: compressed (method {method}, {stored} bytes for {size}); members are stored as they are")
+            raise self.wrong(f"member {name}: compressed (method {method}, {stored} bytes for {size}); members must be stored uncompressed")
         kind = stat.S_IFMT(mode >> 16)
         if (made_by >> 8 == 3 and kind not in (0, stat.S_IFREG)) or mode & _DOS_FOLDER:
             raise self.wrong(f"member {name}: mode {mode >> 16:#o} is not that of a plain file")
         if disk or n_comment:
-            raise self.wrong(f"member {name}: a comment, or a part of several")
+            raise self.wrong(f"member {name}: it has a comment, or is in another part of a split archive")
         if header + _LOCAL.size > limit:
             raise self.wrong(f"member {name}: its header lies at byte {header}, but members end at {limit}")
         fields = _LOCAL.unpack(self.at(header, _LOCAL.size))
@@ -184,7 +184,7 @@ class _Directory:
         while data:
             kind, length = struct.unpack_from("<HH", data) if len(data) >= 4 else (-1, 0)
             if kind not in known or kind in found or 4 + length > len(data):
-                raise self.wrong(f"member {name}: extra field {kind:#x} of {length} bytes is not one that packages have")
+                raise self.wrong(f"member {name}: extra field {kind:#x} of {length} bytes is not allowed in packages")
             found[kind] = data[4 : 4 + length]
             data = data[4 + length :]
         return found.get(_ZIP64, b"")

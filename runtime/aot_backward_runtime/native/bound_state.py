@@ -81,7 +81,9 @@ class BoundState:
                 tensor is not first.get(key, tensor) and (tensor.requires_grad or first[key].requires_grad)  # each gets its own gradient
             ):
                 tied = next(n for n, k, _ in self._weights if k == key)
-                raise WeightsError(f"{name} and {tied} were one tensor when the package was exported; give both the same, or export it untied")
+                raise WeightsError(
+                    f"{name} and {tied} were one tensor when the package was exported; assign the same tensor to both, or export it untied"
+                )
         return tensors
 
     def _requiring(self, current: Sequence[torch.Tensor]) -> list[int]:
@@ -140,6 +142,6 @@ def check_weight(name: str, tensor: torch.Tensor | None, spec: WeightSpec, devic
     if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), spec.stride, strict=True)):
         raise WeightsError(f"{name} has strides {tensor.stride()}; the package was compiled for {spec.stride}: copy it into the old tensor instead")
     if tensor.is_cuda and tensor.numel() and tensor.data_ptr() % 16:
-        raise WeightsError(f"{name} lies at an address that is no multiple of 16 bytes, which kernels on a GPU count on: copy it (.clone())")
+        raise WeightsError(f"{name} is at an address that is not a multiple of 16 bytes, and GPU kernels need this alignment: copy it (.clone())")
     if tensor.is_conj() or tensor.is_neg():
         raise WeightsError(f"{name} is a lazily conjugated or negated view; resolve it first (tensor.resolve_conj().resolve_neg())")

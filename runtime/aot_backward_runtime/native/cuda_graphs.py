@@ -37,13 +37,20 @@ _CAPTURE = threading.RLock()  # torch.cuda.graph allows one capture at a time pe
 
 @dataclass
 class GraphReport:
-    """Counts of a package's graph calls: ``captured`` and ``replayed`` as CUDA graphs; ``plain`` (without a CUDA graph) by reason."""
+    """Counts of the calls of a package that was loaded with ``cudagraphs=True``. ``str(report)`` is for people.
+
+    Attributes:
+        captured: The number of calls that were captured as a CUDA graph.
+        replayed: The number of calls that replayed one.
+        plain: The numbers of calls without a CUDA graph, by reason.
+    """
 
     captured: int = 0
     replayed: int = 0
     plain: Counter[str] = field(default_factory=Counter)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the counts as a dict that ``json.dumps`` accepts."""
         return {"captured": self.captured, "replayed": self.replayed, "plain": dict(self.plain)}
 
     def __str__(self) -> str:
@@ -85,7 +92,7 @@ class Gpu:
         self._kept.append(self._captured(lambda: [torch.zeros(1, device=self._device)], self._pool))
 
     def why_not_capturable(self) -> str:
-        return "the caller captures a CUDA graph of its own" if capturing() else ""
+        return "the caller is capturing a CUDA graph" if capturing() else ""
 
     def in_order(self) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -189,7 +196,7 @@ class GraphedLibrary(Library):
     ) -> tuple[list[torch.Tensor], PooledOutputs | None]:
         with self._graphs.lock:
             if hooked:
-                self._graphs.plain("saved-tensor hooks are at work, which may keep what they get")
+                self._graphs.plain("saved-tensor hooks are active, and may keep the tensors that they get")
             graph = None if hooked else self._for_shapes(inputs, pooled=True)
             if graph is None:
                 return self.inner.run(inputs), None
@@ -200,7 +207,7 @@ class GraphedLibrary(Library):
     def run_backward(self, inputs: list[torch.Tensor], pooled: PooledOutputs | None) -> list[torch.Tensor]:
         with self._graphs.lock:
             if pooled is None:  # a graph would have to copy all saved tensors
-                self._graphs.plain("the backward of a forward that ran without")
+                self._graphs.plain("the backward of a forward that ran without a CUDA graph")
                 self._ran.add(_shapes(inputs))
                 return self.inner.run(inputs)
             forward = pooled.graph
@@ -210,7 +217,7 @@ class GraphedLibrary(Library):
                 at.generation, at.warm = self._generation, _shapes(inputs) in self._ran
             graph = self._at_hand(at, inputs, forward=forward)
             if graph is not None and not graph.reads_from(inputs):
-                self._graphs.plain("retain_graph=True, where the backward overwrites what it reads")
+                self._graphs.plain("retain_graph=True, and the backward overwrites tensors that it reads")
                 graph = None
             if graph is None:
                 self._graphs.recorder.in_order()

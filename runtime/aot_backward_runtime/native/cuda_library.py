@@ -56,7 +56,7 @@ def _condition(device: torch.device) -> str:
         free, total = torch.cuda.mem_get_info(device)
     except RuntimeError as error:
         return (
-            f"the GPU no longer answers this process ({str(error).partition(chr(10))[0]}): start it again, under CUDA_LAUNCH_BLOCKING=1 to have the "
-            "call named that made the fault"
+            f"the GPU no longer answers this process ({str(error).partition(chr(10))[0]}): restart the process, with CUDA_LAUNCH_BLOCKING=1 to see "
+            "the call that caused the fault"
         )
-    return f"{free / 1e9:.1f} of {total / 1e9:.1f} GB of its memory are free, and the next call may go well"
+    return f"{free / 1e9:.1f} of {total / 1e9:.1f} GB of its memory are free, and the function is still usable"

@@ -53,7 +53,7 @@ class Contract:
         for guard in self.guards:
             if not evaluate(guard, values):
                 at = ", ".join(f"{self._label(n)}={v}" for n, v in values.items())
-                raise InputError(f"the compiled code holds only where {self.words(guard)}; got {at}: export a variant for these sizes")
+                raise InputError(f"the compiled code is valid only if {self.words(guard)}; got {at}: export a variant for these sizes")
         return values
 
     def fit(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int] | None = None) -> tuple[list[torch.Tensor], dict[str, int], bool]:
@@ -177,7 +177,8 @@ def check_ambient(ambient: Ambient, device: str) -> None:
     autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
     if autocast != ambient.autocast:
         raise InputError(
-            f"called under autocast {autocast or 'off'}; captured under autocast {ambient.autocast or 'off'}: call it so, or export it so"
+            f"called under autocast {autocast or 'off'}; captured under autocast {ambient.autocast or 'off'}: call it under that "
+            "setting, or export it under this one"
         )
     if torch_api.deterministic() and not ambient.deterministic:
         raise InputError("torch.use_deterministic_algorithms is on; the package was captured without it: export it under that setting")

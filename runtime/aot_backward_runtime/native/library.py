@@ -85,7 +85,7 @@ class Library:
 
     def failed(self, error: RuntimeError) -> ExecutionError:
         """Return the error to raise for an error of native code."""
-        return ExecutionError(f"{self.spec.member}: native code failed ({reason_of(error)}); the next call may go well")
+        return ExecutionError(f"{self.spec.member}: native code failed ({reason_of(error)}); the function is still usable")
 
     def run_forward(
         self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], reader: Any, hooked: bool
@@ -124,7 +124,7 @@ class Library:
         if (stated.inputs, stated.outputs) != listed:
             raise IncompatibleError(
                 f"{self.spec.member} takes {stated.inputs} tensors and gives {stated.outputs}; the manifest says {listed[0]} and {listed[1]}: "
-                "the package is made of parts of different exports; export it again"
+                "the package has parts of different exports; export it again"
             )
 
     def _open(self) -> Any:
@@ -134,7 +134,9 @@ class Library:
             raise IncompatibleError(f"{self.spec.member} could not be opened: {str(error).splitlines()[0]}{self._hint()}") from error
         listed = {c.name for c in self.spec.constants}
         if runner.constants != listed:
-            raise IncompatibleError(f"{self.spec.member} has the constants {sorted(runner.constants)}, the manifest lists {sorted(listed)}")
+            raise IncompatibleError(
+                f"{self.spec.member} has the constants {sorted(runner.constants) or 'none'}; the manifest lists {sorted(listed) or 'none'}"
+            )
         return runner
 
     def _check_layouts(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -146,15 +148,15 @@ class Library:
             tensor, layout = tensors[constant.weight], self._stated.layouts.get(constant.name)
             if layout is not None and layout != _described(tensor, layout):
                 raise IncompatibleError(
-                    f"{self.spec.member} was compiled for {constant.weight} as {layout}; by the manifest it is {_described(tensor, '')}: the "
-                    "manifest is not that of this code; export it again"
+                    f"{self.spec.member} was compiled for {constant.weight} as {layout}; the manifest says {_described(tensor, '')}: the "
+                    "manifest does not belong to this code; export it again"
                 )
             expanded = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             held, had = -(-extent(tensor) // 64) * 64, self._stated.constants[constant.name]
             if held > had or (expanded and held != had):
                 raise IncompatibleError(
                     f"{self.spec.member} was compiled for {had} bytes of {constant.weight}; with the manifest's strides {tensor.stride()} it has "
-                    f"{held}: the manifest is not that of this code; export it again"
+                    f"{held}: the manifest does not belong to this code; export it again"
                 )
 
     def _hint(self) -> str:

@@ -114,9 +114,8 @@ def arguments(tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: d
         given[str(key)] = value
     if len(placed) != len(positional.children) or given.keys() != set(keywords.keys) or len(args) + len(kwargs) != len(placed) + len(given):
         expected = signature(tree, names)
-        raise InputError(
-            f"{len(args)} positional and {sorted(kwargs)} keyword arguments do not fit; expected {expected}: export a variant for others"
-        )
+        got = f"{len(args)} positional argument{'' if len(args) == 1 else 's'} and {f'the keywords {sorted(kwargs)}' if kwargs else 'no keywords'}"
+        raise InputError(f"{got} do not fit; expected {expected}: export a variant for others")
     return tuple(placed), given
 
 
@@ -134,5 +133,5 @@ def _short(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         text += f" of {len(value)}"
     elif isinstance(value, Mapping):
-        text += f" with the keys {sorted(map(str, value))}"
+        text += f" with the keys {sorted(map(str, value))}" if value else " without keys"
     return text[:120]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -35,9 +35,9 @@ def all_weights(archive: Archive, path: object, given: Mapping[str, torch.Tensor
     tensors = filled(archive) | load_weights(archive, mapped)
     if given is not None:
         if not isinstance(given, Mapping):
-            raise WeightsError(f"weights is a {type(given).__name__}; expected tensors by their key, as {path} lists them: {sorted(specs)[:20]}")
+            raise WeightsError(f"weights: expected tensors by key, got a {type(given).__name__}. The keys of {path}: {_few(specs)}")
         if unknown := sorted(map(str, given.keys() - specs.keys())):
-            raise WeightsError(f"{path} has no weight {unknown[0]!r}; its weights: {sorted(specs)[:20]}")
+            raise WeightsError(f"{path} has no weight {unknown[0]!r}. The keys of its weights: {_few(specs)}")
         for key, tensor in given.items():
             check_weight(key, tensor, specs[key])
         tensors |= given
@@ -75,7 +75,7 @@ def _check_numbers(archive: Archive, tensors: dict[str, torch.Tensor]) -> None:
     for name, entry in archive.manifest.entries.items():
         stored = tensors.get(next((s.weight for s in entry.state if s.name == "numbers"), ""))
         if entry.step is not None and stored is not None and stored[2:].tolist() != [n.value for n in entry.step.numbers]:
-            raise archive.corrupt(f"entry {name}: its numbers are listed as others than those that are stored with its state")
+            raise archive.corrupt(f"entry {name}: its numbers in the manifest differ from those stored with its state")
 
 
 def filled(archive: Archive) -> dict[str, torch.Tensor]:
@@ -84,7 +84,7 @@ def filled(archive: Archive) -> dict[str, torch.Tensor]:
     size = {name: math.prod(s.shape) * dtype_of(s.dtype).itemsize for name, s in specs.items()}
     filling = {name: s for name, s in specs.items() if s.fill is not None}
     if sum(size[n] for n in filling) > _MOST_FILLED * sum(size[n] for n in specs.keys() - filling.keys()) + (1 << 20):
-        raise archive.corrupt("the weights that are one number throughout take more memory than any optimizer's state")
+        raise archive.corrupt("the weights that are filled with one number take more memory than any optimizer's state")
     out = {}
     for name, spec in filling.items():
         problem = layout_problem(spec.shape, spec.stride)
@@ -94,6 +94,11 @@ def filled(archive: Archive) -> dict[str, torch.Tensor]:
         flat = flat.fill_(spec.fill) if spec.fill else flat
         out[name] = flat.as_strided(spec.shape, spec.stride)
     return out
+
+
+def _few(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:20]) + (", …" if len(names) > 20 else "") if names else "none"
 
 
 def _span(spec: WeightSpec) -> int:

@@ -123,7 +123,7 @@ class BoundUpdate:
             place = self.code.spec.trained[gradients.index(None)]
             raise InputError(f"the gradient of parameter {place} is None; one was there when it was recorded")
         if any(p.grad is not None for p in self._others):
-            raise InputError("a parameter has a gradient that had none when it was recorded")
+            raise InputError("a parameter has a gradient, and had none when it was recorded")
         return gradients
 
     def _state(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -138,7 +138,7 @@ class BoundUpdate:
                     raise InputError(f"the optimizer has the state {next(k for k, v in own.items() if v is not None)!r}; none was recorded")
                 continue
             if len(own) != len(keys) and sum(v is not None for v in own.values()) != len(keys):
-                raise InputError(f"the optimizer's state of a parameter is {sorted(own)}; recorded was {sorted(keys)}")
+                raise InputError(f"the optimizer's state of a parameter is {sorted(own) or 'empty'}; {sorted(keys)} was recorded")
             for key in keys:
                 value = own.get(key)
                 if value is None:

@@ -78,7 +78,7 @@ class Archive:
         return (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (self._status.st_size, self._status.st_mtime_ns, self._status.st_ctime_ns)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise AotBackwardError(f"an open package ({self.path}) can be neither copied nor pickled: load it again where it is needed")
+        raise AotBackwardError(f"an open package ({self.path}) can be neither copied nor pickled: load it again in the other process")
 
     def choose(self, number: int) -> None:
         """Restrict the package to its target ``number`` (:mod:`.targets`)."""
@@ -165,7 +165,7 @@ class Archive:
         try:
             copy = mmap.mmap(-1, max(1, place.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # MAP_SHARED would share it with forked children
         except OSError as error:
-            raise PackageError(f"cannot take {place.size} bytes of memory for package {self.path}: {error.strerror}") from error
+            raise PackageError(f"cannot allocate {place.size} bytes of memory for package {self.path}: {error.strerror}") from error
         memory = memoryview(copy)[: place.size]
         read_into(self._fd, place.offset, memory, self.path)
         return memory

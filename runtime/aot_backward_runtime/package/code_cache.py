@@ -112,7 +112,7 @@ def _write(folder: Path, name: str, copy: Callable[[BinaryIO], None]) -> None:
 def _too_many_files(error: OSError) -> AotBackwardError:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return AotBackwardError(
-        f"cannot extract native code: {error.strerror} (this process may have {limit}): close some, or raise the limit (ulimit -n)"
+        f"cannot extract native code: {error.strerror} (the limit of this process is {limit}): close some files, or raise the limit (ulimit -n)"
     )
 
 
@@ -136,7 +136,7 @@ def _cache() -> Path:
     try:
         home = Path("~").expanduser()
     except RuntimeError as error:
-        raise _unusable(Path("~/.cache/aot-backward"), "there is no home folder") from error
+        raise _unusable(Path("~/.cache/aot-backward"), "this user has no home folder") from error
     return _beyond_reach(_folder(home / ".cache" / "aot-backward"))
 
 

@@ -48,15 +48,15 @@ class PrivateKey:
 
 def public_key(data: bytes) -> PublicKey:
     if b"PRIVATE KEY" in data:
-        raise ValueError("it is a private key; its public half is made by: openssl pkey -in private.pem -pubout -out public.pem")
+        raise ValueError("it is a private key; write its public key with: openssl pkey -in private.pem -pubout -out public.pem")
     if b"BEGIN CERTIFICATE" in data:
-        raise ValueError("it is a certificate; the public key in it is printed by: openssl x509 -in certificate.pem -pubkey -noout")
+        raise ValueError("it is a certificate; print its public key with: openssl x509 -in certificate.pem -pubkey -noout")
     if (count := data.count(b"-----BEGIN ")) > 1:
-        raise ValueError(f"it holds {count} keys, of which only the first would be trusted; expected one")
+        raise ValueError(f"it has {count} keys, and only the first would be trusted; expected one")
     try:
         key = serialization.load_pem_public_key(data)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ValueError(f"it is no public key in PEM form; expected {_KINDS}") from error
+        raise ValueError(f"it is not a public key in PEM form; expected {_KINDS}") from error
     return _public(key)
 
 
@@ -70,8 +70,8 @@ def private_key(data: bytes, password: bytes | None) -> PrivateKey:
         raise ValueError(told) from error
     except (ValueError, UnsupportedAlgorithm) as error:
         if password is not None and b"PRIVATE KEY" in data:
-            raise ValueError("the password does not open it") from error
-        raise ValueError(f"it is no private key in PEM form; make one: {_MAKE}") from error
+            raise ValueError("the password does not decrypt it") from error
+        raise ValueError(f"it is not a private key in PEM form; make one: {_MAKE}") from error
     return PrivateKey(data, password, _public(key.public_key()))
 
 
@@ -90,7 +90,7 @@ def check(signature: bytes, digest: str, key: PublicKey) -> None:
     """Raise ValueError unless ``signature`` is of bytes with that SHA-256 and by that key."""
     signer = _signer(signature)
     if signer != key.fingerprint:
-        raise ValueError(f"is by another key: of fingerprint {signer}, expected {key.fingerprint}; load with the key of whoever signed it")
+        raise ValueError(f"is by another key: its fingerprint is {signer}, expected {key.fingerprint}; load with the public key of the signer")
     known = _Known(digest, "package")
     with _handed(key.pem) as public, _handed(signature) as file:
         try:
@@ -100,7 +100,7 @@ def check(signature: bytes, digest: str, key: PublicKey) -> None:
                 raise ValueError(_other(known.manifest.signed, digest)) from error
             if isinstance(error, InvalidSignature):
                 raise ValueError("is bad: it was changed after it was made, or is not by the key that it names; sign the package again") from error
-            raise ValueError(f"cannot be understood ({type(error).__name__}): it is damaged; sign the package again") from error
+            raise ValueError(f"cannot be parsed ({type(error).__name__}): it is damaged; sign the package again") from error
     if known.manifest.signed is None:
         raise ValueError("was not compared with the package: this version of the model-signing library is not supported")
 
@@ -134,10 +134,10 @@ def _other(signed: Manifest, digest: str) -> str:
     found = [(r.identifier, r.digest.algorithm, r.digest.digest_hex) for r in signed.resource_descriptors()]
     name = repr(signed.model_name)[:80]
     if len(found) != 1 or found[0][:2] != (".", "sha256"):
-        return f"is good, but of {len(found)} resources of {name}, and not of one package with its SHA-256; sign it: aot-backward sign"
+        return f"is good, but for {len(found)} resources of {name}, not for one package with its SHA-256; sign the package: aot-backward sign"
     return (
-        f"is good, but of other bytes: it was made for {name} of SHA-256 {found[0][2]}, and this file has {digest}; it was changed or replaced "
-        "after it was signed: get the one that was signed, or sign this one if it is yours"
+        f"is good, but for other bytes: it was made for {name} with SHA-256 {found[0][2]}, and this file has {digest}; the file was changed or "
+        "replaced after it was signed: get the file that was signed, or sign this one if it is yours"
     )
 
 
@@ -146,10 +146,10 @@ def _signer(signature: bytes) -> str:
     try:
         named = json.loads(signature)["verificationMaterial"]["publicKey"]["hint"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        what = "is empty" if not signature else "is no signature by a key (a Sigstore bundle in JSON), or damaged"
+        what = "is empty" if not signature else "is not a signature by a key (a Sigstore bundle in JSON), or is damaged"
         raise ValueError(f"{what}; sign the package again: aot-backward sign") from error
     if not isinstance(named, str) or len(named) != 64 or not named.isascii() or not named.isalnum():
-        raise ValueError("does not say by which key it is; sign the package again: aot-backward sign")
+        raise ValueError("does not name its key; sign the package again: aot-backward sign")
     return named
 
 

@@ -52,7 +52,7 @@ def check_references(manifest: Manifest) -> None:
             raise PackageError(f"target {target.label!r}: device {target.device[:40]!r} is unknown, expected {' or '.join(DEVICES)}")
     for name, weight in manifest.weights.items():
         if weight.dtype not in DTYPES or len(weight.shape) != len(weight.stride) or min(weight.shape, default=0) < 0:
-            raise PackageError(f"weight {name!r}: no tensor is {weight.dtype[:40]} {str(weight.shape)[:80]} with strides {str(weight.stride)[:80]}")
+            raise PackageError(f"weight {name!r}: not a tensor: {weight.dtype[:40]} {str(weight.shape)[:80]} with strides {str(weight.stride)[:80]}")
         if math.prod(max(n, 1) for n in weight.shape) >= _MOST_ELEMENTS:
             raise PackageError(f"weight {name!r}: the shape {str(weight.shape)[:80]} is too large for a tensor")
         if weight.fill is not None and not can_hold(weight.dtype, weight.fill):
@@ -106,7 +106,7 @@ def _check_tensors(specs: Iterable[TensorSpec], symbols: Set[str]) -> None:
     for spec in specs:
         if spec.dtype not in DTYPES or spec.device not in DEVICES or len(spec.shape) != len(spec.stride):
             raise PackageError(
-                f"{spec.name}: no tensor is {spec.dtype[:40]} {str(spec.shape)[:80]} with strides {str(spec.stride)[:80]} on {spec.device[:40]!r}"
+                f"{spec.name}: not a tensor: {spec.dtype[:40]} {str(spec.shape)[:80]} with strides {str(spec.stride)[:80]} on {spec.device[:40]!r}"
             )
         _check_sizes(spec.name, (*spec.shape, *spec.stride), symbols)
 
@@ -122,7 +122,8 @@ def _symbols(symbols: Sequence[SymbolSpec], inputs: Sequence[TensorSpec], sizes:
         places = sizes if symbol.input == -1 and sizes is not None else _find(f"symbol {symbol.name}", symbol.input, inputs).shape
         if not 0 <= symbol.dim < len(places) or symbol.scale < 1:
             raise PackageError(
-                f"symbol {symbol.name} is {symbol.scale} of number {symbol.dim} of {len(places)} sizes; expected a scale of at least 1, and a size"
+                f"symbol {symbol.name}: expected a scale of at least 1 and one of {len(places)} sizes, got the scale {symbol.scale} and "
+                f"size {symbol.dim}"
             )
     return {symbol.name for symbol in symbols}
 
@@ -141,7 +142,8 @@ def _leaves(tree: Tree) -> Iterator[Tree]:
 def _check_tree(what: str, tree: Tree, tensors: Sequence[TensorSpec]) -> None:
     listed = [t.index for t in _leaves(tree) if t.kind == "tensor"]
     if listed != list(range(len(tensors))):
-        raise PackageError(f"{what} hold the tensors {listed[:20]}, expected 0 to {len(tensors) - 1} in their order")
+        expected = f"the tensors 0 to {len(tensors) - 1} in their order" if tensors else "no tensors"
+        raise PackageError(f"{what}: expected {expected}, got {listed[:20] or 'none'}")
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class _Entry:
         for state in spec.state:
             _find(f"state {state.name!r}", state.weight, self.manifest.weights)
         if len(self._state) != len(spec.state):
-            raise PackageError("two of its states have one name")
+            raise PackageError("two of its states have the same name")
         if (spec.kind == "step") != (spec.step is not None) or (spec.kind == "replay") == bool(spec.variants):
             raise PackageError(f"an entry of kind {spec.kind!r} has {len(spec.variants)} variants and {'a' if spec.step else 'no'} training step")
         if spec.step is not None:
@@ -192,7 +194,8 @@ class _Entry:
         _check_sizes("a guard", variant.guards, symbols)
         _count("verdicts", variant.verdicts, self.manifest.targets, "the further targets")
         if variant.in_tree.kind != "tuple" or [c.kind for c in variant.in_tree.children] != ["tuple", "dict"]:
-            raise PackageError(f"in_tree: expected (args, kwargs), got a {variant.in_tree.kind} of {[c.kind for c in variant.in_tree.children][:5]}")
+            kinds = ", ".join(c.kind for c in variant.in_tree.children[:5]) or "nothing"
+            raise PackageError(f"in_tree: expected (args, kwargs), got a {variant.in_tree.kind} of {kinds}")
         _check_tree("its arguments", variant.in_tree, variant.inputs)
         _check_tree("its results", variant.out_tree, variant.outputs)
         _check_sizes("a result", [t.expression for t in _leaves(variant.out_tree) if t.kind == "size"], symbols)
@@ -304,7 +307,7 @@ class _Entry:
         _check_sizes("a guard", spec.guards, symbols)
         _count("verdicts", spec.verdicts, self.manifest.targets, "the further targets")
         if sorted(n for s in spec.segments for n in s.ops) != list(range(structure.operations if structure.operations < 1 << 20 else 0)):
-            raise PackageError(f"its segments do not run each of the operations 0 to {structure.operations - 1} once")
+            raise PackageError(f"its segments: expected each of its {structure.operations} operations once, got others")
         values = set[int]()
         for segment in spec.segments:
             if not segment.library:

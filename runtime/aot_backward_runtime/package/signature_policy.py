@@ -34,7 +34,7 @@ def admission(signature: Policy | None, key: Key | None) -> Admit | None:
         raise SignatureError(f"signature={signature!r} is unknown: it is 'require', 'if-present' or 'off'")
     if signature == "off":
         if key is not None:
-            raise SignatureError(f"signature='off' would not look at the key {key}: leave the key out, or give 'require' or 'if-present'")
+            raise SignatureError(f"signature='off' would ignore the key {key}: omit the key, or pass 'require' or 'if-present'")
         return None
     if key is None:
         raise SignatureError(f"signature={signature!r} needs the public key to check with: key='public.pem'")
@@ -52,7 +52,7 @@ def signing_library() -> ModuleType:
         from . import model_signing as library
     except ImportError as error:
         raise SignatureError(
-            f"signatures need the OpenSSF model-signing library, which is not whole here ({error}): pip install 'aot-backward-runtime[sign]'"
+            f"signatures need the OpenSSF model-signing library, which cannot be imported here ({error}): pip install 'aot-backward-runtime[sign]'"
         ) from error
     return library
 
@@ -80,7 +80,7 @@ def read_key(path: Key) -> bytes:
     except (OSError, ValueError) as error:
         raise SignatureError(f"cannot read the key {named}: {error.strerror if isinstance(error, OSError) else error}") from error
     if len(data) > LARGEST:
-        raise SignatureError(f"{named} is no key: it has more than {LARGEST} bytes; expected a PEM file")
+        raise SignatureError(f"{named} is not a key: it has more than {LARGEST} bytes; expected a PEM file")
     return data
 
 
@@ -90,8 +90,8 @@ def _admit(policy: Policy, public: PublicKey, key: Key, path: Path, digest: str)
         if policy == "if-present":
             return
         raise SignatureError(
-            f"{path} is not signed, and a signature by {key} is required: expected one in {path.name}{SUFFIX} beside it; get it from whoever made "
-            f"the package, or make it: aot-backward sign {path} --key private.pem"
+            f"{path} is not signed, and a signature by {key} is required: expected one in {path.name}{SUFFIX} next to it; get it from the "
+            f"package's author, or make it: aot-backward sign {path} --key private.pem"
         )
     try:
         signing_library().check(_read_signature(file), digest, public)

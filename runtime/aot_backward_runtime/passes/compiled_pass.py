@@ -127,7 +127,7 @@ class _Call:
         if self.after_python:
             for kind, where in self.operands:
                 if kind == "input" and _mark(run.operands["input"][where]) != run.marks[where]:
-                    raise InputError(f"{self.library.spec.member}: tensor {where} was laid out anew, or given other memory")
+                    raise InputError(f"{self.library.spec.member}: tensor {where} has new strides or new memory")
         for number in self.segment.absent:
             if run.values[number] is not None:
                 raise InputError(f"the gradient %v{number} is defined; it was not when this was recorded")

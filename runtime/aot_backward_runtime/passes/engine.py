@@ -23,8 +23,8 @@ DATA_PARALLEL = (
     "wrap a module that was loaded from a package in it, or train with a step that was exported with distributed=True"
 )
 MIXED_PRECISION = (
-    "DistributedDataParallel(…, mixed_precision=…) averages gradients from hooks within the pass, which neither record nor replay can run as "
-    "eager does: run this script without them"
+    "DistributedDataParallel(…, mixed_precision=…) averages gradients from hooks within the pass, which record and replay cannot run "
+    "like eager: run this script without them"
 )
 _hooks: list[Engine] = []
 _eager: Callable[..., Any] = torch_api.engine_run_backward
@@ -160,9 +160,9 @@ class Engine:
             after(time.perf_counter() - start)
             return result
         if args[2]:
-            return self._leave_to_eager("create_graph=True: its results are differentiated again, and no compiled pass can be", roots, args, kwargs)
+            return self._leave_to_eager("create_graph=True: compiled passes cannot be differentiated again", roots, args, kwargs)
         if torch_api.in_functorch() or any(g is not None and torch_api.is_batched(g) for g in args[0]):
-            return self._leave_to_eager("batched gradients (is_grads_batched=True), or within a transform of functorch", roots, args, kwargs)
+            return self._leave_to_eager("batched gradients (is_grads_batched=True), or within a functorch transform", roots, args, kwargs)
         if torch_api.in_forward_mode():
             return self._leave_to_eager("within forward-mode differentiation, whose tangents native code would drop", roots, args, kwargs)
         while not self._turn.acquire(timeout=0.02):
@@ -172,7 +172,7 @@ class Engine:
             if self.inside:
                 return self._leave_to_eager("re-entrant: called by a hook or a custom function of another pass", roots, args, kwargs)
             if self._off:
-                reason = "ran within a pass that was left to eager" if torch_api.in_backward() else "ran beside a pass of another thread"
+                reason = "ran within a pass that ran in eager" if torch_api.in_backward() else "ran beside a pass of another thread"
                 return self._leave_to_eager(reason, roots, args, kwargs)
             if self._left >= _LEFT_LEAST and (self._left >= _LEFT_BEHIND or self._left * self.largest >= _LEFT_NODES):
                 self.clear_cache()
@@ -200,7 +200,7 @@ class Engine:
             for rest in (" You can disable", " Please ", " Exception raised from"):
                 reason = reason.partition(rest)[0]
             if reason.startswith("!vlogger"):  # a recording was refused at this node before, and the engine gives no reason
-                reason = "a structure that was left to eager before"
+                reason = "a structure that ran in eager before"
             if reason.startswith("Compiled autograd is not compatible with C++ DDP Reducer"):
                 reason = DATA_PARALLEL
             self.handler.left_to_eager(reason, walked)

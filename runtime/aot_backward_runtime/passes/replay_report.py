@@ -36,15 +36,26 @@ class Reasons(Counter[str]):
 
 @dataclass
 class Report:
-    """Counts of the backward passes of a context. As text, three lines if nothing was missed; the engine's messages are only in the JSON.
+    """Counts of the backward passes of a context. ``str(report)`` is for people: three lines if nothing was missed.
 
-    ``passes``: all backward passes; ``compiled``: passes that ran compiled. ``bindings``: passes that met a structure for the first time; ``hits``:
-    later served passes; ``misses``: interpreted passes, by reason; ``eager``: passes that ran in eager, by reason (the engine refused them, or
-    the package did not serve earlier ones). ``saved_against_eager``: seconds by which passes were faster than eager was at recording, and the seconds
-    that steps and clippings saved at recording, minus the time to record the misses; ``margin``: the possible overestimate in it, as measured for
-    the choice of compiled passes (``recorded_times.py``); ``untimed``: compiled passes with unknown eager time, by reason; ``untimed_seconds``: the
-    time that they took; ``interpreted``: seconds that the misses took to run. ``steps``: compiled optimizer steps; ``eager_steps``: the
-    others, by reason; ``clippings`` and ``eager_clippings``: the same for gradient clipping.
+    Attributes:
+        passes: The number of all backward passes.
+        compiled: The number of passes that ran compiled.
+        bindings: The number of passes that met a structure for the first time.
+        hits: The number of later passes that were served.
+        misses: The numbers of interpreted passes, by reason.
+        eager: The numbers of passes that ran in eager, by reason: the engine refused them, or the package did not serve earlier ones.
+        engine: The numbers of the engine's explanations of its first cache misses, by text. They are only in the JSON.
+        steps: The number of compiled optimizer steps.
+        eager_steps: The numbers of optimizer steps that ran in eager, by reason.
+        clippings: The number of compiled clippings of gradients.
+        eager_clippings: The numbers of clippings that ran in eager, by reason.
+        saved_against_eager: The seconds by which passes were faster than eager was at recording, and the seconds that steps and clippings saved at
+            recording, minus the time to record the misses.
+        margin: The seconds by which ``saved_against_eager`` may be too large, as measured for the choice of compiled passes.
+        untimed: The numbers of compiled passes with unknown eager time, by reason.
+        untimed_seconds: The seconds that these took.
+        interpreted: The seconds that the misses took to run.
     """
 
     passes: int = 0
@@ -66,8 +77,10 @@ class Report:
 
     @property
     def saved(self) -> float | None:
-        """Seconds saved against eager, negative if lost. It is a lower bound, for any eager time of passes that were not timed. It is None if
-        the sign is unknown, and 0 below the margin."""
+        """The seconds saved against eager, negative if lost.
+
+        It is a lower bound, for any eager time of passes that were not timed. It is None if the sign is unknown, and 0 below the margin.
+        """
         sure = self.saved_against_eager - self.margin - self._unknown
         if sure >= 0:
             return sure
@@ -81,6 +94,7 @@ class Report:
         return self.untimed_seconds + self.interpreted
 
     def to_json(self) -> dict[str, Any]:
+        """Return the counts as a dict that ``json.dumps`` accepts, with the most frequent reasons."""
         return {
             "passes": self.passes,
             "compiled": self.compiled,
@@ -130,14 +144,14 @@ class Report:
         if not (self.compiled or self.steps or self.clippings):
             return
         if self.saved is None:
-            words = "whether this was faster than eager is not known"
+            words = "it is not known whether this was faster than eager"
         else:
             least = "at least " if self._unknown else ""
             gained = f"{self.saved:.3f} s saved" if self.saved >= 0 else f"{-self.saved:.3f} s lost"
-            words = f"{least}{gained} against eager, as it was timed when they were recorded"
+            words = f"{least}{gained} compared with eager, as timed during recording"
         yield words + (f"; the misses took {self.interpreted:.3f} s, interpreted" if self.misses else "")
         yield from (f"  not compared x{count}: {reason}" for reason, count in self.untimed.shown(_IN_TEXT).items())
 
 
-NOT_TIMED = "not timed beside eager when they were recorded (--tune none, a GPU, a custom function of the script)"
-OTHER_SIZES = "timed beside eager at other sizes: record 20 passes or more of each size into a new file to have them compared"
+NOT_TIMED = "not timed against eager during recording (--tune none, a GPU, a custom function of the script)"
+OTHER_SIZES = "timed against eager at other sizes: record 20 passes or more of each size into a new file to compare them"

@@ -67,9 +67,14 @@ class PassObserver(Protocol):
 
 
 class Replaying:
-    """The context of :func:`replay`. It handles the passes that the engine sees. ``report``: a :class:`Report`; ``tapes``: the tapes met, in order.
+    """The context of :func:`replay`. It handles the passes that the engine sees.
 
-    With an ``observer`` the engine walks every pass, and the observer runs the misses."""
+    With an ``observer`` the engine walks every pass, and the observer runs the misses.
+
+    Attributes:
+        report: The counts of the passes inside, a :class:`Report`.
+        tapes: The tapes of the passes met, in order.
+    """
 
     def __init__(
         self,
@@ -153,7 +158,7 @@ class Replaying:
         self.report.passes += 1
         self.report.eager.note(reason)
         self.report.saved_against_eager -= walked
-        self._log_once(f"a backward pass was left to eager: {reason}")
+        self._log_once(f"a backward pass ran in eager: {reason}")
 
     def ran_in_eager(self, seconds: float) -> None:
         if self._observer is not None:
@@ -176,7 +181,7 @@ class Replaying:
         self.engine.largest = max(self.engine.largest, len(bound.tape.nodes))
         if not self.table.knows(bound.structure):
             why = self.table.why_full()
-            raise MissError(f"{why} (replay was told to be strict)") if self.strict else Refused(why)
+            raise MissError(f"{why} (replay is strict)") if self.strict else Refused(why)
         self.report.bindings += 1
         self.explain(True)
         self._bound.append(bound)
@@ -222,7 +227,7 @@ class Replaying:
         self._note_site(served=False)
         miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_advice(structure.tape, operands)}"
         if self.strict:
-            raise MissError(f"{miss} (replay was told to be strict)")
+            raise MissError(f"{miss} (replay is strict)")
         if self._observer is not None:
             return self._observer.interpret(self, structure, operands)  # not in the except block: a hook's error must not get our __context__
         self._missed(miss)
@@ -285,7 +290,7 @@ class Replaying:
     def _log_once(self, message: str) -> None:
         if message not in self._logged and len(self._logged) < _LOGGED:
             self._logged.add(message)
-            log.warning("%s%s", message, "; further reasons are in the report alone" if len(self._logged) == _LOGGED else "")
+            log.warning("%s%s", message, "; further reasons are only in the report" if len(self._logged) == _LOGGED else "")
 
     def explain(self, on: bool) -> None:
         """Switch the engine's explanations of cache misses, which cost time on every pass."""
@@ -354,22 +359,38 @@ def replay(
     max_structures: int = MAX_STRUCTURES,
     optimizer: bool = True,
 ) -> Replaying:
-    """Return a context that runs backward passes from the package at ``path``. Its :attr:`~Replaying.report` counts hits, misses and fallbacks.
+    """Return a context that runs backward passes, optimizer steps and clippings of a script from a package.
 
-    Passes that the package does not hold are interpreted, with eager's gradients (``strict=True``: :class:`MissError`). After three of them from one
-    place in the script, further ones from there run in eager; so do passes that the engine refuses. After 1,000 unserved passes in a row, all
-    further passes run in eager. With ``strict``, every pass is checked.
+    Passes that the package does not hold are interpreted, with eager's gradients. After three of them from one place in the script, further ones from
+    there run in eager; so do passes that the engine refuses. After 1,000 unserved passes in a row, all further passes run in eager. A pass is
+    interpreted if an operator that it calls is not registered when it runs.
 
-    After ``max_structures`` structures that the package does not hold, new ones run in eager. This bounds time and memory for a script
-    that keeps changing its structure. Bound structures are still served.
+    The engine's setting is process-wide: enter once, around everything that trains.
 
-    If the package has code for them, steps of ``torch.optim`` optimizers, ``clip_grad_norm_`` and ``clip_grad_value_`` run compiled, on the script's
-    own parameters, gradients and state, unless ``optimizer`` is False. Calls that do not fit (the first step, which makes the state; an
-    absent gradient) run in eager.
+    Args:
+        path: The package, as ``record`` writes it.
+        entry: The name of the ``replay`` entry; a sole one needs none.
+        strict: Whether a pass that the package does not hold raises :class:`MissError`. Every pass is checked then.
+        imports: As for :func:`load`.
+        signature: As for :func:`load`.
+        key: As for :func:`load`.
+        max_structures: The number of structures that the package does not hold after which new ones run in eager. It bounds time and memory for a
+            script that keeps changing its structure. Bound structures are still served.
+        optimizer: Whether steps of ``torch.optim`` optimizers, ``clip_grad_norm_`` and ``clip_grad_value_`` run compiled too, if the package has code
+            for them, on the script's own parameters, gradients and state. Calls that do not fit (the first step, which makes the state; an absent
+            gradient) run in eager.
 
-    The engine's setting is process-wide: enter once, around everything that trains. ``imports``, ``signature`` and ``key`` are as in
-    :func:`load`. A pass is interpreted if an operator that it calls is not registered when it runs. Raise the errors of :func:`load`, and
-    :class:`AotBackwardError` if the package has no ``replay`` entry, or several and ``entry`` names none.
+    Returns:
+        The context; its ``report`` counts hits, misses and fallbacks.
+
+    Raises:
+        AotBackwardError: The package has no ``replay`` entry, or several and ``entry`` names none; and the errors of :func:`load`.
+
+    Examples:
+        >>> with replay("passes.pt2") as replaying:
+        ...     net(torch.randn(4, 8)).sum().backward()
+        >>> replaying.report.passes
+        1
     """
     package = load(path, imports=imports, signature=signature, key=key)
     return Replaying(package, entry, strict=strict, max_structures=max_structures, optimizer=optimizer)
@@ -387,10 +408,10 @@ class _IgnoringLogger:
 
 
 _IGNORING_LOGGER = _IgnoringLogger()
-_ADVICE = "record such a pass too, onto the same file (what is not faster than eager is left out; --tune none keeps it)"
+_ADVICE = "record such a pass too, into the same file (passes that are not faster than eager are left out; --tune none keeps them)"
 
-_NOT_SERVED = "called from where the package served none of the last passes"
-_LEFT = f"after {UNSERVED} in a row that nothing served"
+_NOT_SERVED = "called from a place where the package had no code for the last passes"
+_LEFT = f"after {UNSERVED} passes in a row without compiled code"
 
 
 def _node_in(reason: str) -> int | None:
@@ -404,5 +425,5 @@ def _advice(tape: Tape, operands: Operands) -> str:
     for index, tensor in enumerate(operands.inputs):
         if why := why_unsupported(tensor):
             user = tape.user_of(Slot("input", index))
-            return f"tensor {index} (of {user}) is {why}, and record compiles no such pass; let the forward compute on plain, dense tensors there"
+            return f"tensor {index} (of {user}) is {why}, and record cannot compile such a pass; use plain, dense tensors there in the forward"
     return _ADVICE

@@ -18,7 +18,7 @@ from ..tapes.tape import Tape
 from .compiled_pass import CompiledPass, Match
 from .pass_contract import Operands
 
-_ADVICE_OF_GUARDS = re.compile(r"(: (export|pass|call it so)\b|; export\b).*")
+_ADVICE_OF_GUARDS = re.compile(r"(: (export|pass|call it)\b|; export\b).*")
 """The guards' advice to callers of exported entries, who pass the tensors; callers of a backward pass do not."""
 _MAX_SHAPES = 1024  # lists of shapes with a fast check, per structure
 

@@ -60,10 +60,7 @@ class StructureTable:
         return self._weight >= self.max_structures
 
     def why_full(self) -> str:
-        return (
-            f"the structure keeps changing: {self._unknown} structures that no package holds were met, and further ones are not looked at "
-            "(max_structures)"
-        )
+        return f"the structure keeps changing: {self._unknown} structures were not in the package, and further ones are not examined (max_structures)"
 
     def knows(self, structure: Structure) -> bool:
         """Return whether this context knows ``structure``."""
@@ -109,7 +106,7 @@ class StructureTable:
         elif len(nodes) != len(best.nodes):
             what = f"it has {len(nodes)} nodes, the nearest recorded structure {len(best.nodes)}"
         else:
-            what = "it has the nodes of a recorded structure, but constants of theirs, hooks, or what needs a gradient differ"
+            what = "its nodes are those of a recorded structure, but their constants, hooks or requires_grad differ"
         return f"the structure {tape.fingerprint()[:12]} was not recorded: {what}"
 
 

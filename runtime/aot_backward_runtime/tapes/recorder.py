@@ -85,7 +85,7 @@ class Recorder:
         if isinstance(x, torch.Tensor):
             slot = self._slots.get(id(x))
             if slot is None:
-                self.refused = self.refused or f"a tensor of shape {tuple(x.shape)} comes from nowhere that the engine names"
+                self.refused = self.refused or f"the engine does not say where a tensor of shape {tuple(x.shape)} comes from"
                 return None
             return slot
         if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -264,7 +264,7 @@ class Recorder:
             self.refused = self.refused or f"the engine branches on the size {self.decided[0].operand} of {self._nodes[-1]}"
         order = self._order(self._nodes)
         if order is None:
-            self.refused = self.refused or "the order in which eager runs the nodes cannot be told from the roots of this pass"
+            self.refused = self.refused or "the order in which eager runs the nodes cannot be derived from the roots of this pass"
         if self.refused:
             raise Refused(self.refused)
         assert order is not None

@@ -79,7 +79,7 @@ def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], d
 
 def _unstorable(name: str, tensor: torch.Tensor) -> str:
     if name == METADATA:
-        return "has a name that safetensors keeps for itself"
+        return "has a name that safetensors reserves"
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
         return f"is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; only plain tensors can be stored"
     return "" if stored_as(dtype_name(tensor), ())[0] else f"has dtype {tensor.dtype}, which safetensors cannot store"
@@ -96,7 +96,7 @@ def _write_header(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any])
     }
     start, order = write_header({name: stored_as(dtype_name(t), tuple(t.shape)) for name, t in tensors.items()}, metadata)
     if len(start) - 8 > LARGEST_HEADER:
-        raise PackageError(f"names and what is said about them take {len(start)} bytes; a header may have {LARGEST_HEADER}")
+        raise PackageError(f"the header has {len(start)} bytes; at most {LARGEST_HEADER} are allowed")
     _about(parse_header(start[8:]))  # a file that read_state would refuse must not replace one that it accepts
     return start, order
 
@@ -120,15 +120,15 @@ def _read(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, torch.Tensor
         text = read_header_text(file, size)
         header = parse_header(text)
     except PackageError as error:
-        raise StateError(f"cannot read training state {path}: it is no safetensors file, or was damaged or cut short: {error}") from error
+        raise StateError(f"cannot read training state {path}: it is not a safetensors file, or is damaged or cut short: {error}") from error
     if header.metadata.get("format") != FORMAT:
-        raise StateError(f"{path} has no training state: was it written by step.save()?")
+        raise StateError(f"{path} is not a training state: was it written by step.save()?")
     version = header.metadata.get("version")
     if version != VERSION:
         raise StateError(f"{path} is a training state of version {version!r}; this runtime reads {VERSION!r}: install the one that wrote it")
     if size != header.size:
         how = "was cut short" if size < header.size else "has bytes left over"
-        raise StateError(f"corrupt training state {path}: it {how}: it has {size} bytes, but says {header.size}")
+        raise StateError(f"corrupt training state {path}: it {how}: it has {size} bytes, but its header says {header.size}")
     try:
         expected = header.metadata.get("sha256", "")
         digest = hashlib.sha256(struct.pack("<Q", len(text)) + text.replace(expected.encode(errors="replace"), _BLANK.encode(), 1))
@@ -164,7 +164,7 @@ def _complex_names(header: Header) -> set[str]:
     for name in names:
         place = header.tensors.get(name)
         if place is None or place.dtype != "F64" or place.shape[-1:] != (2,):
-            raise PackageError(f"tensor {name!r} is not stored as complex128 is")
+            raise PackageError(f"tensor {name!r} is not stored in the form of complex128")
     return set(names)
 
 

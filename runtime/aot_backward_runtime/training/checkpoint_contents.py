@@ -50,7 +50,7 @@ def _checked(
     theirs, ours = [g["parameters"] for g in about["groups"]], [list(g.parameters) for g in own.spec.groups]
     if theirs != ours:
         different = sorted({n for g in theirs for n in g} ^ {n for g in ours for n in g})
-        raise StateError(f"its parameter groups are not this step's{', which differ in ' + different[0] if different else ''}")
+        raise StateError(f"its parameter groups differ from this step's{' in ' + different[0] if different else ''}")
     parts: dict[str, dict[str, torch.Tensor]] = {"module": {}, "loss": {}, "optimizer": {}, "gradient": {}, "random": {}}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
@@ -59,7 +59,7 @@ def _checked(
     copies += matching("optimizer", {f"{key}/{names[0]}": t for key, names, t in own.slots}, parts["optimizer"], True)
     counters = {name: counter(name, about[name]) for name in COUNTERS}
     if counters["accumulated"] and not own.gradients:
-        raise StateError(f"it holds accumulated gradients of {counters['accumulated']} calls, which this step was exported without (accumulate=True)")
+        raise StateError(f"it has accumulated gradients of {counters['accumulated']} calls, and this step was exported without accumulate=True")
     copies += matching("gradient", own.gradients if counters["accumulated"] else {}, parts["gradient"], True)
     options = [g["options"] for g in about["groups"]]
     own.check_options(options)

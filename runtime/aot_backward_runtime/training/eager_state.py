@@ -38,21 +38,21 @@ def from_eager(own: TrainingState, given: Mapping[str, Any]) -> Change:
     try:
         return _checked(own, given)
     except MALFORMED as error:
-        raise StateError(f"this is no state of a module and an optimizer: {malformed(error)}") from error
+        raise StateError(f"this is not the state of a module and an optimizer: {malformed(error)}") from error
 
 
 def _checked(own: TrainingState, given: Mapping[str, Any]) -> Change:
     if not isinstance(given, Mapping) or not {"module", "optimizer"} <= given.keys():
-        has = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        has = (sorted(map(str, given)) or "an empty dict") if isinstance(given, Mapping) else type(given).__name__
         raise StateError(f'expected {{"module": net.state_dict(), "optimizer": optimizer.state_dict()}}, got {has}')
     copies = matching("module", own.persistent, given["module"])
     optimizer = given["optimizer"]
     if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
-        raise StateError("state['optimizer'] is no state_dict of a torch.optim optimizer: it needs 'state' and 'param_groups'")
+        raise StateError("state['optimizer'] is not the state_dict of a torch.optim optimizer: it needs 'state' and 'param_groups'")
     slots_by_id, groups = optimizer["state"], optimizer["param_groups"]
     theirs, ours = [len(g["params"]) for g in groups], [len(g.parameters) for g in own.spec.groups]
     if theirs != ours:
-        raise StateError(f"the optimizer's groups have {theirs} parameters; this step was exported with {ours}")
+        raise StateError(f"the optimizer's groups have {theirs or 'no'} parameters; this step was exported with {ours}")
     names = [n for g in own.spec.groups for n in g.parameters]
     order = [p for g in groups for p in g["params"]]
     if unknown := sorted(map(str, slots_by_id.keys() - set(order))):
@@ -96,7 +96,7 @@ def _slots_from(own: TrainingState, named: Mapping[str, Mapping[str, Any]]) -> C
             value = named.get(name, {}).get(key)
             if value is None and key == "momentum_buffer" and name in named:
                 if any(g.get("dampening") for g in own.groups) and any(s.get(key) is not None for s in named.values()):
-                    raise StateError(f"{name!r} has no momentum yet and others have: with dampening its first step would be another one")
+                    raise StateError(f"{name!r} has no momentum yet, and others have: with dampening, its first step would differ from eager")
                 value = torch.zeros_like(tensor)  # eager's value before the first step
             if type(value) in (int, float):
                 value = torch.tensor(float(value))
@@ -107,7 +107,7 @@ def _slots_from(own: TrainingState, named: Mapping[str, Mapping[str, Any]]) -> C
             if first is not None and float(value) != float(first):
                 raise StateError(
                     f"the optimizer's {key!r} is {float(first):g} for {parameters[0]!r} and {float(value):g} for {name!r}; this step was "
-                    f"exported with one for both: export it with the optimizer in this state"
+                    f"exported with one value for both: export it with the optimizer in this state"
                 )
             first = value
         assert first is not None

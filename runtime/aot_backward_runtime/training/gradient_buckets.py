@@ -42,7 +42,7 @@ class Buckets:
         by_name = {spec[0]: spec for spec in specs}
         order = [spec[0] for spec in reversed(specs)] if order is None else order
         if len(by_name) != len(specs) or sorted(order) != sorted(by_name):
-            raise DistributedError("every gradient needs a name of its own, and `order` must hold each name once")
+            raise DistributedError("each gradient needs its own name, and `order` must have each name once")
         self.layout = [f"{name}: {dtype} {list(shape)} strides {list(stride)}, {device.type}" for name, shape, stride, dtype, device in specs]
         self.flat: list[torch.Tensor] = []
         made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -18,7 +18,7 @@ def refuse_hooks_that_never_run(parameters: Mapping[str, torch.Tensor], gradient
     for name, parameter in parameters.items():
         if id(parameter) not in served and isinstance(parameter, StepParameter):
             parameter._no_hook = (
-                f"a hook on {name} would never run: it gets no gradient from this step, whose optimizer does not train it"
+                f"a hook on {name} would never run: its parameter gets no gradient from this step, because the optimizer does not train it"
                 if gradients
                 else f"a hook on {name} would never run: this step makes gradients and update in one native call. Export it with accumulate=True, "
                 "which keeps them apart; or register the hook before the export, which traces it"

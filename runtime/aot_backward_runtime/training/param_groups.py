@@ -69,7 +69,9 @@ class Numbers:
             raise InputError(f"{label} is {shown}; expected a number") from error
         if spec.allowed and not any(inside(number, i) for i in spec.allowed):
             ways = " or ".join(map(interval_words, spec.allowed))
-            raise InputError(f"{label} = {number:g}: {self.optimizer} computes otherwise then; compiled for {ways}: export a step for this value")
+            raise InputError(
+                f"{label} = {number:g}: {self.optimizer} computes differently for this value; compiled for {ways}: export a step for this value"
+            )
         return number
 
     def set(self, group: int, key: str, position: int, value: float) -> None:

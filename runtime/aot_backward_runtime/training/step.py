@@ -35,15 +35,22 @@ _PUBLIC = (_MODULE, _OPTIMIZER)  # the properties of a step return these tensors
 
 
 class LoadedStep(torch.optim.Optimizer):
-    """A training step: ``loss = step(x, y)`` runs forward, backward and optimizer in one native call.
-
-    Call it like the module, with the loss function's target as the last positional argument. It returns the program's results: the loss, a 0-d
-    tensor, detached; or all results, the loss first. ``step(x, y, update=False)`` only accumulates gradients; the next call with an update uses
-    them all, and so does :meth:`step`. :class:`InputError` names an argument that does not fit; then nothing was changed.
+    """A training step: ``loss = step(x, y)`` runs forward, backward and optimizer in one native call, on state that the step owns.
 
     It implements as much of ``torch.optim.Optimizer`` as ``torch.optim.lr_scheduler`` needs: ``param_groups`` holds the numbers that a schedule
-    changes, and the next call uses them. ``count``: updates made. ``skipped``: updates skipped because a gradient was Inf or NaN (with
-    ``skip_nonfinite``). ``grad_norm``: norm in the last update, before clipping, a 0-d tensor (with ``clip_norm``), else None.
+    changes, and the next call uses them. You can copy it with ``copy.deepcopy``; to store it, call :meth:`save`.
+
+    Attributes:
+        grad_norm: The norm of the gradients in the last update, before clipping, a 0-d tensor; None without ``clip_norm`` or before an update.
+        defaults: The optimizer's default options.
+
+    Examples:
+        >>> step = load("step.pt2").step()
+        >>> schedule = torch.optim.lr_scheduler.StepLR(step, step_size=10)
+        >>> for x, y in batches:
+        ...     loss = step(x, y)
+        ...     schedule.step()
+        >>> step.save("training.safetensors", extra={"epoch": 1})
     """
 
     def __init__(self, entry: Entry, tensors: Mapping[str, torch.Tensor], digest: str, shared: bool):
@@ -91,7 +98,21 @@ class LoadedStep(torch.optim.Optimizer):
     # calling
 
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
-        """Run one step on these arguments. ``update=False``: only accumulate gradients."""
+        """Make one update with the gradients of these arguments, or only accumulate them.
+
+        Args:
+            *args: The exported module's arguments and, with a ``loss_fn``, its target as the last.
+            update: Whether to update. ``update=False`` only adds up gradients (``accumulate=True`` at export); the next update uses them all.
+            **kwargs: The module's keyword arguments.
+
+        Returns:
+            The loss, a 0-d tensor, detached; or all results of the module, the loss first.
+
+        Raises:
+            InputError: An argument does not fit; nothing was changed.
+            ExecutionError: Native code failed; the message says whether the state is still whole.
+            DistributedError: Another process ended or does not match.
+        """
         last = self._last
         if last is None or kwargs or not update or self._touched[0] or (self._watched and self._watch.changed()) or not last.fits(args):
             return self._call_cached(args, kwargs, update)
@@ -225,13 +246,22 @@ class LoadedStep(torch.optim.Optimizer):
             self._state.numbers.set_accumulating(True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update with the accumulated gradients. Raise :class:`InputError` if there are none."""
+        """Update with the accumulated gradients.
+
+        Args:
+            closure: Unsupported; it exists for the signature of ``torch.optim.Optimizer``.
+
+        Raises:
+            InputError: No gradients have been accumulated, or ``closure`` is given.
+        """
         with self._lock:
             if closure is not None:
                 raise InputError("a compiled step takes no closure: call it with the arguments of the module, loss = step(x, y)")
             self._check_consistent()
             if not self._state.accumulated:
-                raise InputError("no gradients have been accumulated: call step(…, update=False) first, or step(…) for all at once")
+                raise InputError(
+                    "no gradients have been accumulated: call step(…, update=False) first, or step(…) for gradients and update in one call"
+                )
             self._apply()
 
     def _apply(self) -> None:
@@ -265,8 +295,8 @@ class LoadedStep(torch.optim.Optimizer):
         for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
             if tensor.requires_grad != spec.requires_grad:
                 raise InputError(
-                    f"{spec.name.removeprefix(_MODULE)}.requires_grad was changed: which parameters are trained is fixed in the compiled step; put "
-                    "it back, and export a step without this one in the optimizer"
+                    f"{spec.name.removeprefix(_MODULE)}.requires_grad was changed: the set of trained parameters is fixed in the compiled step; "
+                    "change it back, or export a step without this one in the optimizer"
                 )
         binding = self._entry.state.refresh([t.detach() for t in self._held])
         if binding is not self._binding:
@@ -275,7 +305,7 @@ class LoadedStep(torch.optim.Optimizer):
                 for spec, tensor in zip(self._entry.spec.state, self._held, strict=True):
                     if spec.name.startswith(_PUBLIC) and tensor.data_ptr() != self._tensors[spec.weight].data_ptr():
                         raise WeightsError(
-                            f"{spec.name.removeprefix(_MODULE)} was given other memory, which other entries of the package would not see: "
+                            f"{spec.name.removeprefix(_MODULE)} was moved to other memory, and other entries of the package would not see it: "
                             f"write into it in place (with torch.no_grad(): p.copy_(…))"
                         )
             self._binding = binding
@@ -288,7 +318,11 @@ class LoadedStep(torch.optim.Optimizer):
         self._last, self._cached, self._run_update = None, [], None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the accumulated gradients."""
+        """Drop the accumulated gradients.
+
+        Args:
+            set_to_none: Ignored; it exists for the signature of ``torch.optim.Optimizer``.
+        """
         self._state.set_accumulated(0)
         self._last = None
 
@@ -304,7 +338,7 @@ class LoadedStep(torch.optim.Optimizer):
             self.zero_grad()
             left = "the accumulated gradients are lost, everything else is unchanged"
         elif self._replicas is not None:
-            self._inconsistent = f"an update failed here ({reason}), which other processes have made"
+            self._inconsistent = f"an update failed in this process ({reason}), and other processes have made it"
             left = "other processes have made this update: resume() a saved state on all of them"
         elif self._state.spec.in_place:
             left = "nothing was changed"
@@ -314,19 +348,27 @@ class LoadedStep(torch.optim.Optimizer):
         return ExecutionError(f"entry {self._entry.name!r}: native code failed ({reason}); {left}")
 
     def train(self, mode: bool = True) -> LoadedStep:
-        """Serve calls from the variants exported in training mode."""
+        """Set the mode.
+
+        Args:
+            mode: Whether later calls run the variants of training mode; otherwise they run the variants of evaluation mode.
+
+        Returns:
+            The step itself.
+        """
         self._clear_cache()
         self._mode = "train" if mode else "eval"
         return self
 
     def eval(self) -> LoadedStep:
+        """Call ``train(False)``, and return the step itself."""
         return self.train(False)
 
     # state
 
     @property
     def param_groups(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """The optimizer's groups. Numbers can be set; ``params`` are the parameters."""
+        """The optimizer's groups. You may set their numbers, such as ``lr``; ``params`` are the parameters."""
         return tuple(self._state.groups)
 
     @property
@@ -337,12 +379,13 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The module's buffers by name. Write into them in place."""
         self._expose()
         return MappingProxyType(dict(self._state.buffers))
 
     @property
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """The accumulated gradients by parameter; empty if there are none. The next call writes to them."""
+        """The accumulated gradients by parameter, detached; empty if there are none. The next call writes to them."""
         return MappingProxyType({n: t.detach() for n, t in self._state.gradients.items()} if self._state.accumulated else {})
 
     @property
@@ -363,10 +406,12 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def count(self) -> int:
+        """The number of updates made."""
         return self._state.count
 
     @property
     def skipped(self) -> int:
+        """The number of updates skipped because a gradient was Inf or NaN (with ``skip_nonfinite`` or ``loss_scale``)."""
         return self._state.skipped
 
     @property
@@ -375,16 +420,28 @@ class LoadedStep(torch.optim.Optimizer):
         return self._state.accumulated
 
     def state_dict(self, *, whole: bool = False) -> dict[str, Any]:
-        """Return ``{"module": …, "optimizer": …, "count": …, …}``, copies, for ``load_state_dict`` of an eager module and optimizer.
+        """Return a copy of the state, for ``load_state_dict`` of an eager module and optimizer.
 
-        ``whole``: include the optimizer's state before its first step, when eager has none yet. ``torch.distributed.checkpoint.load`` needs it: it
-        only fills existing entries."""
+        Args:
+            whole: Whether to include the optimizer's state before its first step, when eager has none yet. ``torch.distributed.checkpoint.load``
+                needs it: it only fills existing entries.
+
+        Returns:
+            A dict with the keys "module", "optimizer", "count" and others.
+        """
         with self._lock:
             return eager_state.to_eager(self._state, whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}`` of an eager training, or a result of :meth:`state_dict`.
-        :class:`StateError` or :class:`InputError` names the part that does not fit; then nothing was changed."""
+        """Load the state of an eager training, or a result of :meth:`state_dict`.
+
+        Args:
+            state_dict: ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}``, or a result of :meth:`state_dict`.
+
+        Raises:
+            StateError: A part of the state does not fit; nothing was changed.
+            InputError: A tensor or an option does not fit; nothing was changed.
+        """
         with self._lock:
             self._replace_state(eager_state.from_eager(self._state, state_dict))
             self._inconsistent = ""
@@ -399,11 +456,19 @@ class LoadedStep(torch.optim.Optimizer):
             raise
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
-        """Write the whole training state to ``path`` atomically: parameters, buffers, the optimizer's state, the groups' numbers, accumulated
-        gradients, the counters, torch's random state, and ``extra``, any JSON value (an epoch, a schedule's state).
+        """Write the whole training state to a file, atomically.
 
-        If there are several processes, all must call it, at the same point; rank 0 writes. Accumulated gradients are averaged first, and all ranks
-        get the buffers of rank 0, so that any number of processes can resume. Raises :class:`StateError`."""
+        The file has parameters, buffers, the optimizer's state, the groups' numbers, accumulated gradients, the counters and torch's random state. If
+        there are several processes, all must call it, at the same point; rank 0 writes. Accumulated gradients are averaged first, and all ranks get
+        the buffers of rank 0, so that any number of processes can resume.
+
+        Args:
+            path: The file to write.
+            extra: Any JSON value, such as an epoch or a schedule's state.
+
+        Raises:
+            StateError: The state cannot be written; an old file stays.
+        """
         with self._lock:
             if self._inconsistent:
                 raise StateError(f"nothing was saved to {path}: {self._inconsistent}")
@@ -418,10 +483,25 @@ class LoadedStep(torch.optim.Optimizer):
             replicas.collectives.by_first(lambda: checkpoint_contents.save(self._state, path, everyone, extra))
 
     def resume(self, path: str | os.PathLike[str], *, random: bool = True) -> Any:
-        """Restore the state written by :meth:`save`, bit for bit, and return its ``extra``. ``random=False`` keeps torch's random state.
+        """Restore the state written by :meth:`save`, bit for bit.
 
         If there are several processes, all must call it; rank 0 reads the file for all. A rank without a saved random state (there were fewer
-        processes) keeps its own. Raises :class:`StateError`, on every rank; then the state is unchanged."""
+        processes) keeps its own.
+
+        Args:
+            path: The file to read.
+            random: Whether to restore torch's random state too.
+
+        Returns:
+            The ``extra`` that was saved.
+
+        Raises:
+            StateError: The file is damaged, incomplete or of another program, on every rank; the state is unchanged.
+
+        Examples:
+            >>> step.resume("training.safetensors")
+            {'epoch': 1}
+        """
         with self._lock:
 
             def read() -> tuple[dict[str, torch.Tensor], Any]:
@@ -445,20 +525,31 @@ class LoadedStep(torch.optim.Optimizer):
     def distribute(
         self, group: Any = None, *, broadcast_buffers: bool = True, bucket_mb: float | None = None, order: Sequence[str] | None = None
     ) -> LoadedStep:
-        """Average gradients over the processes of ``group`` before each later update, as ``DistributedDataParallel`` does; all start from the state
-        of rank 0. Call it on every rank, after ``torch.distributed.init_process_group``.
+        """Average gradients over processes before each later update, as ``DistributedDataParallel`` does. All start from the state of rank 0.
 
-        ``broadcast_buffers``: before a forward all ranks get the buffers of rank 0 (BatchNorm's statistics), unless the previous call had no
-        update. ``bucket_mb``: the size of the buckets in MiB, as DDP's ``bucket_cap_mb``; by default 25, and 1 for the first, as in DDP. ``order``:
-        the parameters' names in the order in which their gradients arrive in eager, if that is not last parameter first. With three or more
-        processes the last bit of a sum depends on it; it has no other effect.
-        Raises :class:`DistributedError`; :class:`InputError` if the step is already distributed, or was exported for one process."""
+        Call it on every rank, after ``torch.distributed.init_process_group``. Export the step with ``distributed=True``.
+
+        Args:
+            group: The process group; by default all processes.
+            broadcast_buffers: Whether all ranks get the buffers of rank 0 (BatchNorm's statistics) before a forward, unless the previous call had no
+                update.
+            bucket_mb: The size of the buckets in MiB, as DDP's ``bucket_cap_mb``; by default 25, and 1 for the first, as in DDP.
+            order: The parameters' names in the order in which their gradients arrive in eager, if that is not last parameter first. With three or
+                more processes the last bit of a sum depends on it; it has no other effect.
+
+        Returns:
+            The step itself.
+
+        Raises:
+            DistributedError: The processes do not match, or one has ended.
+            InputError: The step is already distributed, or was exported for one process.
+        """
         from .distributed import Replicas
 
         if self._update is None:
             raise InputError(f"entry {self._entry.name!r} was exported for one process: export it with distributed=True")
         if self._replicas is not None:
-            raise InputError("this step is distributed already; load the package again for other processes or other buckets")
+            raise InputError("this step is already distributed; load the package again for other processes or other buckets")
         with self._lock:
             state = self._state
             replicas = Replicas(state, group, broadcast_buffers, bucket_mb, order)
@@ -494,10 +585,10 @@ class LoadedStep(torch.optim.Optimizer):
     # methods of torch.optim.Optimizer that a compiled step cannot serve
 
     def add_param_group(self, param_group: Any) -> None:
-        raise InputError("the parameter groups of a compiled step are fixed; export a step whose optimizer has this group")
+        raise InputError("the parameter groups of a compiled step are fixed; export a step with this group in its optimizer")
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
-        raise InputError("a compiled step calls no hooks: run the hook's code before or after the call")
+        raise InputError("a compiled step does not call hooks: run the hook's code before or after the call")
 
     register_step_pre_hook = register_step_post_hook = _refuse_hook
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
@@ -516,7 +607,7 @@ class LoadedStep(torch.optim.Optimizer):
             return other
 
     def __reduce__(self) -> Any:
-        raise AotBackwardError("a loaded step cannot be pickled: save(path) its state, and load the package where it is needed")
+        raise AotBackwardError("a loaded step cannot be pickled: save(path) its state, and load the package in the other process")
 
     __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731
     __getstate__ = __reduce__

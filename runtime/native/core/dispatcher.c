@@ -100,7 +100,7 @@ CORE int32_t core_serves(const char *name, const char *overload) { return number
 CORE int32_t torch_call_dispatcher(const char *name, const char *overload, uint64_t *stack, uint64_t version) {
   (void)version;
   int number = number_of(name, overload), tensors = 0, flags = 0;
-  if (number < 0) return core_fail("%s%s%s is not served by this library", name, *overload ? "." : "", overload);
+  if (number < 0) return core_fail("%s%s%s is not supported by this library", name, *overload ? "." : "", overload);
   const char *arguments = operators[number].arguments;
   const tensor *in[MOST_ARGUMENTS] = {0};
   tensor *out[MOST_RESULTS] = {0};

@@ -23,7 +23,7 @@
 
 static int check_square(const char *name, const tensor *a) {
   if (a->dtype != F32 && a->dtype != F64) return core_fail("%s of %s", name, name_of(a->dtype));
-  if (a->rank < 2 || a->sizes[a->rank - 1] != a->sizes[a->rank - 2]) return core_fail("%s of what is not square matrices", name);
+  if (a->rank < 2 || a->sizes[a->rank - 1] != a->sizes[a->rank - 2]) return core_fail("%s of matrices that are not square", name);
   return 0;
 }
 

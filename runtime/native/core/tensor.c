@@ -97,7 +97,7 @@ void *take(size_t bytes) {
     return block;
   }
   void *block = aligned_alloc(64, bytes);
-  if (!block) core_fail("%zu bytes of memory are needed, and there are none", bytes);
+  if (!block) core_fail("cannot allocate %zu bytes of memory", bytes);
   return block;
 }
 
@@ -127,8 +127,8 @@ int threads_for(double operations) {
 /* --- tensors ---------------------------------------------------------------------------------------------------------------------------------- */
 
 static tensor *blank(int64_t rank, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
-  if (rank < 0 || rank > RANKS) return core_fail("a tensor of %lld dimensions; at most %d are served", (long long)rank, RANKS), NULL;
-  if (!size_of(dtype)) return core_fail("tensors of dtype number %d are not served", dtype), NULL;
+  if (rank < 0 || rank > RANKS) return core_fail("a tensor of %lld dimensions; at most %d are supported", (long long)rank, RANKS), NULL;
+  if (!size_of(dtype)) return core_fail("tensors of dtype number %d are not supported", dtype), NULL;
   tensor *t = take(sizeof *t);
   if (!t) return NULL;
   t->held = NULL;

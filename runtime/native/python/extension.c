@@ -263,15 +263,16 @@ static int take_buffer(Input *in, PyObject *object, Py_ssize_t number) {
   in->held = 1;
   DLDataType dtype = dtype_of(b->format, b->itemsize);
   if (!dtype.bits || b->ndim > MOST_DIMENSIONS) {
-    PyErr_Format(PyExc_TypeError, "input %zd has the buffer format '%s' and %d dimensions, which no tensor has", number, b->format ? b->format : "B",
-                 b->ndim);
+    PyErr_Format(PyExc_TypeError, "input %zd has the buffer format '%s' and %d dimensions, which is not supported", number,
+                 b->format ? b->format : "B", b->ndim);
     return -1;
   }
   for (int d = 0; d < b->ndim; d++) {
     in->shape[d] = b->shape[d];
     in->strides[d] = b->strides[d] / b->itemsize;
     if (b->shape[d] > 1 && b->strides[d] % b->itemsize) {
-      PyErr_Format(PyExc_TypeError, "input %zd has a stride of %zd bytes, which is no number of its elements: pass a copy", number, b->strides[d]);
+      PyErr_Format(PyExc_TypeError, "input %zd has a stride of %zd bytes, which is not a multiple of its element size: pass a copy", number,
+                   b->strides[d]);
       return -1;
     }
     if (b->shape[d] > 1 && b->strides[d] < 0) {

@@ -30,7 +30,9 @@ void archive_bytes(const archive *z, uint64_t offset, void *out, size_t size) {
     ssize_t n = pread(z->file, to, size < 1 << 30 ? size : 1 << 30, (off_t)offset);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) arena_fail(z->a, AOTB_IO, "cannot be read at byte %llu: %s", (unsigned long long)offset, strerror(errno));
-    if (!n) WRONG(z, "it ended at byte %llu while it was read; was it written over in place?", (unsigned long long)offset);
+    if (!n)
+      WRONG(z, "it ended at byte %llu while it was read; was it overwritten in place? Write a new file, and rename it over the old one",
+            (unsigned long long)offset);
     to += n;
     offset += (uint64_t)n;
     size -= (size_t)n;
@@ -43,22 +45,22 @@ static void end_record(const archive *z, uint64_t *count, uint64_t *start, uint6
   if (z->size < END) WRONG(z, "not a zip archive (%llu bytes)", (unsigned long long)z->size);
   uint64_t end = z->size - END;
   archive_bytes(z, end, e, END);
-  if (four(e) != 0x06054B50) WRONG(z, "no zip archive, or cut short: no end record in the last %d bytes", END);
+  if (four(e) != 0x06054B50) WRONG(z, "not a zip archive, or cut short: no end record in the last %d bytes", END);
   if (two(e + 20)) WRONG(z, "its end record states a comment of %u bytes", two(e + 20));
-  if (two(e + 4) || two(e + 6) || two(e + 8) != two(e + 10)) WRONG(z, "it is one part of several");
+  if (two(e + 4) || two(e + 6) || two(e + 8) != two(e + 10)) WRONG(z, "it is one part of a split archive");
   *count = two(e + 10);
   *length = four(e + 12);
   *start = four(e + 16);
   if (*start + *length == end) return;
-  if (end < LOCATOR + END64) WRONG(z, "bytes before its end record belong to nothing");
+  if (end < LOCATOR + END64) WRONG(z, "bytes before its end record belong to no member");
   end -= LOCATOR + END64;
   archive_bytes(z, end + END64, l, LOCATOR);
   if (four(l) != 0x07064B50)
-    WRONG(z, "bytes %llu to %llu, before its end record, belong to nothing", (unsigned long long)(*start + *length),
+    WRONG(z, "bytes %llu to %llu, before its end record, belong to no member", (unsigned long long)(*start + *length),
           (unsigned long long)(z->size - END));
   archive_bytes(z, end, w, END64);
   bool sound = four(w) == 0x06064B50 && number(w + 4, 8) == END64 - 12 && number(l + 8, 8) == end && number(w + 24, 8) == number(w + 32, 8);
-  if (!sound || four(w + 16) || four(w + 20) || four(l + 4) || four(l + 16) != 1) WRONG(z, "its zip64 end record is not sound");
+  if (!sound || four(w + 16) || four(w + 20) || four(l + 4) || four(l + 16) != 1) WRONG(z, "its zip64 end record is invalid");
   uint64_t count64 = number(w + 32, 8), length64 = number(w + 40, 8), start64 = number(w + 48, 8), sum;
   bool agree = *count == (count64 < 0xFFFF ? count64 : 0xFFFF) && *length == (length64 < WIDE ? length64 : WIDE) &&
                *start == (start64 < WIDE ? start64 : WIDE);
@@ -77,7 +79,7 @@ static const uint8_t *zip64_field(const archive *z, const char *name, const uint
     uint32_t kind = size >= 4 ? two(data) : 0xFFFF, n = size >= 4 ? two(data + 2) : 0;
     bool twice = (kind == ZIP64 && found) || (kind == second && second != ZIP64 && seen);
     if ((kind != ZIP64 && kind != second) || twice || 4 + n > size)
-      WRONG(z, "member %s: extra field %#x of %u bytes is not one that packages have", name, kind, n);
+      WRONG(z, "member %s: extra field %#x of %u bytes is not allowed in packages", name, kind, n);
     if (kind == ZIP64) {
       found = data + 4;
       *length = n;
@@ -126,19 +128,19 @@ static int by_name(const void *x, const void *y) { return strcmp(((const member 
 
 /* Reads one entry of the central directory and its local header. Returns the bytes of the entry. */
 static size_t entry(const archive *z, const uint8_t *c, size_t left, uint64_t limit, uint64_t expected, member *out) {
-  if (left < CENTRAL || four(c) != 0x02014B50) WRONG(z, "an entry of the central directory is not sound");
+  if (left < CENTRAL || four(c) != 0x02014B50) WRONG(z, "an entry of the central directory is invalid");
   size_t n = two(c + 28), extra = two(c + 30), comment = two(c + 32), length;
-  if (CENTRAL + n + extra + comment > left) WRONG(z, "an entry of the central directory is not sound");
+  if (CENTRAL + n + extra + comment > left) WRONG(z, "an entry of the central directory is invalid");
   check_name(z, (const char *)c + CENTRAL, n);
   const char *name = arena_text(z->a, (const char *)c + CENTRAL, n);
   uint64_t size = four(c + 24), stored = four(c + 20), header = four(c + 42);
   const uint8_t *field = zip64_field(z, name, c + CENTRAL + n, extra, ZIP64, &length);
   widen(z, name, (uint64_t *const[]){&size, &stored, &header}, 3, field, length);
   if (two(c + 8)) WRONG(z, "member %s: flags %#x; encryption, data descriptors and other encodings are refused", name, two(c + 8));
-  if (two(c + 10) || size != stored) WRONG(z, "member %s: compressed (method %u); members are stored as they are", name, two(c + 10));
+  if (two(c + 10) || size != stored) WRONG(z, "member %s: compressed (method %u); members must be stored uncompressed", name, two(c + 10));
   uint32_t mode = four(c + 38), kind = mode >> 16 & 0170000;
   if ((c[5] == 3 && kind && kind != 0100000) || mode & DOS_FOLDER) WRONG(z, "member %s: mode %#o is not that of a plain file", name, mode >> 16);
-  if (two(c + 34) || comment) WRONG(z, "member %s: a comment, or a part of several", name);
+  if (two(c + 34) || comment) WRONG(z, "member %s: it has a comment, or is in another part of a split archive", name);
   if (header != expected)
     WRONG(z, "member %s begins at byte %llu, expected %llu, right after the one before", name, (unsigned long long)header,
           (unsigned long long)expected);
@@ -193,7 +195,8 @@ void archive_read(archive *z, arena *a, int file) {
   for (uint32_t i = 0; i < z->count; i++) {
     const char *slash = strchr(z->members[i].name, '/');
     size_t here = slash ? (size_t)(slash - z->members[i].name) : strlen(z->members[i].name);
-    if (!slash || (top && (here != n || memcmp(top, z->members[i].name, n)))) WRONG(z, "several top folders, or a member without one; expected 1");
+    if (!slash || (top && (here != n || memcmp(top, z->members[i].name, n))))
+      WRONG(z, "members: expected one top folder, got several, or a member without one");
     top = z->members[i].name;
     n = here;
   }

@@ -69,7 +69,7 @@ static void *open_core(arena *a, const char **path) {
 static void open_one(arena *a, backend *b, const char *path) {
   const char *from, *missing = NULL;
   b->library = b->standalone ? open_core(a, &from) : open_libtorch(a, path, &from);
-  if (!has_all(b, &missing)) arena_fail(a, AOTB_INCOMPATIBLE, "%s is no backend: it lacks %s", from, missing);
+  if (!has_all(b, &missing)) arena_fail(a, AOTB_INCOMPATIBLE, "%s is not a backend: it lacks %s", from, missing);
   uint64_t (*version)(void) = NULL;
   if (b->standalone) {
     FIND(b, b->error, "core_error");
@@ -78,7 +78,7 @@ static void open_one(arena *a, backend *b, const char *path) {
     FIND(b, b->views_end, "core_views_end");
     FIND(b, b->views_drop, "core_views_drop");
   } else if (!FIND(b, version, "aoti_torch_abi_version"))
-    arena_fail(a, AOTB_INCOMPATIBLE, "%s is older than torch 2.11, the oldest that is served", from);
+    arena_fail(a, AOTB_INCOMPATIBLE, "%s is older than torch 2.11, the oldest supported version", from);
   uint64_t number = version ? version() : 0;
   b->torch[0] = (int)(number >> 56);
   b->torch[1] = (int)(number >> 48 & 255);

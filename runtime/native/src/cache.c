@@ -27,7 +27,7 @@ static const char *folder_problem(arena *a, const char *path) {
   struct statvfs system;
   if (mkdir(path, 0700) && errno != EEXIST) return arena_print(a, "%s: %s", path, strerror(errno));
   if (stat(path, &status) || statvfs(path, &system)) return arena_print(a, "%s: %s", path, strerror(errno));
-  if (!S_ISDIR(status.st_mode)) return arena_print(a, "%s is no folder", path);
+  if (!S_ISDIR(status.st_mode)) return arena_print(a, "%s is not a folder", path);
   if (status.st_uid != geteuid()) return arena_print(a, "%s belongs to user %u, not to %u", path, status.st_uid, geteuid());
   if (status.st_mode & 022) return arena_print(a, "others can write to %s (mode %04o; chmod go-w)", path, status.st_mode & 07777);
   if (system.f_flag & ST_NOEXEC) return arena_print(a, "%s is on a file system that is mounted noexec", path);
@@ -239,7 +239,7 @@ const char *cache_place(arena *a, const cached_file *files, uint32_t count) {
   }
   char key[65];
   sha256_end(&h, key);
-  const char *chosen = getenv(VARIABLE), *wrong = "there is no home folder", *cache = NULL, *found = NULL;
+  const char *chosen = getenv(VARIABLE), *wrong = "this user has no home folder", *cache = NULL, *found = NULL;
   const bool named = chosen && *chosen;
   if (named) cache = *chosen == '/' ? chosen : arena_print(a, "%s/%s", working_folder(a), chosen);
   else if ((chosen = home(a))) cache = arena_print(a, "%s/.cache/aot-backward", chosen);

@@ -108,7 +108,7 @@ static bool solve(struct aotb_function *f, variant *v, const DLTensor *inputs) {
   for (uint32_t i = 0; i < spec->guard_count; i++) {
     int64_t holds;
     if (expression_value(&spec->guards[i], v->values, &holds) && holds) continue;
-    return refuse(f, "the compiled code holds only where %s: export a variant for these sizes", spec->guards[i].text);
+    return refuse(f, "the compiled code is valid only if %s: export a variant for these sizes", spec->guards[i].text);
   }
   return true;
 }
@@ -267,14 +267,15 @@ static aotb_status check_own(struct aotb_function *f, const wanted_result *w, DL
     return AOTB_OK;
   }
   if (is_lent(f, (char *)t->data + t->byte_offset))
-    return aotb_fail(AOTB_INPUT, "entry %s: the tensor for %s lies in a result of an earlier call, which this call gives back: set its data to NULL",
+    return aotb_fail(AOTB_INPUT, "entry %s: the tensor for %s lies in a result of an earlier call, which this call frees: set its data to NULL",
                      f->entry->name, w->name);
   bool same = t->device.device_type == 1 && t->dtype.code == w->type->dl.code && t->dtype.bits == w->type->dl.bits && t->dtype.lanes == 1 &&
               t->ndim >= 0 && (uint32_t)t->ndim == w->rank && (t->shape || !w->rank);
   for (uint32_t d = 0; same && d < w->rank; d++) same = t->shape[d] == w->shape[d] && (!t->strides || t->strides[d] >= 0);
   if (same) return AOTB_OK;
-  return aotb_fail(AOTB_INPUT, "entry %s: the tensor for %s is no %s of shape %s, and no negative strides; it has shape %s", f->entry->name, w->name,
-                   w->type->name, shape_words(f, w->rank, w->shape, one),
+  return aotb_fail(AOTB_INPUT,
+                   "entry %s: the tensor for %s: expected %s of shape %s without negative strides, got {code %u, bits %u, lanes %u} of shape %s",
+                   f->entry->name, w->name, w->type->name, shape_words(f, w->rank, w->shape, one), t->dtype.code, t->dtype.bits, t->dtype.lanes,
                    shape_words(f,
                                t->ndim < 0 || !t->shape      ? 0
                                : (uint32_t)t->ndim < DEEPEST ? (uint32_t)t->ndim

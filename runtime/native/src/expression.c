@@ -90,7 +90,7 @@ static void atom(reader *r) {
     emit(r, NEGATE, 0, 0);
   } else if (eat(r, "(")) {
     either(r);
-    if (!eat(r, ")")) wrong(r, "has no ')' where one is due");
+    if (!eat(r, ")")) wrong(r, "lacks a ')'");
   } else if (digit(*r->at)) {
     int64_t value = 0;
     const char *begin = r->at;
@@ -117,7 +117,7 @@ static void atom(reader *r) {
     while (i < r->count && (strlen(r->symbols[i]) != n || memcmp(r->symbols[i], begin, n))) i++;
     if (i == r->count) wrong(r, arena_print(r->a, "needs the unknown symbol '%s'", shown(begin, n)));
     emit(r, SYMBOL, i, 1);
-  } else wrong(r, "is not one: docs/format.md says what may stand in it");
+  } else wrong(r, "is invalid: docs/format.md lists the allowed parts");
   r->depth--;
 }
 
@@ -203,7 +203,7 @@ expression expression_read(arena *a, const char *text, const char *const *symbol
   if (strlen(text) > LONGEST) wrong(&r, "has more than 10,000 characters");
   either(&r);
   blank(&r);
-  if (*r.at) wrong(&r, "goes on where it should end");
+  if (*r.at) wrong(&r, "continues after its end");
   return (expression){.text = text, .code = r.code, .length = r.used};
 }
 

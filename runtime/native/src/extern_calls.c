@@ -253,7 +253,7 @@ static void read_argument(const place *p, const json *given, argument *out) {
     right = !strcmp(kind, "as_device") && type && type->kind == JSON_STRING && !strcmp(type->text, "cpu");
     out->integer = 0xFFFFFFFF; /* type 0 in the upper half, index -1 in the lower */
   }
-  if (!right) WRONG(p, "an argument is given '%s' where it takes another type", SHOWN(kind));
+  if (!right) WRONG(p, "an argument has the type '%s'; expected another type", SHOWN(kind));
 }
 
 static void read_call(const place *p, const char *parameters, int results, const json *inputs, call *out) {
@@ -334,7 +334,7 @@ struct extern_calls *extern_calls_read(struct aotb_package *p, arena *a, const b
       c->overload = dot ? dot + 1 : "";
       read_call(&here, schemas[k].parameters, schemas[k].results, inputs, c);
     }
-    if (!c->operator) arena_fail(a, AOTB_INCOMPATIBLE, "library %s calls %s by name, which is not served from C", spec->name, SHOWN(target->text));
+    if (!c->operator) arena_fail(a, AOTB_INCOMPATIBLE, "library %s calls %s by name, which is not supported from C", spec->name, SHOWN(target->text));
     if (b->serves && !b->serves(c->operator, c->overload))
       arena_fail(a, AOTB_INCOMPATIBLE, "library %s calls %s, which the backend standalone does not have: open the package with the backend libtorch",
                  spec->name, SHOWN(target->text));

@@ -11,7 +11,7 @@ static fitted *fitted_of(arena *a, const tensor_specs *specs) {
   fitted *out = TAKE(a, specs->count + 1u, fitted);
   for (uint32_t i = 0; i < specs->count; i++) {
     if (specs->at[i].rank > 64)
-      arena_fail(a, AOTB_INCOMPATIBLE, "%s has %" PRIu32 " dimensions; at most 64 are served", SHOWN(specs->at[i].name), specs->at[i].rank);
+      arena_fail(a, AOTB_INCOMPATIBLE, "%s has %" PRIu32 " dimensions; at most 64 are supported", SHOWN(specs->at[i].name), specs->at[i].rank);
     out[i].shape = TAKE(a, 2u * specs->at[i].rank + 1u, int64_t);
     out[i].stride = out[i].shape + specs->at[i].rank;
   }
@@ -35,7 +35,7 @@ static void begin_variant(struct aotb_function *f, const variant_spec *spec, var
   if (spec->outputs.count + gradients > f->layout_count) f->layout_count = spec->outputs.count + gradients;
   for (uint32_t i = 0; i < spec->outputs.count; i++)
     if (spec->outputs.at[i].rank > 64)
-      arena_fail(a, AOTB_INCOMPATIBLE, "%s has %" PRIu32 " dimensions; at most 64 are served", SHOWN(spec->outputs.at[i].name),
+      arena_fail(a, AOTB_INCOMPATIBLE, "%s has %" PRIu32 " dimensions; at most 64 are supported", SHOWN(spec->outputs.at[i].name),
                  spec->outputs.at[i].rank);
 }
 

@@ -85,7 +85,7 @@ static const char *string(reader *r, uint32_t *length) {
     if (c < ' ') wrong(r, "a control character in a string");
     if (c != '\\') {
       int n = width((const unsigned char *)r->at, (const unsigned char *)close);
-      if (!n) wrong(r, "bytes that are no UTF-8");
+      if (!n) wrong(r, "bytes that are not UTF-8");
       memcpy(w, r->at, (size_t)n);
       w += n;
       r->at += n;
@@ -207,7 +207,7 @@ static void check_keys(reader *r, json *object) {
   if (!twice) return;
   strcpy(said, "the key \"");
   strcat(said, shown(twice->key, strlen(twice->key)));
-  strcat(said, "\" occurs twice, before what stands");
+  strcat(said, "\" occurs twice; the object ends");
   wrong(r, said);
 }
 
@@ -245,7 +245,7 @@ static json several(reader *r, bool object) {
       push(r, item);
       blank(r);
     } while (eat(r, ','));
-    if (!eat(r, close)) wrong(r, object ? "no '}' where an object ends" : "no ']' where an array ends");
+    if (!eat(r, close)) wrong(r, object ? "an object without its '}'" : "an array without its ']'");
   }
   r->depth--;
   size_t count = r->used - begin;

@@ -48,7 +48,7 @@ static void check_headers(arena *a, const library_spec *spec, const build_spec *
   for (int i = 0; i < 2; i++) {
     int listed[3] = {0, 0, 0};
     if (*versions[i].listed && !version_read(versions[i].listed, listed))
-      arena_fail(a, AOTB_FORMAT, "corrupt: library %s: '%s' is no version", spec->name, SHOWN(versions[i].listed));
+      arena_fail(a, AOTB_FORMAT, "corrupt: library %s: '%s' is not a version", spec->name, SHOWN(versions[i].listed));
     if (version_order(versions[i].asked, listed) > 0)
       arena_fail(a, AOTB_FORMAT, "corrupt: %s needs %s %d.%d.%d; the manifest lists '%s'", build->member, versions[i].what, versions[i].asked[0],
                  versions[i].asked[1], versions[i].asked[2], versions[i].listed);
@@ -140,7 +140,7 @@ static void check_stated(arena *a, const library *l, weight *const *weights) {
   size_t inputs = answered(a, l, "how many tensors it takes", of[0]), outputs = answered(a, l, "how many tensors it gives", of[1]);
   if (inputs != l->spec->inputs.count || outputs != l->spec->outputs.count)
     WRONG("%s takes %zu tensors and gives %zu; the manifest says %" PRIu32 " and %" PRIu32
-          ": the package is made of parts of different exports; export it again",
+          ": the package has parts of different exports; export it again",
           l->build->member, inputs, outputs, l->spec->inputs.count, l->spec->outputs.count);
   size_t constants = answered(a, l, "how many constants it has", of[2]);
   if (constants != l->build->constant_count)
@@ -158,14 +158,14 @@ static void check_stated(arena *a, const library *l, weight *const *weights) {
     size_t length;
     const char *stated = stated_layout(layouts, name, &length), *ours = stated ? described(a, w->spec, stated, length) : NULL;
     if (ours && (strlen(ours) != length || memcmp(ours, stated, length)))
-      WRONG("%s was compiled for %s as %.*s; by the manifest it is %s: the manifest is not that of this code; export it again", l->build->member,
+      WRONG("%s was compiled for %s as %.*s; the manifest says %s: the manifest does not belong to this code; export it again", l->build->member,
             SHOWN(c->weight_name), (int)(length < 200 ? length : 200), stated, ours);
     bool expanded = false;
     for (uint32_t d = 0; d < w->spec->rank; d++) expanded = expanded || (w->spec->shape[d] > 1 && !w->spec->stride[d]);
     uint64_t held = ((uint64_t)w->span * (uint64_t)w->spec->type->size + 63) / 64 * 64;
     if (held > had || (expanded && held != had))
       WRONG("%s was compiled for %zu bytes of %s; with the manifest's strides it has %" PRIu64
-            ": the manifest is not that of this code; export it again",
+            ": the manifest does not belong to this code; export it again",
             l->build->member, had, SHOWN(c->weight_name), held);
   }
 }
@@ -219,7 +219,7 @@ library *library_open(struct aotb_package *p, arena *a, const backend *b, const 
   *(void **)&l->run = dlsym(l->code, "AOTInductorModelContainerRun");
   *(void **)&l->destroy = dlsym(l->code, "AOTInductorModelContainerDelete");
   *(void **)&l->last_error = dlsym(l->code, "AOTInductorGetLastError"); /* older libraries lack it */
-  if (!create || !l->run || !l->destroy) WRONG("%s is no library of AOTInductor", l->build->member);
+  if (!create || !l->run || !l->destroy) WRONG("%s is not a library of AOTInductor", l->build->member);
   if (create(&l->container, 1, "cpu", NULL)) WRONG("%s could not be opened", l->build->member);
   check_stated(a, l, weights);
   bind(a, l, weights);
@@ -244,5 +244,5 @@ aotb_status library_run(library *l, const char *entry, tensor_handle *inputs, te
   const char *why = l->backend->error ? l->backend->error() : NULL;
   if ((!why || !*why) && (!l->last_error || l->last_error(&why))) why = NULL;
   size_t line = why ? strcspn(why, "\n") : 0;
-  return aotb_fail(AOTB_RUN, "entry %s: %s: native code failed: %s", entry, l->build->member, line ? shown(why, line) : "it says nothing");
+  return aotb_fail(AOTB_RUN, "entry %s: %s: native code failed: %s", entry, l->build->member, line ? shown(why, line) : "it gives no reason");
 }

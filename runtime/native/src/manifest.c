@@ -91,7 +91,7 @@ static const uint32_t *numbers_of(const reader *r, const place *p, const json *o
   for (uint32_t i = 0; i < items->count; i++) {
     place here = {&(place){p, name, 0}, NULL, i};
     int64_t value = typed(r, &here, &items->items[i], JSON_INTEGER)->integer;
-    if (value < 0 || value > UINT32_MAX) WRONG(r, &here, "%" PRId64 " counts nothing", value);
+    if (value < 0 || value > UINT32_MAX) WRONG(r, &here, "%" PRId64 " is not a count", value);
     out[i] = (uint32_t)value;
   }
   *count = items->count;
@@ -179,7 +179,7 @@ static source source_of(const reader *r, const place *p, const char *text, symbo
     out.number = (uint32_t)strtoul(digits, NULL, 10);
     return out;
   }
-  WRONG(r, p, "'%s' is nothing that a plan speaks of", shown(text, strlen(text)));
+  WRONG(r, p, "'%s' is not an operand of a plan", shown(text, strlen(text)));
 }
 
 static sources sources_of(const reader *r, const place *p, const json *object, const char *name, bool needed, symbols s) {
@@ -592,7 +592,7 @@ static void read_version(const reader *r, const json *all) {
   const json *version = json_get(all, "format_version");
   if (!version || version->kind != JSON_ARRAY || version->count != 2 || version->items[0].kind != JSON_INTEGER ||
       version->items[1].kind != JSON_INTEGER)
-    arena_fail(r->a, AOTB_FORMAT, "manifest.json: format_version is no [major, minor]");
+    arena_fail(r->a, AOTB_FORMAT, "manifest.json: format_version: expected [major, minor]");
   if (version->items[0].integer != 1)
     arena_fail(r->a, AOTB_INCOMPATIBLE, "package format %" PRId64 ".%" PRId64 "; this library reads 1.x", version->items[0].integer,
                version->items[1].integer);

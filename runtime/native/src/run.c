@@ -20,12 +20,13 @@ aotb_status aotb_forward(aotb_function *f, const DLTensor *inputs, uint32_t inpu
   aotb_status status = function_enter(f);
   if (status) return status;
   if (f->entry->kind != ENTRY_MODULE)
-    return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s is of kind %s; only a module has a forward and a backward: aotb_run", f->entry->name,
-                                       kind_name(f->entry->kind)));
+    return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s is of kind %s; only a module has a forward and a backward: call aotb_run",
+                                       f->entry->name, kind_name(f->entry->kind)));
   f->forwarded = NULL;
   variant *v = function_match(f, inputs, input_count, true);
   if (!v) return function_leave(f, AOTB_INPUT);
-  if (!v->forward.plan || !v->backward.plan) return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s has no gradients: aotb_run", f->entry->name));
+  if (!v->forward.plan || !v->backward.plan)
+    return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s has no gradients: call aotb_run", f->entry->name));
   v->saved = false;
   status = function_call(f, v, &v->forward, outputs, output_count);
   if (!status) {
@@ -41,7 +42,7 @@ aotb_status aotb_backward(aotb_function *f, const DLTensor *incoming, uint32_t i
   if (status) return status;
   variant *v = f->forwarded;
   if (!v || !v->saved)
-    return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s: no forward has run whose tensors are still there: aotb_forward", f->entry->name));
+    return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s: expected a forward call before the backward: call aotb_forward first", f->entry->name));
   if (incoming_count && !incoming)
     return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s: %" PRIu32 " incoming gradients, and no array of them", f->entry->name, incoming_count));
   if (!function_fit_incoming(f, v, incoming, incoming_count))

@@ -36,7 +36,7 @@ static bytes read_file(arena *a, const char *path, const char *what, bool plain)
       right && !n && out.size <= LARGEST ? arena_take(a, out.size + 1, 1) : NULL; /* a copy in the arena; it fails only if memory is short */
   if (kept) memcpy(kept, out.at, out.size);
   free(out.at);
-  if (!kept) WRONG(a, "%s %s is no plain file of at most %d bytes", what, path, LARGEST);
+  if (!kept) WRONG(a, "%s %s is not a plain file of at most %d bytes", what, path, LARGEST);
   return (bytes){kept, out.size};
 }
 
@@ -101,7 +101,7 @@ static crypto open_crypto(arena *a) {
   void *const to[] = {&c.read_key, &c.free_key, &c.new_context, &c.free_context, &c.begin, &c.verify, &c.sha[0], &c.sha[1], &c.sha[2]};
   void *library = NULL;
   for (int i = 0; i < 2 && !library; i++) library = dlopen(files[i], RTLD_NOW | RTLD_LOCAL);
-  if (!library) WRONG(a, "a signature was asked for, which needs OpenSSL's libcrypto.so.3 (or 1.1), and there is none");
+  if (!library) WRONG(a, "signatures need OpenSSL's libcrypto.so.3 (or 1.1), which is not installed");
   for (size_t i = 0; i < sizeof to / sizeof *to; i++) {
     void *found = dlsym(library, names[i]); /* the library stays open */
     if (!found) WRONG(a, "libcrypto lacks %s", names[i]);
@@ -133,13 +133,13 @@ static public_key read_key(arena *a, const char *path) {
   const char *text = (const char *)file.at, *first = strstr(text, begin), *last = first ? strstr(first, end) : NULL;
   public_key out = {.curve = -1};
   if (strstr(text, "PRIVATE KEY"))
-    WRONG(a, "cannot check signatures with %s: it is a private key; its public half is made by: openssl pkey -in private.pem -pubout -out public.pem",
+    WRONG(a, "cannot check signatures with %s: it is a private key; write its public key with: openssl pkey -in private.pem -pubout -out public.pem",
           path);
   bool one = last && !strstr(last, "-----BEGIN ");
   if (one) one = decode(a, first + sizeof begin - 1, (size_t)(last - first) - sizeof begin + 1, &out.der);
   for (int i = 0; one && i < 3; i++)
     if (out.der.size > curves[i].size && !memcmp(out.der.at, curves[i].bytes, curves[i].size) && out.der.at[curves[i].size] == 4) out.curve = i;
-  if (out.curve < 0) WRONG(a, "cannot check signatures with %s: it is no single public key in PEM form on P-256, P-384 or P-521", path);
+  if (out.curve < 0) WRONG(a, "cannot check signatures with %s: expected one public key in PEM form on P-256, P-384 or P-521", path);
   const char *pem = arena_print(a, "%s\n%s%s\n", begin, encode(a, out.der.at, out.der.size), end);
   sha256 h;
   sha256_begin(&h);
@@ -178,7 +178,7 @@ static const char *resource_of(arena *a, const char *file, const bytes *payload)
                !strcmp(words_of(at(only, "name")), ".") && !strcmp(words_of(at(only, "algorithm")), "sha256") && subject;
   const char *digest = words_of(at(only, "digest"));
   right = right && strlen(digest) == 64 && strspn(digest, "0123456789abcdef") == 64;
-  if (!right) WRONG(a, "the signature %s is good, but not of one package with its SHA-256; sign it: aot-backward sign", file);
+  if (!right) WRONG(a, "the signature %s is good, but not for one package with its SHA-256; sign the package: aot-backward sign", file);
   uint8_t raw[32];
   char root[65];
   sha256 h;
@@ -206,12 +206,13 @@ void signature_check(arena *a, const char *path, const char *digest, const char 
   const char *hint = words_of(at(at(at(&bundle, "verificationMaterial"), "publicKey"), "hint")), *body = words_of(at(envelope, "payload")),
              *signed_by = words_of(at(item(signatures, 0), "sig"));
   if (strcmp(words_of(at(&bundle, "mediaType")), "application/vnd.dev.sigstore.bundle.v0.3+json"))
-    WRONG(a, "its signature %s is no Sigstore bundle of version 0.3", file);
+    WRONG(a, "its signature %s is not a Sigstore bundle of version 0.3; sign the package again: aot-backward sign", file);
   if (strcmp(hint, key.fingerprint))
-    WRONG(a, "its signature %s is by another key: of fingerprint %s, expected %s", file, shown(hint, strlen(hint)), key.fingerprint);
+    WRONG(a, "its signature %s is by another key: its fingerprint is %s, expected %s; load with the public key of the signer", file,
+          shown(hint, strlen(hint)), key.fingerprint);
   if (strcmp(words_of(at(envelope, "payloadType")), TYPE) || item(signatures, 1) || !decode(a, body, strlen(body), &payload) ||
       !decode(a, signed_by, strlen(signed_by), &signature))
-    WRONG(a, "its signature %s cannot be understood: it is damaged; sign the package again", file);
+    WRONG(a, "its signature %s cannot be parsed: it is damaged; sign the package again", file);
   const char *head = arena_print(a, "DSSEv1 %zu %s %zu ", sizeof TYPE - 1, TYPE, payload.size); /* DSSE's pre-authentication encoding */
   size_t length = strlen(head) + payload.size;
   char *said = arena_take(a, length + 1, 1);
@@ -221,6 +222,7 @@ void signature_check(arena *a, const char *path, const char *digest, const char 
     WRONG(a, "its signature %s is bad: it was changed after it was made, or is not by the key that it names; sign the package again", file);
   const char *signed_digest = resource_of(a, file, &payload);
   if (strcmp(signed_digest, digest))
-    WRONG(a, "its signature %s is good, but of other bytes: of SHA-256 %s, and this file has %s; it was changed or replaced after it was signed",
+    WRONG(a,
+          "its signature %s is good, but for other bytes: for SHA-256 %s, and this file has %s; the file was changed or replaced after it was signed",
           file, signed_digest, digest);
 }

@@ -349,7 +349,7 @@ static void save(struct aotb_function *f, arena *a, const char *path, const char
 aotb_status aotb_save(aotb_function *f, const char *path, const char *extra) {
   REQUIRE(f, "function", A_FUNCTION);
   REQUIRE(path, "path", "the path of a file");
-  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, aotb_kind(f));
+  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s; expected a step", f->entry->name, aotb_kind(f));
   aotb_status busy = function_enter(f);
   if (busy) return busy;
   if (f->step.inconsistent)
@@ -406,12 +406,12 @@ static file read_file(arena *a, const char *path, int fd) {
   uint64_t length = 0;
   for (int i = 8; s.size >= 8 && i--;) length = length << 8 | s.bytes[i];
   if (s.size < 8 || length > s.size - 8 || length > LARGEST_HEADER)
-    arena_fail(a, AOTB_STATE, "cannot read training state %s: it is no safetensors file, or was damaged or cut short", path);
+    arena_fail(a, AOTB_STATE, "cannot read training state %s: it is not a safetensors file, or is damaged or cut short", path);
   s.data = s.bytes + 8 + length;
   s.tensors = safetensors_read(a, AOTB_STATE, arena_print(a, "corrupt training state %s", path), (const char *)s.bytes + 8, (size_t)length,
                                s.size - 8 - length);
   if (strcmp(metadata(&s, "format"), "aot-backward state"))
-    arena_fail(a, AOTB_STATE, "%s has no training state: was it written by aotb_save() or step.save()?", path);
+    arena_fail(a, AOTB_STATE, "%s is not a training state: was it written by aotb_save() or step.save()?", path);
   if (strcmp(metadata(&s, "version"), "1"))
     arena_fail(a, AOTB_STATE, "%s is a training state of version '%s'; this library reads '1': install the one that wrote it", path,
                SHOWN(metadata(&s, "version")));
@@ -550,7 +550,7 @@ static void check_groups(struct aotb_function *f, arena *a, const char *path, co
     for (uint32_t i = 0; same && i < names->count; i++)
       same = names->items[i].kind == JSON_STRING && !strcmp(names->items[i].text, s->groups[g].parameters.at[i]);
   }
-  if (!same) UNFIT(a, path, "%s", "its parameter groups are not this step's");
+  if (!same) UNFIT(a, path, "%s", "its parameter groups differ from this step's");
   for (uint32_t g = 0; g < groups->count; g++) check_options(f, a, path, g, member_of(a, path, &groups->items[g], "options", JSON_OBJECT), numbers);
 }
 
@@ -570,7 +570,7 @@ static void resume(struct aotb_function *f, arena *a, const char *path, int fd, 
   next.accumulated = count_of(a, path, about, "accumulated");
   next.fresh = truth_of(a, path, about, "fresh");
   if (next.accumulated && !s->gradient_count)
-    UNFIT(a, path, "it holds accumulated gradients of %" PRId64 " calls, which this step was exported without (accumulate=True)", next.accumulated);
+    UNFIT(a, path, "it has accumulated gradients of %" PRId64 " calls, and this step was exported without accumulate=True", next.accumulated);
   read_scaler(f, a, path, about, &next);
   parts own = parts_of(f, a, next.accumulated > 0);
   const stored **places = TAKE(a, own.count + 1u, const stored *);
@@ -591,7 +591,7 @@ static void resume(struct aotb_function *f, arena *a, const char *path, int fd, 
     if (!strcmp(t->name, "random/cpu")) random = t;
     if (!strncmp(t->name, "random/", 7)) found++;
   }
-  if (found != all.tensors.count) UNFIT(a, path, "it has %" PRIu32 " tensors; %" PRIu32 " are this step's", all.tensors.count, found);
+  if (found != all.tensors.count) UNFIT(a, path, "it has %" PRIu32 " tensors; expected %" PRIu32, all.tensors.count, found);
   if (random && !is_random_state(random, all.data + random->begin)) UNFIT(a, path, "%s", "torch refuses its random state");
   char *kept = NULL;
   if (others) {
@@ -621,7 +621,7 @@ static void resume(struct aotb_function *f, arena *a, const char *path, int fd, 
 aotb_status aotb_resume(aotb_function *f, const char *path, const char **extra) {
   REQUIRE(f, "function", A_FUNCTION);
   REQUIRE(path, "path", "the path of a file");
-  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, aotb_kind(f));
+  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s; expected a step", f->entry->name, aotb_kind(f));
   aotb_status busy = function_enter(f);
   if (busy) return busy;
   int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);

@@ -106,8 +106,7 @@ static void record_update(struct aotb_function *f, const runnable *r) {
 static aotb_status consistent(const struct aotb_function *f) {
   if (!f->step.inconsistent) return AOTB_OK;
   return aotb_fail(
-      AOTB_STATE,
-      "entry %s: its state is inconsistent, since native code failed, maybe in the middle of an update: aotb_resume a saved state, and go on",
+      AOTB_STATE, "entry %s: the state is inconsistent: a native call failed, maybe in the middle of an update: aotb_resume a saved state, and go on",
       f->entry->name);
 }
 
@@ -153,7 +152,8 @@ aotb_status training_run(struct aotb_function *f, variant *v, DLTensor *outputs,
 }
 
 static aotb_status enter(struct aotb_function *f) {
-  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, kind_name(f->entry->kind));
+  if (f->entry->kind != ENTRY_STEP)
+    return aotb_fail(AOTB_INPUT, "entry %s is of kind %s; expected a step", f->entry->name, kind_name(f->entry->kind));
   return function_enter(f);
 }
 
@@ -173,7 +173,9 @@ aotb_status aotb_update(aotb_function *f) {
   if ((status = consistent(f))) return function_leave(f, status);
   if (!f->step.accumulated)
     return function_leave(
-        f, aotb_fail(AOTB_INPUT, "entry %s: no gradients have been accumulated: aotb_accumulate first, or aotb_run for all at once", f->entry->name));
+        f, aotb_fail(AOTB_INPUT,
+                     "entry %s: no gradients have been accumulated: call aotb_accumulate first, or aotb_run for gradients and update in one call",
+                     f->entry->name));
   return function_leave(f, apply(f));
 }
 
@@ -200,8 +202,8 @@ const char *training_number_problem(struct aotb_function *f, uint32_t number, do
   if ((int)number == f->step.scale_number && (!((float)value > 0) || !isfinite((float)value))) holds = false;
   if (holds) return NULL;
   snprintf(f->words, sizeof f->words,
-           "%s of group %" PRId64 " = %g: %s computes otherwise then, and was not compiled for it: export a step for this value", n->key, n->group,
-           value, SHOWN(s->optimizer));
+           "%s of group %" PRId64 " = %g: %s computes differently for this value, and was not compiled for it: export a step for this value", n->key,
+           n->group, value, SHOWN(s->optimizer));
   return f->words;
 }
 
@@ -223,7 +225,7 @@ static aotb_status set_number(struct aotb_function *f, int64_t group, const char
   }
   return aotb_fail(AOTB_NAME,
                    "entry %s: no number '%s' at position %" PRId64 " of group %" PRId64
-                   " can be set: it is fixed in the compiled step, or there is none",
+                   " can be set: it is fixed in the compiled step, or does not exist",
                    f->entry->name, SHOWN(key), position, group);
 }
 
@@ -237,7 +239,8 @@ aotb_status aotb_number(aotb_function *f, int64_t group, const char *key, int64_
 aotb_status aotb_progress_of(const aotb_function *f, aotb_progress *out) {
   REQUIRE(f, "function", A_FUNCTION);
   REQUIRE(out, "out", "where to write the progress");
-  if (f->entry->kind != ENTRY_STEP) return aotb_fail(AOTB_INPUT, "entry %s is of kind %s, and no step", f->entry->name, kind_name(f->entry->kind));
+  if (f->entry->kind != ENTRY_STEP)
+    return aotb_fail(AOTB_INPUT, "entry %s is of kind %s; expected a step", f->entry->name, kind_name(f->entry->kind));
   const training *t = &f->step;
   *out = (aotb_progress){t->updates, t->skipped, t->accumulated, t->grad_norm, t->scale};
   return AOTB_OK;

@@ -126,7 +126,7 @@ static void check_filled(const struct aotb_package *p, arena *a) {
     else others += bytes;
   }
   if (filled > 64 * others + (1 << 20))
-    arena_fail(a, AOTB_FORMAT, "corrupt: the weights that are one number throughout take more memory than any optimizer's state");
+    arena_fail(a, AOTB_FORMAT, "corrupt: the weights that are filled with one number take more memory than any optimizer's state");
 }
 
 /* Reads the bytes of a weight and compares them with its digest. */

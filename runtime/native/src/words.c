@@ -58,7 +58,7 @@ void *arena_take(arena *a, size_t count, size_t size) {
   if (!last || last->size - last->used < bytes) {
     size_t room = bytes > 1 << 14 ? bytes : 1 << 14;
     last = calloc(1, sizeof *last + room);
-    if (!last) arena_fail(a, AOTB_MEMORY, "%zu bytes of memory are needed, and there are none", room);
+    if (!last) arena_fail(a, AOTB_MEMORY, "cannot allocate %zu bytes of memory", room);
     last->size = room;
     last->before = a->last;
     a->last = last;

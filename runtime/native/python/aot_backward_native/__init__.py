@@ -65,43 +65,97 @@ def load(
 ) -> Package:
     """Open a package and check its archive and manifest. No code is run.
 
-    ``backend`` is "standalone", which needs no PyTorch; "libtorch"; or the path of a ``libtorch_cpu.so``. The default is ``$AOT_BACKWARD_BACKEND``
-    if it is set, else "standalone". Standalone refuses entries that export did not compare with eager on it, unless ``unchecked`` is true.
-    ``public_key`` is a PEM file; the package must be signed by its key. Raises :class:`PackageError`, :class:`IncompatibleError`,
-    :class:`SignatureError`.
+    Args:
+        path: The package.
+        backend: "standalone", which needs no PyTorch; "libtorch"; or the path of a ``libtorch_cpu.so``. The default is ``$AOT_BACKWARD_BACKEND`` if
+            it is set, else "standalone".
+        public_key: A PEM file. The package must be signed by its key.
+        unchecked: Whether "standalone" also runs entries that export did not compare with eager on it.
+
+    Returns:
+        The package.
+
+    Raises:
+        PackageError: The file is incomplete, altered, or of an unsupported format version.
+        IncompatibleError: The package is for another processor, glibc, torch or backend.
+        SignatureError: The package is not signed by that key.
+
+    Examples:
+        >>> energy = abn.load("energy.pt2").grad()
+        >>> value, gradient = energy(numpy.zeros((4, 3), "float32"))
+        >>> gradient.shape
+        (4, 3)
     """
     return Package(_extension.open(path, backend, public_key, unchecked), os.fspath(path))
 
 
 class Package:
-    """Open package. Each function made from it has its own weights."""
+    """An open package. Each function made from it has its own weights."""
 
     def __init__(self, opened: Any, path: str):
         self._opened, self._path = opened, path
 
     @property
     def entries(self) -> dict[str, str]:
-        """Return name and kind ("grad", "module", "step") of each entry that can be called without PyTorch."""
+        """Name and kind ("grad", "module", "step") of each entry that can be called without PyTorch."""
         return dict(self._opened.entries())
 
     def grad(self, name: str | None = None) -> Grad:
-        """Return the named gradient function; the name is optional if there is only one. Each call makes a new object: use one per thread."""
+        """Return a new gradient function. Use one per thread.
+
+        Args:
+            name: The name of the entry; a sole one needs none.
+
+        Returns:
+            The function, with separate weights.
+
+        Raises:
+            PackageError: There is no such entry, or there are several and ``name`` is None.
+        """
         return Grad(*self._new("grad", name))
 
     def module(self, name: str | None = None) -> Module:
-        """Return the named module; the name is optional if there is only one."""
+        """Return a new module. Use one per thread.
+
+        Args:
+            name: The name of the entry; a sole one needs none.
+
+        Returns:
+            The module, with separate weights.
+
+        Raises:
+            PackageError: There is no such entry, or there are several and ``name`` is None.
+        """
         return Module(*self._new("module", name))
 
     def step(self, name: str | None = None) -> Step:
-        """Return the named training step; the name is optional if there is only one."""
+        """Return a new training step. Use one per thread.
+
+        Args:
+            name: The name of the entry; a sole one needs none.
+
+        Returns:
+            The step, with separate weights.
+
+        Raises:
+            PackageError: There is no such entry, or there are several and ``name`` is None.
+        """
         return Step(*self._new("step", name))
 
     def seed(self, seed: int) -> None:
-        """Seed the random numbers of the process (dropout) like ``torch.manual_seed``."""
+        """Seed the random numbers of the process (dropout) like ``torch.manual_seed``.
+
+        Args:
+            seed: An int, such as 0.
+        """
         self._opened.seed(seed)
 
     def threads(self, count: int) -> None:
-        """Set the number of threads of compiled code in this process."""
+        """Set the number of threads of compiled code in this process.
+
+        Args:
+            count: The number of threads.
+        """
         self._opened.threads(count)
 
     def _new(self, kind: str, name: str | None) -> tuple[str, Any]:
@@ -125,19 +179,34 @@ class _Entry:
 
     @property
     def inputs(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """Return name, dtype and shape of each argument of the first variant; a dynamic size is a string such as "s0"."""
+        """Name, dtype and shape of each argument of the first variant; a dynamic size is a string such as "s0"."""
         return [d[:3] for d in self._function.describe(0, _INPUTS)]
 
     def train(self, mode: bool = True) -> Any:
-        """Select the variants of that mode. Return self."""
+        """Select the variants of training mode.
+
+        Args:
+            mode: Whether to select training mode; otherwise select evaluation mode.
+
+        Returns:
+            The function itself.
+        """
         self._function.train(mode)
         return self
 
     def eval(self) -> Any:
+        """Call ``train(False)``, and return the function itself."""
         return self.train(False)
 
     def use_variant(self, number: int | None) -> Any:
-        """Run only that variant, such as one exported for fewer gradients (None: any variant). Return self."""
+        """Run only one variant, such as one exported for fewer gradients.
+
+        Args:
+            number: The number of the variant, from 0; None allows every variant.
+
+        Returns:
+            The function itself.
+        """
         self._function.use_variant(-1 if number is None else number)
         return self
 
@@ -163,10 +232,27 @@ class _Entry:
 
 
 class Grad(_Entry):
-    """Gradient function: a value and its gradients in one native call."""
+    """A gradient function: a value and its gradients in one native call.
+
+    Examples:
+        >>> energy = abn.load("energy.pt2").grad()
+        >>> value, gradient = energy(numpy.zeros((4, 3), "float32"))
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Return outputs (a tuple if several) and gradients (a dict by name if several). A gradient is None if eager's is."""
+        """Return the outputs and the gradients.
+
+        Args:
+            *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
+            **kwargs: Arrays by argument name.
+
+        Returns:
+            The pair of outputs (a tuple if several) and gradients (a dict by name if several). A gradient is None if eager's is.
+
+        Raises:
+            InputError: An argument does not fit. No code was run.
+            ExecutionError: Native code failed although its arguments were valid.
+        """
         results = list(map(_shown, self._function.run(*self._arguments(args, kwargs))))
         names = self._gradient_names()
         outputs, gradients = results[: -len(names)], results[-len(names) :]
@@ -174,38 +260,97 @@ class Grad(_Entry):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return live views of parameters and buffers. You may write to them between calls."""
+        """Live views of parameters and buffers by name. You may write to them between calls."""
         return self._states()
 
 
 class Module(_Entry):
-    """Module: call it for inference, or use :meth:`forward` and :meth:`backward`."""
+    """A module: call it for inference, or use :meth:`forward` and :meth:`backward`.
+
+    Examples:
+        >>> model = abn.load("net.pt2").module()
+        >>> output = model.forward(numpy.ones((4, 8), "float32"))
+        >>> gradients = model.backward(numpy.ones_like(output))
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs, computed without gradients; a tuple if several."""
+        """Return the outputs, computed without gradients.
+
+        Args:
+            *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
+            **kwargs: Arrays by argument name.
+
+        Returns:
+            The output; a tuple if several.
+
+        Raises:
+            InputError: An argument does not fit. No code was run.
+            ExecutionError: Native code failed although its arguments were valid.
+        """
         return _single(list(map(_shown, self._function.run(*self._arguments(args, kwargs)))))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs and save tensors for :meth:`backward`. Do not change the inputs in between."""
+        """Return the outputs and save tensors for :meth:`backward`. Do not change the inputs in between.
+
+        Args:
+            *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
+            **kwargs: Arrays by argument name.
+
+        Returns:
+            The output; a tuple if several.
+
+        Raises:
+            InputError: An argument does not fit. No code was run.
+            ExecutionError: Native code failed although its arguments were valid.
+        """
         self._kept = self._arguments(args, kwargs)
         return _single(list(map(_shown, self._function.forward(*self._kept))))
 
     def backward(self, *incoming: Any) -> dict[str, Any]:
-        """Return gradients by target name. ``incoming`` has one gradient per differentiable output (None: none)."""
+        """Return the gradients of the last :meth:`forward`.
+
+        Args:
+            *incoming: One gradient per differentiable output, with its shape and dtype; None for no gradient.
+
+        Returns:
+            The gradients by the names of the differentiated tensors.
+
+        Raises:
+            InputError: An incoming gradient does not fit, or no forward awaits its backward.
+        """
         names = self._gradient_names()
         return dict(zip(names, map(_shown, self._function.backward(*incoming)), strict=True))
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return live views of parameters and buffers. You may write to them between calls."""
+        """Live views of parameters and buffers by name. You may write to them between calls."""
         return self._states()
 
 
 class Step(_Entry):
-    """Training step: loss, gradients, clipping and the optimizer's update in one native call."""
+    """A training step: loss, gradients, clipping and the optimizer's update in one native call.
+
+    Examples:
+        >>> step = abn.load("step.pt2").step()
+        >>> loss = step(numpy.ones((4, 8), "float32"), numpy.ones((4, 1), "float32"))
+        >>> step.param_groups[0]["lr"] = 1e-4
+    """
 
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
-        """Make one update, or accumulate gradients if ``update=False``. Return the outputs; the first is the loss."""
+        """Make one update, or accumulate gradients.
+
+        Args:
+            *args: The arguments of the exported step, as CPU arrays.
+            update: Whether to update; False only accumulates gradients.
+            **kwargs: Arrays by argument name.
+
+        Returns:
+            The outputs; a tuple if several. The first is the loss.
+
+        Raises:
+            InputError: An argument does not fit. No code was run.
+            ExecutionError: Native code failed although its arguments were valid.
+        """
         inputs = self._arguments(args, kwargs)
         return _single(list(map(_shown, (self._function.run if update else self._function.accumulate)(*inputs))))
 
@@ -219,51 +364,69 @@ class Step(_Entry):
 
     @property
     def param_groups(self) -> list[Group]:
-        """Return the hyperparameters of each parameter group. A schedule may set them: ``step.param_groups[0]["lr"] = 1e-4``."""
+        """The hyperparameters of each parameter group. A schedule may set them: ``step.param_groups[0]["lr"] = 1e-4``."""
         numbers = self._function.describe(0, _NUMBERS)
         return [Group(self._function, number) for number in range(1 + max((d[3] for d in numbers), default=-1))]
 
     @property
     def clipping(self) -> Group:
-        """Return ``clip_norm`` and ``clip_value``, which apply to the whole step."""
+        """The numbers ``clip_norm`` and ``clip_value``, which apply to the whole step."""
         return Group(self._function, -1)
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return live views of parameters, buffers and optimizer state. You may write to them between calls."""
+        """Live views of parameters, buffers and optimizer state by name. You may write to them between calls."""
         return self._states()
 
     @property
     def count(self) -> int:
-        """Return the number of updates made."""
+        """The number of updates made."""
         return int(self._function.progress()[0])
 
     @property
     def skipped(self) -> int:
-        """Return the number of updates skipped because a gradient was not finite."""
+        """The number of updates skipped because a gradient was not finite."""
         return int(self._function.progress()[1])
 
     @property
     def accumulated(self) -> int:
-        """Return the number of calls since the last update."""
+        """The number of calls since the last update."""
         return int(self._function.progress()[2])
 
     @property
     def grad_norm(self) -> float:
-        """Return the gradient norm of the last update, before clipping; NaN if the step does not compute it."""
+        """The gradient norm of the last update, before clipping; NaN if the step does not compute it."""
         return float(self._function.progress()[3])
 
     @property
     def loss_scale(self) -> float:
-        """Return the loss scale; 1 if the step does not scale its loss."""
+        """The loss scale; 1 if the step does not scale its loss."""
         return float(self._function.progress()[4])
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
-        """Save the whole training state, or write nothing. PyTorch's runtime can read the file. ``extra`` can be any JSON value."""
+        """Save the whole training state, or write nothing. PyTorch's runtime can read the file.
+
+        Args:
+            path: The file to write.
+            extra: Any JSON value.
+
+        Raises:
+            StateError: The state cannot be saved; an old file stays.
+        """
         self._function.save(path, json.dumps(extra))
 
     def resume(self, path: str | os.PathLike[str]) -> Any:
-        """Restore the state bit for bit, including random numbers. Return ``extra``."""
+        """Restore a saved state bit for bit, including random numbers.
+
+        Args:
+            path: The file to read, written by this class or by PyTorch's runtime.
+
+        Returns:
+            The ``extra`` that was saved.
+
+        Raises:
+            StateError: The file does not match, or is damaged; nothing has changed.
+        """
         return json.loads(self._function.resume(path))
 
 
