@@ -1,11 +1,11 @@
-"""A function in a zip, as serverless platforms take it: the package, the C library and a handler; no PyTorch, no NumPy.
+"""A function in a zip for a serverless platform: the package, the C library and a handler, without PyTorch and NumPy.
 
     python examples/forces/export.py forces.pt2
     python examples/cold_start/build.py forces.pt2 function.zip
     unzip -q function.zip -d function
     python -S function/handler.py '[[0, 0, 0], [1.1, 0, 0], [0, 1.2, 0.1]]'
 
-The zip has what ``pip install --target`` puts into a folder: here it is taken from the installed ``aot_backward_native``.
+The library's files come from the installed ``aot_backward_native``. ``pip install --target`` puts the same files into a folder.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What the platform calls: positions of atoms as JSON, their energy and forces as JSON. See build.py."""
+"""The function that the platform calls: from positions of atoms to their energy and forces, all as JSON. See build.py."""
 
 import array
 import json
@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fraction of a processor is all that such a function has
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # such a function gets only a fraction of a processor
 began = time.perf_counter()
 sys.path.insert(0, str(Path(__file__).parent))
 

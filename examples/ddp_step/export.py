@@ -1,4 +1,4 @@
-"""Digits over several processes, first half: a compiled training step whose gradients can be averaged.
+"""Digits on several processes, first half: export a training step that can average gradients over processes.
 
 python examples/ddp_step/export.py ddp_step.pt2
 torchrun --standalone --nproc-per-node 2 examples/ddp_step/train.py ddp_step.pt2 ddp_step.safetensors
@@ -13,7 +13,7 @@ import aot_backward as ab
 
 
 def network() -> nn.Sequential:
-    """From images (batch, 64) in [0, 1] to the logits (batch, 10) of the ten digits."""
+    """Return a network from images (batch, 64) in [0, 1] to the logits (batch, 10) of the ten digits."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
 

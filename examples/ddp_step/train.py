@@ -1,10 +1,10 @@
-"""Digits over several processes, second half: each takes its share of every batch, and goes on from the saved state if there is one.
+"""Digits on several processes, second half: each takes its share of every batch. They resume from the saved state if it exists.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp_step/train.py ddp_step.pt2 ddp_step.safetensors
 
-Started again, it does the epochs that are missing: after Ctrl-C, after a kill -9, or by itself where torchrun is given --max-restarts. (With
-torch 2.13, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 then: else restarted processes look for the dead ones' addresses.) Without torchrun it is
-one process, which takes whole batches: the same training, but for rounding.
+After Ctrl-C or kill -9, start the script again: it trains the missing epochs. torchrun --max-restarts does this by itself. (With torch 2.13, also
+set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Otherwise restarted processes look for the addresses of the dead ones.) Without torchrun, one process takes
+whole batches. The results then differ only by rounding.
 """
 
 import os
@@ -21,7 +21,7 @@ EPOCHS, BATCH, TRAINING = 12, 64, 1344
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """1,344 images of 8x8 pixels, as rows, and what they show."""
+    """Return 1,344 images of 8x8 pixels as rows, and their digits."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))[:TRAINING]
     return torch.from_numpy(digits.data).float()[order] / 16, torch.from_numpy(digits.target)[order]
@@ -34,7 +34,7 @@ def main(package: str, state: str, epochs: int = EPOCHS) -> None:
     if world > 1:
         dist.init_process_group("gloo")
         step.distribute()
-    torch.manual_seed(rank)  # for dropout, of which this network has none
+    torch.manual_seed(rank)  # for dropout, which this network does not use
     first = step.resume(state)["epoch"] if Path(state).exists() else 0
     for epoch in range(first, epochs):
         order = torch.randperm(TRAINING, generator=torch.Generator().manual_seed(epoch))  # the same in every process
@@ -42,7 +42,7 @@ def main(package: str, state: str, epochs: int = EPOCHS) -> None:
         loss = torch.stack(losses).mean() / world
         if world > 1:
             dist.all_reduce(loss)
-        step.save(state, {"epoch": epoch + 1})  # called by all; the first writes
+        step.save(state, {"epoch": epoch + 1})  # every process calls it; the first one writes
         if rank == 0:
             print(f"epoch {epoch + 1}: loss {loss:.6f}", flush=True)
     assert not {"torch._dynamo", "torch._inductor"} & sys.modules.keys()

@@ -1,12 +1,12 @@
-"""Handwritten digits, first half: writes a small convolutional network, its gradients and its whole training step into one package.
+"""Handwritten digits, first half: export a small convolutional network and its whole training step into one package.
 
     python examples/digits/export.py digits.pt2
     python examples/digits/load.py digits.pt2
 
-The network has what makes training differ from a plain function: BatchNorm, whose statistics the forward pass updates, and dropout,
-which must draw eager's masks from eager's seed. The package has two entries, which share their weights: ``net``, with a variant for
-``train()`` and one for ``eval()``, and ``step``, in which forward, backward and Adam's update are one native call. The batch size is left
-open in both. ``aot-backward export examples/digits/export.py:entries -o digits.pt2`` does the same from the command line.
+The network contains two layers that make training differ from a plain function. BatchNorm updates its statistics in the forward. Dropout must
+draw the same masks as eager from the same seed. The package has two entries that share their weights. ``net`` has a variant for ``train()`` and
+one for ``eval()``. ``step`` runs forward, backward and Adam's update in one native call. The batch size is dynamic in both.
+``aot-backward export examples/digits/export.py:entries -o digits.pt2`` writes the same package.
 """
 
 import sys
@@ -20,7 +20,7 @@ SEED, LEARNING_RATE = 3, 2e-3
 
 
 def network() -> nn.Sequential:
-    """From images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10) of the ten digits."""
+    """Return a network from images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10) of the ten digits."""
     torch.manual_seed(SEED)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),

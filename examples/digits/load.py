@@ -1,16 +1,15 @@
-"""Handwritten digits, second half: trains the network of the package on them, beside eager PyTorch, and says how long each took.
+"""Handwritten digits, second half: train the network with the package and in eager PyTorch, and compare their times.
 
     python examples/digits/load.py digits.pt2
 
-The same network is trained by eager PyTorch, by the loaded module with the same loss function and optimizer around it, and by the loaded
-training step, from the same weights, on the same batches and with the same dropout masks: so the loss curves and the accuracy can be compared, too.
+The script trains the same network in eager, with the loaded module in the same training loop, and with the loaded training step. All start from
+the same weights and use the same batches and dropout masks, so you can also compare their losses and accuracies.
 
-How time is measured: all train in this process, with one thread (several wait for each other longer than they compute, on a network of this size
-and a machine that has other work), in turns of an epoch; an epoch's time is divided by its steps, the first epoch of each is not counted (in it
-``torch.optim`` imports Dynamo and Inductor, and memory is allocated), and what is shown is the median of the others.
+Times: all trainings run in this process on one thread and take turns, one epoch each. With several threads a network of this size waits longer than
+it computes. The first epoch is not counted: ``torch.optim`` imports Dynamo and Inductor in it, and memory is allocated. The table shows the time of
+a step, as the median over the other epochs.
 
-Until ``torch.optim`` imports them, no part of Dynamo or Inductor is in the process; after that it is Dynamo's counters that show that nothing
-was traced or compiled.
+Neither Dynamo nor Inductor is imported until ``torch.optim`` imports them. After that, Dynamo's counters show that it has traced nothing.
 """
 
 import statistics
@@ -31,7 +30,7 @@ EPOCHS, BATCH, TRAINING = 5, 16, 1347
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1,797 images of 8x8 pixels, shuffled once; three quarters to train on."""
+    """Return 1,797 images of 8x8 pixels in a fixed random order: three quarters for training, the others for tests."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.from_numpy(digits.images).float()[order, None] / 16
@@ -41,7 +40,7 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @dataclass
 class Training:
-    """One way of training: ``step`` trains the weights of ``net`` on a batch and returns its loss."""
+    """A way to train: ``step`` trains the weights of ``net`` on a batch and returns its loss."""
 
     net: nn.Module
     step: Callable[[Tensor, Tensor], Tensor]
@@ -61,7 +60,7 @@ class Training:
 
 
 def by_autograd(net: nn.Module, **options: bool) -> Training:
-    """The usual loop. Nothing here knows whether ``net`` is native code."""
+    """Return the usual training loop. It is the same for eager and for native code."""
     optimizer = torch.optim.Adam(net.train().parameters(), lr=LEARNING_RATE, **options)
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ def by_autograd(net: nn.Module, **options: bool) -> Training:
 
 
 def trainings(path: str) -> dict[str, Training]:
-    """The package is loaded for each, since entries of one loaded package share their weights."""
+    """Return the trainings. Each loads the package again, because the entries of one loaded package share their weights."""
     whole = aot_backward_runtime.load(path)
     return {
         "eager": by_autograd(network()),
@@ -86,7 +85,7 @@ def trainings(path: str) -> dict[str, Training]:
 
 
 def neither_traced_nor_compiled(path: str, images: Tensor, labels: Tensor) -> None:
-    """A gradient and a step without a part of Dynamo or Inductor in the process."""
+    """Compute a gradient and a step before Dynamo and Inductor are imported."""
     package = aot_backward_runtime.load(path)
     cross_entropy(package.module()(images), labels).backward()
     package.step()(images, labels)
@@ -101,12 +100,12 @@ def main(path: str) -> None:
     ways = trainings(path)
     for epoch in range(EPOCHS):
         for way in ways.values():
-            torch.manual_seed(epoch)  # of the order of the images, and of dropout
+            torch.manual_seed(epoch)  # for the order of the images and for dropout
             way.epoch(images, labels)
 
     from torch._dynamo.utils import counters
 
-    assert not counters["frames"]  # torch.optim has imported Dynamo, which has looked at no frame
+    assert not counters["frames"]  # torch.optim has imported Dynamo, but nothing was traced
 
     eager = ways["eager"]
     usual = statistics.median(eager.seconds[1:])
@@ -117,7 +116,7 @@ def main(path: str) -> None:
         apart = max(abs(its - eagers) for its, eagers in zip(way.losses, eager.losses, strict=True))
         print(f"{name:24}  {1e3 * median:9.2f}  {usual / median:18.2f}  {reached:13.2%}  {apart:.1e}")
         assert reached > 0.97
-        assert apart < 0.02  # of rounding, which training amplifies
+        assert apart < 0.02  # training amplifies rounding
 
 
 if __name__ == "__main__":

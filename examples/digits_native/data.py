@@ -1,4 +1,4 @@
-"""Handwritten digits for ``train.c``: scikit-learn's 1,797 images, shuffled once, as bytes.
+"""Handwritten digits for ``train.c``: write scikit-learn's 1,797 images as bytes, in a fixed random order.
 
 python examples/digits_native/data.py digits.bin
 """

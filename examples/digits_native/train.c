@@ -1,11 +1,11 @@
-/* On-device training in C: handwritten digits by the step of examples/digits_step, stopped half-way and resumed from its file.
+/* On-device training in C: handwritten digits with the step of examples/digits_step, stopped half-way and resumed from a file.
  *
  *     python examples/digits_step/export.py digits_step.pt2
  *     python examples/digits_native/data.py digits.bin
  *     gcc -O2 examples/digits_native/train.c -o train -I runtime/native/include -L build/native -laot_backward -lm -Wl,-rpath,build/native
  *     ./train digits_step.pt2 digits.bin
  *
- * Convolution, BatchNorm, dropout, clipping and AdamW are compiled; the schedule and the order of the images are this program's. */
+ * Convolution, BatchNorm, dropout, clipping and AdamW are compiled. This program sets the learning rate and the order of the images. */
 #include <aot_backward.h>
 #include <math.h>
 #include <stdio.h>
@@ -24,7 +24,7 @@ static void check(aotb_status status) {
   if (status) fail(aotb_error());
 }
 
-/* A batch of the images that `rows` names: pixels in [0, 1], and digits. */
+/* A batch of images: pixels in [0, 1], and digits. */
 typedef struct {
   float pixels[IMAGES][PIXELS];
   int64_t digits[IMAGES], shape[4], count[1];
@@ -42,7 +42,7 @@ static void fill(batch *b, const int *rows, int count) {
   b->tensors[1] = (DLTensor){.data = b->digits, .device = {1, 0}, .ndim = 1, .dtype = {0, 64, 1}, .shape = b->count};
 }
 
-/* Epochs up to `until`, from the beginning or from `file`, and all that the next one needs back to it. */
+/* Train up to epoch `until`, from the start or from `file`. Save everything that the next epoch needs to `file`. */
 static aotb_function *train(aotb_package *package, const char *file, int until, int resume) {
   static batch b;
   static int order[TRAINING];
@@ -50,7 +50,7 @@ static aotb_function *train(aotb_package *package, const char *file, int until, 
   aotb_progress progress;
   int epoch = 0;
   check(aotb_get(package, "step", &step));
-  check(aotb_seed(package, 1)); /* of dropout; a resumed training has its own */
+  check(aotb_seed(package, 1)); /* for dropout; resuming restores the saved random state */
   if (resume) {
     const char *extra;
     check(aotb_resume(step, file, &extra));
@@ -90,7 +90,7 @@ static size_t bytes_of(const DLTensor *t) {
   return bytes;
 }
 
-/* The share of the other images whose digit is right, by the entry "net" with the weights of the step. */
+/* Return the accuracy on the test images of the entry "net" with the weights of the step. */
 static double accuracy(aotb_package *package, aotb_function *step) {
   static batch b;
   static float logits[IMAGES - TRAINING][CLASSES];

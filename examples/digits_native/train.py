@@ -1,4 +1,4 @@
-"""The same training by NumPy alone: ``aot_backward_native`` calls the step, and PyTorch is not in the process.
+"""The training of ``train.c`` with NumPy: ``aot_backward_native`` calls the step, and PyTorch is not imported.
 
     python examples/digits_step/export.py digits_step.pt2
     python examples/digits_native/train.py digits_step.pt2
@@ -32,7 +32,7 @@ def main(path: str) -> None:
         print(f"  epoch {epoch + 1}: loss {np.mean(losses):.4f}")
     print(f"{step.count} steps in {time.perf_counter() - began:.2f} s")
 
-    for name, value in net.state.items():  # functions have weights of their own
+    for name, value in net.state.items():  # each function has separate weights
         value[...] = step.parameters[f"module.{name}"]
     accuracy = (net(images[TRAINING:]).argmax(1) == labels[TRAINING:]).mean()
     print(f"test accuracy {100 * accuracy:.1f} %")

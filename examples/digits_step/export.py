@@ -1,10 +1,10 @@
-"""Handwritten digits by a compiled training step, first half: forward, backward, clipping and AdamW become one native call.
+"""Handwritten digits with a compiled training step, first half: export forward, backward, clipping and AdamW as one native call.
 
     python examples/digits_step/export.py digits_step.pt2
     python examples/digits_step/train.py digits_step.pt2
 
-The package has two entries, which share their weights: ``step`` trains them, ``net`` computes with them. The batch size is left open in both.
-``aot-backward export examples/digits_step/export.py:entries -o digits_step.pt2`` does the same from the command line.
+The package has two entries that share their weights: ``step`` trains them, ``net`` evaluates the network. The batch size is dynamic in both.
+``aot-backward export examples/digits_step/export.py:entries -o digits_step.pt2`` writes the same package.
 """
 
 import sys
@@ -16,7 +16,7 @@ import aot_backward as ab
 
 
 def network() -> nn.Sequential:
-    """From images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10) of the ten digits."""
+    """Return a network from images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10) of the ten digits."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),

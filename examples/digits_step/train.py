@@ -1,8 +1,8 @@
-"""Handwritten digits by a compiled training step, second half: trains, is stopped half-way, goes on from a file, and ends in the same bits.
+"""Handwritten digits with a compiled training step, second half: train, stop half-way, resume from a file, and end in the same bits.
 
     python examples/digits_step/train.py digits_step.pt2
 
-Nothing here is traced or compiled; Dynamo and Inductor are not in the process.
+Nothing here is traced or compiled: Dynamo and Inductor are never imported.
 """
 
 import sys
@@ -19,7 +19,7 @@ EPOCHS, BATCH, TRAINING = 15, 64, 1347
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """1,797 images of 8x8 pixels, shuffled once; three quarters to train on."""
+    """Return 1,797 images of 8x8 pixels in a fixed random order: three quarters for training, the others for tests."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.from_numpy(digits.images).float()[order, None] / 16
@@ -28,10 +28,10 @@ def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def train(package, images: torch.Tensor, labels: torch.Tensor, file: Path, until: int, resume: bool = False) -> None:
-    """Epochs up to ``until``, from the beginning or from ``file``, and everything that the next one needs back to ``file``."""
+    """Train up to epoch ``until``, from the start or from ``file``. Save everything that the next epoch needs to ``file``."""
     step = package.step().train()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(step, EPOCHS)
-    torch.manual_seed(1)  # of the order of the images, and of dropout
+    torch.manual_seed(1)  # for the order of the images and for dropout
     first = 0
     if resume:
         saved = step.resume(file)  # the weights, AdamW's state, the learning rate, the random state

@@ -1,9 +1,9 @@
-"""Forces on atoms, second half: compares native forces with eager's, then moves the atoms by them.
+"""Forces on atoms, second half: compare native forces with eager's, then move the atoms with them.
 
     python examples/forces/load.py forces.pt2
 
-Molecular dynamics calls one small gradient thousands of times in a row, each call waiting for the one before: what eager spends on
-running forty operators and a tape one by one is most of its time.
+Molecular dynamics calls one small gradient thousands of times, and each call needs the result of the one before. Eager spends most of its time on
+dispatching some forty operators and their backward one by one.
 """
 
 import sys
@@ -47,13 +47,13 @@ def main(path: str) -> None:
         drift = max(drift, abs(potential.item() + kinetic - first))
     took = time.perf_counter() - began
     print(f"{STEPS} steps of molecular dynamics of {len(pos)} atoms: {took:.2f} s")
-    print(f"energy {first:.6f}, of which {kinetic:.6f} became motion; the sum drifted by {drift:.1e} at most")
+    print(f"energy {first:.6f}; {kinetic:.6f} of it became motion; the sum drifted by {drift:.1e} at most")
     assert kinetic > 0.01 and drift < 1e-3
     assert not {"torch._dynamo", "torch._inductor"} & sys.modules.keys()
 
 
 def seconds(call) -> float:
-    """Per call, the best of five rounds."""
+    """Return the time of a call in the fastest of five rounds."""
     rounds = []
     for _ in range(5):
         began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Molecular dynamics in C, first half: the energy of atoms from a list of neighbours, and its gradient, as one native function.
+"""Molecular dynamics in C, first half: export the energy of atoms with a list of neighbours, and its gradient, as one native function.
 
     python examples/molecular_dynamics/export.py metal.pt2
     gcc -O2 examples/molecular_dynamics/md.c -o md -I runtime/native/include -L build/native -laot_backward -lm -Wl,-rpath,build/native
     ./md metal.pt2
 
-``make native`` builds the library. The program needs neither Python nor PyTorch: the export says so, or fails (``runtime="standalone"``).
+``make native`` builds the library. The program needs neither Python nor PyTorch: with ``runtime="standalone"`` the export checks this or fails.
 """
 
 import sys
@@ -17,8 +17,9 @@ CUTOFF = 2.2
 
 
 def energy(pos: torch.Tensor, first: torch.Tensor, second: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Of atoms at ``pos`` (atoms, 3), float64, whose neighbours are the pairs ``first``, ``second`` (pairs), int64, each once, the second one moved
-    by ``shift`` (pairs, 3) into the next image of the box: a metal, as Finnis and Sinclair (1984) have it, with exponentials and a smooth end."""
+    """Return the energy of a metal with atoms at ``pos`` (atoms, 3), float64: the model of Finnis and Sinclair (1984), with exponentials and a smooth
+    cutoff. ``first`` and ``second`` (pairs), int64, hold each pair of neighbours once. ``shift`` (pairs, 3) moves the second atom into the nearest
+    image of the box."""
     distance = (pos[second] - pos[first] + shift).square().sum(1).sqrt()
     fade = torch.where(distance < CUTOFF, torch.cos(distance * (torch.pi / (2 * CUTOFF))).square(), 0.0)
     repulsion = 0.5 * torch.exp(-8 * (distance - 1)) * fade

@@ -1,22 +1,23 @@
-/* Molecular dynamics in C, second half: atoms in a periodic box, moved by the gradient of the package (export.py).
+/* Molecular dynamics in C, second half: move atoms in a periodic box with the gradient of the package (export.py).
  *
  *     ./md metal.pt2 [atoms along an edge] [steps]
  *
- * Velocity Verlet with unit masses. Neighbours are found here, from cells, and kept until an atom has moved by half of SKIN. The energy must stay. */
+ * Velocity Verlet with unit masses. The program finds neighbours with cells and keeps them until an atom has moved by half of SKIN. The total energy
+ * must stay constant. */
 #include <aot_backward.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define CUTOFF 2.2 /* that of export.py */
+#define CUTOFF 2.2 /* as in export.py */
 #define SKIN 0.3
 #define STEP 0.004
 
 typedef struct {
   int64_t atoms, pairs, room;
   double box;
-  double *pos, *velocity, *at; /* at: where the atoms were when the neighbours were found */
+  double *pos, *velocity, *at; /* at: the positions when the neighbours were found */
   int64_t *first, *second;
   double *shift;
 } simulation;
@@ -39,7 +40,7 @@ static void add_pair(simulation *s, int64_t i, int64_t j, const double shift[3])
   memcpy(s->shift + 3 * s->pairs++, shift, 3 * sizeof *shift);
 }
 
-/* Puts the atoms back into the box and into cells at least as wide as the reach, and lists each pair within it once. */
+/* Put the atoms back into the box and into cells at least as wide as the reach. List each pair within the reach once. */
 static void find_neighbours(simulation *s) {
   const double reach = CUTOFF + SKIN;
   int64_t cells = (int64_t)(s->box / reach), all = cells * cells * cells;

@@ -1,4 +1,4 @@
-"""What both halves share, without torch: 1,797 images of handwritten digits, and the order in which they are trained on."""
+"""Data of both halves, without torch: 1,797 images of handwritten digits and their order in the training."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ EPOCHS, BATCH, TRAINING, RATE = 15, 64, 1347, 1e-2
 
 
 def images_and_labels() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Shuffled once; three quarters to train on, one to test."""
+    """Return images and labels in a fixed random order: three quarters for training, the others for tests."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = (digits.images[order, None] / 16).astype(np.float32)
@@ -18,7 +18,7 @@ def images_and_labels() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def batches() -> Iterator[tuple[float, np.ndarray]]:
-    """The learning rate and the rows of each step: a cosine from RATE down to 0, epoch by epoch."""
+    """Yield the learning rate and the rows of each step. The rate is a cosine that falls from RATE towards 0, epoch by epoch."""
     random = np.random.default_rng(1)
     for epoch in range(EPOCHS):
         order = random.permutation(TRAINING)

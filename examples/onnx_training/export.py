@@ -1,10 +1,11 @@
-"""Handwritten digits trained by onnxruntime, first half: forward, backward and AdamW become one ONNX graph.
+"""Handwritten digits trained by onnxruntime, first half: export forward, backward and AdamW as one ONNX graph.
 
     python examples/onnx_training/export.py digits.onnx
     python examples/onnx_training/train.py digits.onnx
 
-``digits.step.onnx`` is the training step, ``digits.net.inference.onnx`` the network; the batch size is left open in both.
-``aot-backward export examples/onnx_training/export.py:entries -o digits.onnx --format onnx`` writes the same. Here eager is trained beside it.
+``digits.step.onnx`` is the training step, ``digits.net.inference.onnx`` the network. The batch size is dynamic in both.
+``aot-backward export examples/onnx_training/export.py:entries -o digits.onnx --format onnx`` writes the same files. This script also trains in
+eager, so that you can compare the accuracy.
 """
 
 import sys
@@ -17,7 +18,7 @@ import aot_backward as ab
 
 
 def network() -> nn.Sequential:
-    """From images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10) of the ten digits. No dropout: ONNX cannot draw eager's masks."""
+    """Return a network from images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10). No dropout: ONNX cannot draw eager's masks."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -40,7 +41,7 @@ def entries() -> dict[str, ab.Step | ab.Module]:
 
 
 def eager() -> float:
-    """The accuracy that eager comes to with the same batches."""
+    """Return the accuracy that eager reaches with the same batches."""
     images, labels, test_images, test_labels = map(torch.from_numpy, images_and_labels())
     net = network().train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)

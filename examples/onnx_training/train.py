@@ -1,4 +1,4 @@
-"""Handwritten digits trained by onnxruntime, second half: no torch in the process.
+"""Handwritten digits trained by onnxruntime, second half: train without torch.
 
 python examples/onnx_training/train.py digits.onnx
 """
@@ -13,7 +13,7 @@ from data import BATCH, TRAINING, batches, images_and_labels
 
 def opened(path: str) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # it warns of each weight that an input may replace, which here is what is wanted
+    options.log_severity_level = 3  # no warning for weights that an input may replace: this is intended here
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
@@ -23,7 +23,7 @@ def main(path: str) -> None:
     images, labels, test_images, test_labels = images_and_labels()
 
     outputs = [o.name for o in step.get_outputs()]  # loss, updated.0.weight, updated.optimizer.exp_avg.0.weight, …
-    state: dict[str, np.ndarray] = {}  # at first nothing: what is not passed is what the graph was exported with
+    state: dict[str, np.ndarray] = {}  # empty at first: inputs that are not passed have the exported values
     losses = []
     began = time.perf_counter()
     for rate, rows in batches():

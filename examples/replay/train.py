@@ -1,4 +1,4 @@
-"""An ordinary training script: nothing in it knows of aot-backward. Run it as it is, or
+"""An ordinary training script that does not mention aot-backward in its code. Run it directly, or record and replay it:
 
 aot-backward record -o bw.pt2 -- examples/replay/train.py
 aot-backward replay bw.pt2 -- examples/replay/train.py

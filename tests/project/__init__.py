@@ -1,1 +1,1 @@
-"""The project itself: imports, documentation, wheels, examples, and that its tools can fail."""
+"""Tests of the project itself: imports, documentation, wheels, examples and tools."""

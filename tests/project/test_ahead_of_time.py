@@ -1,4 +1,4 @@
-"""The tool that compares ways to compile gradients ahead of time: it sees what differs, and its page in docs/ has all that it measures."""
+"""Test the tool that compares ways to compile gradients ahead of time: it finds differences, and its page in docs/ is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_what_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way that computes eager's numbers from the values of the capture, whatever is done afterwards."""
+    """Compare a way that always computes from the values of the capture. The tool must report every later change that it ignores."""
 
     def load(folder: Path, program: Callable[[], torch.nn.Module]) -> tuple[ways.Program, torch.nn.Module]:
         captured, module = program(), program()

@@ -1,4 +1,4 @@
-"""The benchmarks run, and say what they found in the shape that is promised; no time is looked at."""
+"""Run the benchmarks and check the form of their reports. No test depends on a time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_target_that_is_met_is_off_by_nothing(met: bool) -> None:
 
 
 def test_the_doors_are_compared_with_the_best_of_eager(tmp_path: Path) -> None:
-    """What was measured is kept a file a model, and is not measured again."""
+    """Results are kept in one file per model. Models that have one are not measured again."""
     kept = tmp_path / "work" / "doors"
     kept.mkdir(parents=True)
     peers = {"eager": 100, "module open": 200, "module fixed": 80, "grad open": 25, "replay open": 50, "foreach": 400, "fused": 300, "step open": 60}
@@ -62,5 +62,5 @@ def test_the_doors_are_compared_with_the_best_of_eager(tmp_path: Path) -> None:
     table = [line.split() for line in done.stdout.splitlines()]
     assert ["mlp", "420", "16", "1", "100", "200", "25", "50", "400", "300", "60", "1.25", "4.00", "2.00", "5.00"] in table
     assert ["embedding", "420", "16", "1", "100", "200", "25", "50", "-", "-", "-", "1.25", "4.00", "2.00", "-"] in table
-    assert "module, 16 rows: where the batch is open, 2.50 times as long as where it is fixed" in done.stdout
+    assert "module, 16 rows: a dynamic batch takes 2.50 times as long as a static one" in done.stdout
     assert "1.25 at worst (mlp, 16 rows, 1 threads); below in 0 of 2" in done.stdout

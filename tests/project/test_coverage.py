@@ -1,4 +1,4 @@
-"""A fixed sample of the operators that `make coverage` asks for (docs/coverage.md), and the tool itself: it finds what is wrong, and survives it."""
+"""Test a fixed sample of the operators of `make coverage` (docs/coverage.md), and the tool itself: it finds errors and survives crashes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLE = {
     "custom_op_db": ("NumpyMulCustomOp",),
     "hop_db": ("cond.simple", *(("map.simple", "map.nested", "map.triple_nested") if torch_api.at_least("2.13") else ())),
 }
-"""One or more operators of each kind; all pass. Before torch 2.13 Inductor asserts where it lowers a map."""
+"""One or more operators of each kind; all pass. Before torch 2.13, an assertion of Inductor fails when it lowers a map."""
 
 
 def coverage(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -72,9 +72,9 @@ def test_what_misbehaves_gets_a_verdict_and_the_rest_goes_on(tmp_path: Path) -> 
 
     before = (tmp_path / "results").read_text()
     again = coverage("--only", "faults", "--resume", tmp_path / "results")
-    assert again.returncode == 0 and (tmp_path / "results").read_text() == before  # nothing was left to do
+    assert again.returncode == 0 and (tmp_path / "results").read_text() == before  # everything was done
     with (tmp_path / "results").open("a") as file:
-        file.write('{"database": "faults", "operator": "sou')  # killed while it wrote
+        file.write('{"database": "faults", "operator": "sou')  # the last line of a killed run
     coverage("--only", "faults", "--resume", tmp_path / "results", "--again", "refused", "--names", "data_dependent")
     assert [json.loads(line)["operator"] for line in (tmp_path / "results").read_text()[len(before) :].splitlines()] == ["data_dependent"]
 
@@ -103,7 +103,7 @@ def test_an_unknown_operator_is_named() -> None:
 
 @pytest.mark.parametrize(("page", "least"), [("coverage", (95, 95)), ("coverage-record", (95, 95)), ("coverage-onnx", (70, 90))])
 def test_the_figures_in_the_docs(page: str, least: tuple[int, int]) -> None:
-    """All was run, nothing is wrong or crashed, and the page says what the JSON does."""
+    """Every operator was run, none is wrong or crashed, and the page agrees with the JSON file."""
     found = json.loads((ROOT / "docs" / f"{page}.json").read_text())
     for name, d in found["databases"].items():
         assert d["run"] == d["operators"] and d["wrong"] == d["crashed"] == 0, name

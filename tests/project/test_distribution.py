@@ -1,4 +1,4 @@
-"""Both wheels are built and installed once, apart from this checkout, and work there."""
+"""Build both wheels, install them outside this checkout, and use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import aot_backward, aot_backward_exporters, aot_backward_runtime
 for module in (aot_backward, aot_backward_exporters, aot_backward_runtime):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
 assert aot_backward.__version__ == aot_backward_runtime.__version__
-import aot_backward.api, aot_backward.cli  # everything that these import is there
+import aot_backward.api, aot_backward.cli  # the wheels hold everything that these import
 package = aot_backward_runtime.load(sys.argv[2])
 value, gradient = package.grad("distance")(*map(__import__("torch").tensor, ([1.0, 2.0, 2.0], [0.0, 0.0, 0.0])))
 assert value == 3 and gradient.tolist() == [1 / 3, 2 / 3, 2 / 3] or abs(gradient.sum() - 5 / 3) < 1e-6
@@ -63,14 +63,14 @@ def test_the_wheels_hold_the_code_and_the_license_and_nothing_else(wheels: dict[
 def test_installed_wheels_work(wheels: dict[str, Path], package: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
     subprocess.run([*pip, *map(str, wheels.values())], check=True, capture_output=True)
-    # first on the path, before the editable installation of this checkout
+    # Put the wheels before the editable installation of this checkout.
     argv = [sys.executable, "-c", f"import sys; sys.path.insert(0, sys.argv[1])\n{_USE}", str(tmp_path / "site"), str(package)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_runtime_alone_runs_a_package(wheels: dict[str, Path], package: Path, tmp_path: Path) -> None:
-    """With nothing else of this project in reach."""
+    """The process cannot import the rest of this project."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
     subprocess.run([*pip, str(wheels["aot_backward_runtime"])], check=True, capture_output=True)
     code = f"""

@@ -1,4 +1,4 @@
-"""The command of the long runs: that it finds a leak, and that its parts run, a few times each."""
+"""Test the command of the long runs: short runs of its parts pass, and a leak is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/ddp_step: two processes under torchrun come to what one comes to on whole batches; stopped and started again, to the same bits."""
+"""examples/ddp_step: two processes under torchrun agree with one process on whole batches. A resumed training ends in the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "ddp_step"
 
 
 def script(*argv: object, env: dict[str, str] | None = None) -> list[float]:
-    """The losses that it prints."""
+    """Run a script and return the losses that it prints."""
     done = subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     return [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)$", done.stdout, re.MULTILINE)]

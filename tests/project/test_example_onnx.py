@@ -1,4 +1,4 @@
-"""examples/onnx_training: onnxruntime alone trains the digits to the accuracy of eager."""
+"""examples/onnx_training: onnxruntime alone reaches eager's accuracy on the digits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def accuracy(said: str, whose: str) -> float:
 
 
 def test_without_torch_in_the_process_to_the_same_accuracy(tmp_path: Path) -> None:
-    """That torch is not there, train.py asserts itself."""
+    """train.py asserts that torch was not imported."""
     said = script(FOLDER / "export.py", tmp_path / "digits.onnx")
     eager = accuracy(said, "eager")
     ours = accuracy(script(FOLDER / "train.py", tmp_path / "digits.onnx"), "onnxruntime")

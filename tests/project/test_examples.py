@@ -1,4 +1,4 @@
-"""Each example is run as its docstring says, exported by one process and loaded by another: digits by `make demo`, the others by their scripts."""
+"""Run examples as their docstrings say: one process exports, another loads. `make demo` runs the digits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def script(*argv: object) -> str:
 
 
 def exported(example: str) -> Path:
-    """What the example's ``export.py`` writes; test_native_examples.py runs it, too."""
+    """Return the package that the example's ``export.py`` writes. test_native_examples.py uses it too."""
 
     def export(path: Path) -> None:
         assert script(EXAMPLES / example / "export.py", path).endswith(f"wrote {path}\n")
@@ -29,14 +29,14 @@ def exported(example: str) -> Path:
 
 
 def test_digits_by_make_demo(tmp_path: Path) -> None:
-    """In the environment that the tests run in, taken as set up."""
+    """Use the environment of the tests, and tell make that it is up to date."""
     venv = Path(sys.executable).parent.parent
     for name in ("Makefile", "examples", "pyproject.toml", "constraints.txt", "runtime"):
         (tmp_path / name).symlink_to(ROOT / name)
     argv = ["make", "demo", f"VENV={venv}", "-o", f"{venv}/.installed", "-o", f"{venv}/.native-installed"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
-    # accuracies and differences of the losses load.py asserts itself; times are of this machine at this moment
+    # load.py asserts the accuracies and the differences of the losses. Times depend on the machine.
     for way in ("eager", "eager, Adam(fused=True)", "loaded module", "loaded training step"):
         assert re.search(rf"^{re.escape(way)} +[0-9.]+ +[0-9.]+ +9[0-9.]+%  [0-9.e+-]+$", done.stdout, re.MULTILINE), done.stdout
     assert "entry 'step' variant 0: " in done.stdout and f"open file://{tmp_path}/build/digits.html\n" in done.stdout
@@ -55,4 +55,4 @@ def test_digits_by_a_compiled_step() -> None:
     assert accuracy is not None and float(accuracy[1]) > 96
     assert "the same weights, bit for bit: True; the same file: True" in said
     epochs = re.findall(r"epoch (\d+): (loss .*)", said)
-    assert len(epochs) == 30 and epochs[:15] == epochs[15:]  # the second half is the training that was stopped and resumed
+    assert len(epochs) == 30 and epochs[:15] == epochs[15:]  # the second half was stopped and resumed

@@ -1,5 +1,5 @@
-"""The fuzzing commands (``python -m tests.tools.fuzz``, and ``.native`` of the C library): some hundred of their mutations, and that they would
-notice a fault. On golden packages, which nothing needs to compile; docs/fuzzing.md is of many more."""
+"""Test the fuzzing commands (``python -m tests.tools.fuzz``, and ``.native`` for the C library) with a few hundred mutations, and with faults that
+they must notice. They mutate golden packages, so nothing is compiled. docs/fuzzing.md reports a longer run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BASES = "golden-pair,golden-passes"
 
 
 def fuzz(folder: Path, *arguments: object, before: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in a process, in which ``before`` is run first."""
+    """Run the command in a process that executes ``before`` first."""
     code = f"import sys\n{before}\nfrom tests.tools.fuzz.__main__ import main\nmain()"
     argv = [sys.executable, "-c", code, "--packages", folder, "--bases", BASES, "--jobs", 1, *arguments]
     return subprocess.run(list(map(str, argv)), capture_output=True, text=True, cwd=ROOT, timeout=900)
@@ -41,7 +41,7 @@ def test_spoilt_packages_are_refused_or_right_and_a_run_goes_on(tmp_path: Path) 
 
 @golden_files.needed
 def test_it_fails_where_a_check_is_missing(tmp_path: Path) -> None:
-    """If nobody reads the headers of a library, the dynamic linker gets one that was cut short, and the process ends."""
+    """Without the check of a library's headers, the dynamic linker reads a truncated file and the process ends."""
     without = "from aot_backward_runtime.package import archive\narchive.check_library_file = lambda *_: None"
     done = fuzz(tmp_path, "--count", 150, before=without)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -52,7 +52,7 @@ def test_it_fails_where_a_check_is_missing(tmp_path: Path) -> None:
 
 @golden_files.needed
 def test_what_ends_or_stops_a_process_is_noticed(tmp_path: Path) -> None:
-    """The one that did is named, and the others of its batch are run."""
+    """The report names the mutation that did it, and the rest of its batch is run."""
     evil = (
         "import os, time\n"
         "from tests.tools.fuzz import judging\n"
@@ -115,7 +115,7 @@ def test_spoilt_packages_through_the_c_library_under_sanitizers(tmp_path: Path) 
 @golden_files.needed
 def test_a_program_that_ends_is_noticed_and_the_others_of_its_batch_are_run(tmp_path: Path) -> None:
     shutil.copy(golden_files.FOLDER / "1.0-pair.pt2", tmp_path / "golden-pair.pt2")
-    program = tmp_path / "program"  # one that ends in the second line of each process
+    program = tmp_path / "program"  # fails at the second line in each process
     program.write_text("#!/bin/sh\nread line\necho '2'\nread line && echo 'runtime error' >&2 && exit 1\nexit 0\n")
     program.chmod(0o755)
     outcomes, faults = native.run(program, 1, range(5), tmp_path, tmp_path, ("golden-pair",))

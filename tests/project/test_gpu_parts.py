@@ -1,4 +1,4 @@
-"""``make gpu`` on the CPU: every part of it that needs no GPU."""
+"""Run every part of ``make gpu`` that does not need a GPU, on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
     assert len(refused) == 3 and all("was built for sm_90 with CUDA 13.0" in words for words in refused)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.tools.gpu", "--only", "native"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "sees no GPU here; --device cpu runs what needs none" in done.stderr
+    assert done.returncode == 2 and "sees no GPU. Use --device cpu for the parts that do not need one." in done.stderr

@@ -1,4 +1,4 @@
-"""Which room may import which, that nothing imports in a circle, and where private names of torch may stand."""
+"""Check the imports between subpackages: which are allowed, that none forms a circle, and that only ``torch_api`` uses private names of torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _BASE = tuple(
 )
 _LIBRARY = _RUNTIME, *_BASE
 ALLOWED = {
-    # room -> what its modules may import besides the room's own; the longest prefix that fits a module holds. A room names none that comes after it
+    # Subpackage or module -> the prefixes that its modules may import, in addition to itself. The longest key that is a prefix of a module applies.
+    # A key names only earlier keys.
     f"{_RUNTIME}.errors": (),
     f"{_RUNTIME}.torch_api": (f"{_RUNTIME}.errors",),
     f"{_RUNTIME}.format": (f"{_RUNTIME}.errors",),
@@ -41,7 +42,7 @@ ALLOWED = {
     f"{_RUNTIME}.tapes": _CALLS,
     f"{_RUNTIME}.optimizer_steps": (*_CALLS, f"{_RUNTIME}.training"),
     f"{_RUNTIME}.passes": (*_CALLS, f"{_RUNTIME}.tapes", f"{_RUNTIME}.loader", f"{_RUNTIME}.optimizer_steps"),
-    _RUNTIME: (),  # the façade: see _HOME, which is not an import
+    _RUNTIME: (),  # the façade; its table _HOME does not count as imports
     f"{_EXPORTERS}.graph": (f"{_RUNTIME}.format",),
     f"{_EXPORTERS}.progress": (),
     f"{_EXPORTERS}.torch_api": (f"{_RUNTIME}.torch_api",),
@@ -76,7 +77,7 @@ ALLOWED = {
         "aot_backward.api",
     ),
     "aot_backward.commands": (*_LIBRARY, _EXPORTERS, "aot_backward.tensor_file"),
-    # the page is made of what the archive says: no capture, no compiler, and of the exporters the reader of portable graphs alone
+    # The page shows only the archive. It needs the reader of portable graphs, but neither capture nor compiler.
     "aot_backward.report": (_RUNTIME, f"{_EXPORTERS}.graph", f"{_EXPORTERS}.portable"),
     "aot_backward.cli": (
         *(
@@ -93,15 +94,15 @@ ALLOWED = {
 }
 LARGEST_ROOM = 20  # modules
 OUTSIDE = {
-    # what may be imported that is neither the standard library's nor torch
+    # imports that are allowed in addition to the standard library and torch
     "aot_backward_runtime": set(),
     "aot_backward_exporters": {"sympy", "numpy", "ml_dtypes", "onnx", "onnx_ir", "onnxscript"},
-    "aot_backward_exporters.cuda.cross_compile": {"triton"},  # where it is asked for
+    "aot_backward_exporters.cuda.cross_compile": {"triton"},  # imported when a graph is cross-compiled
     "aot_backward": {"click", "rich", "safetensors", "sympy", "onnx", "onnxruntime"},
-    "aot_backward.checks.standalone_process": {"aot_backward_native"},  # run by itself, where that is installed
+    "aot_backward.checks.standalone_process": {"aot_backward_native"},  # run as a script in a process that has it
     "aot_backward_runtime.package.model_signing": {"cryptography", "model_signing"},  # behind the extra "sign"
 }
-PRIVATE_ALLOWED = {"torch.utils._pytree"}  # torch has no public name for it, and never has had
+PRIVATE_ALLOWED = {"torch.utils._pytree"}  # private, but torch offers this module under no public name
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -114,7 +115,7 @@ def modules() -> list[tuple[str, Path]]:
 
 
 def imports(name: str, path: Path, source: str) -> Iterator[str]:
-    """Every module that ``source`` imports, wherever in it; ``from a import b`` is a.b where that is a module of ours, else a."""
+    """Yield every module that ``source`` imports, also inside functions. ``from a import b`` yields a.b if that is a module of ours, else a."""
     known = {n for n, _ in modules()}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -124,12 +125,12 @@ def imports(name: str, path: Path, source: str) -> Iterator[str]:
             if node.level:
                 parents = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
                 base = ".".join([*parents[: len(parents) - node.level + 1], *([node.module] if node.module else [])])
-            # `from . import export` in aot_backward is the function's façade, and also the module it lives in
+            # The imported name may be a module or an attribute of ``base``.
             yield from (f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names)
 
 
 def private(source: str) -> Iterator[str]:
-    """Dotted names of torch with a component that begins with one underscore."""
+    """Yield dotted names of torch with a component that begins with exactly one underscore."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -155,13 +156,13 @@ def within(name: str, prefixes: tuple[str, ...]) -> bool:
 def wrong_imports(name: str, path: Path, source: str) -> list[str]:
     own = rule(name)
     ours = [i for i in imports(name, path, source) if i.split(".")[0] in FOLDERS]
-    if name in ("aot_backward", _RUNTIME):  # their TYPE_CHECKING blocks repeat what they offer
+    if name in ("aot_backward", _RUNTIME):  # their TYPE_CHECKING blocks import the names that they offer
         return []
-    return [i for i in ours if not within(i, (*ALLOWED[own], own)) and not (name.startswith(f"{_EXPORTERS}.") and i == _EXPORTERS)]  # its folder
+    return [i for i in ours if not within(i, (*ALLOWED[own], own)) and not (name.startswith(f"{_EXPORTERS}.") and i == _EXPORTERS)]  # itself
 
 
 def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
-    """Groups of modules each of which is reached from the others."""
+    """Return the groups of modules that import each other, directly or through others."""
     reached: dict[str, set[str]] = {}
     for start in graph:
         todo, seen = [start], set[str]()
@@ -197,7 +198,7 @@ def test_nothing_imports_in_a_circle() -> None:
     for name, ours in graph.items():
         of_rooms.setdefault(rule(name), set()).update({rule(i) for i in ours} - {rule(name)})
     assert circles(of_rooms) == []
-    assert circles({"a": ["b"], "b": ["c"], "c": ["b"]}) == [["b", "c"]]  # and it can fail
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b"]}) == [["b", "c"]]  # the check can fail
 
 
 @pytest.mark.parametrize(("name", "path"), modules(), ids=[n for n, _ in modules()])
@@ -216,7 +217,7 @@ def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> Non
 
 @pytest.mark.parametrize(("name", "path"), [(n, p) for n, p in modules() if within(n, _FILES)], ids=[n for n, _ in modules() if within(n, _FILES)])
 def test_what_reads_packages_imports_no_torch(name: str, path: Path) -> None:
-    assert [i for i in imports(name, path, path.read_text()) if i.split(".")[0] == "torch"] == []  # nor where it is first used
+    assert [i for i in imports(name, path, path.read_text()) if i.split(".")[0] == "torch"] == []  # also not inside functions
 
 
 def test_these_checks_can_fail() -> None:

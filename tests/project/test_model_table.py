@@ -1,4 +1,4 @@
-"""The table of models: its measure can fail, its models run, and one goes through it."""
+"""Test the table of models: its comparison can fail, its models run, and the tool measures one of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_models_run_at_each_size(name: str) -> None:
 
 
 def test_one_model_in_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what is done is not done again."""
+    """A second run measures nothing again."""
     monkeypatch.setattr(table, "SHAPES", ("dynamic",))
     rows, ways = tmp_path / "rows.jsonl", ["ours", one.PEERS[0]]
     argv = ["model_table", "--names", "mlp", "--ways", ",".join(ways), "--resume", str(rows), "--docs", str(tmp_path / "models")]
@@ -45,7 +45,7 @@ def test_one_model_in_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_table_in_the_docs() -> None:
-    """Nothing of ours is wrong or crashed in it, and it has every model."""
+    """The table holds every model, and aot-backward passes each."""
     rows = [r for r in json.loads((DOCS / "models.json").read_text()) if r["way"] == "ours"]
     assert {r["model"] for r in rows} == {*models.NAMES} and len(models.NAMES) >= 25
     assert [r for r in rows if r["verdict"] != "pass"] == []

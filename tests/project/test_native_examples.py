@@ -1,5 +1,5 @@
-"""The examples without PyTorch, each built and run as its first lines say: molecular dynamics, a training and its resumption in C, by NumPy, from
-Rust, and a function in a zip."""
+"""Build and run the examples without PyTorch as their first lines say: molecular dynamics and a resumed training in C, a training with NumPy,
+gradients in Rust, and a function in a zip."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*argv: object, folder: Path | None = None) -> str:
 
 
 def commands(file: Path) -> list[str]:
-    """What the first comment says to do, where the library is built as here."""
+    """Return the commands in the first comment of ``file``, with the paths of the tests' library and header."""
     found = re.findall(r"^(?: \*|//!)? {2,5}(?:\* {4})?((?:python|gcc|rustc|unzip|\./) ?.*)$", file.read_text(), re.MULTILINE)
     return [
         c.replace("build/native", str(c_library.build())).replace("runtime/native/include", str(ROOT / "runtime" / "native" / "include"))
@@ -36,7 +36,7 @@ def commands(file: Path) -> list[str]:
 
 
 def follow(file: Path, folder: Path) -> str:
-    """Runs them in ``folder``, whose ``examples`` are these; what the last one printed."""
+    """Run these commands in ``folder``, with a link to ``examples``. Return the output of the last one."""
     if not (folder / "examples").exists():
         (folder / "examples").symlink_to(EXAMPLES)
     printed = ""
@@ -62,7 +62,7 @@ def test_molecular_dynamics_in_c_keeps_the_energy(folder: Path) -> None:
 
 
 def test_molecular_dynamics_has_eagers_forces(folder: Path) -> None:
-    """The energy of the pairs that the program finds is that of all atoms with all images."""
+    """The energy from the program's pairs equals the energy from all atoms and all images."""
     import torch
 
     text = (EXAMPLES / "molecular_dynamics" / "export.py").read_text()
@@ -96,7 +96,7 @@ def test_digits_are_trained_by_numpy(folder: Path) -> None:
     assert accuracy and float(accuracy[1]) > 96 and "330 steps" in said
 
 
-@pytest.mark.skipif(shutil.which("rustc") is None, reason="there is no rustc")
+@pytest.mark.skipif(shutil.which("rustc") is None, reason="rustc is not installed")
 def test_gradients_from_rust(folder: Path) -> None:
     said = follow(EXAMPLES / "rust_client" / "main.rs", folder)
     assert re.findall(r"^ *(\d+) atoms: energy", said, re.MULTILINE) == ["8", "27", "64", "125"]

@@ -1,5 +1,5 @@
-"""That the private names of torch, the options of Inductor and the operators' namespaces that the project knows are those of this torch: after a new
-torch, this tells first, and of each by name, what is gone."""
+"""Check that this torch has the private names, the Inductor options and the operator namespaces that the project uses. Run this file first for a new
+version of torch: it names everything that is missing."""
 
 from __future__ import annotations
 

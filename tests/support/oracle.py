@@ -47,7 +47,7 @@ def run(module: torch.nn.Module, args: tuple[Any, ...], cotangents: Sequence[tor
 
 
 def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], relative: float | None = None) -> None:
-    """Check that each tensor is None in both or in neither, has the same dtype, shape and strides, and values within the dtype's tolerance."""
+    """Check that both have the same tensors: None in the same places, equal dtypes, shapes and strides, and values within the dtype's tolerance."""
     assert actual.keys() == expected.keys()
     scale = max(
         (float(e.norm()) for n, e in expected.items() if e is not None and (e.is_floating_point() or e.is_complex()) and "grad" in n), default=0.0

@@ -22,7 +22,7 @@ WAITING = ("SGD", "Adam", "AdamW")
 
 
 class Net(nn.Module):
-    """A net with BatchNorm and dropout. The layer before BatchNorm has no bias, so no true gradient is zero."""
+    """A net with BatchNorm and dropout. The layer before BatchNorm lacks a bias, so no true gradient is zero."""
 
     def __init__(self) -> None:
         super().__init__()

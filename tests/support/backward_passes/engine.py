@@ -277,7 +277,7 @@ def detached_branches(i: int, a: Any, b: Any) -> Any:
 
 @backward_of(lambda: leaf(16))
 def fan_in(i: int, a: Any) -> Any:
-    """The order in which gradients arrive determines the rounding of their sum."""
+    """The gradients' order of arrival determines the rounding of their sum."""
     x = torch.randn(batch(i), 16)
     h = a * x
     parts = [h.sin() * 1e3, h.exp(), h * h, a * 1e-3, (h + a).tanh(), h.cos() * 1e5, a.sigmoid() * x]

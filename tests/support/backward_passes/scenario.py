@@ -1,7 +1,7 @@
 """Small backward passes of every kind that a script may run. Tests compare recorded passes with eager on them.
 
 A scenario makes fresh parameters and returns ``step(i)``. The step runs forward and backward number ``i``, most at another batch size for
-``i == 2``. It returns what it saw: gradients (None if there is none), logs of hook calls, and the texts of errors.
+``i == 2``. It returns its observations: gradients (or None), logs of hook calls, and the texts of errors.
 """
 
 from __future__ import annotations
