@@ -1,4 +1,4 @@
-"""``python docs/site/summary.py [--write]``: the speed figures of README.md and of the start page, from the newest files in docs/benchmarks.
+"""``python docs/site/summary.py [--write]``: the speed figures of README.md and of the start page, from the newest "doors" of docs/benchmarks.
 
 Prints the lines of README.md between ``<!-- speed -->`` and ``<!-- /speed -->``; ``--write`` puts them there. A test compares the two.
 """
@@ -38,14 +38,10 @@ def seconds(row: dict[str, Any], peer: str) -> float:
     return float(found["median_s"] if isinstance(found, dict) else found)
 
 
-def faster(docs: Path, subject: str, threads: int | None = None) -> dict[str, list[float]]:
-    """Return how many times as fast as eager each row is, by door. ``subject`` is "doors" (small models) or "sizes" (real ones)."""
-    rows = [r for r in newest(docs, subject)[1]["data"] if threads in (None, r["threads"])]
-    if subject == "sizes":  # of minima, as the benchmark reports them
-        least = [{p: t["min_s"] for p, t in r["times"].items()} for r in rows]
-        return {door: [t["fused" if door == "step" else "eager"] / t[door] for t in least] for door in DOORS}
+def faster(docs: Path) -> dict[str, list[float]]:
+    """Return how many times as fast as eager each row of "doors" is, by kind of entry: the faster of the open and the fixed batch."""
     out: dict[str, list[float]] = {door: [] for door in (*DOORS, "replay")}
-    for row in rows:
+    for row in newest(docs, "doors")[1]["data"]:
         best = min((seconds(row, p) for p in ("foreach", "fused") if p in row["times"]), default=0.0)
         for door, ratios in out.items():
             ours = [seconds(row, p) for p in (f"{door} open", f"{door} fixed") if p in row["times"]]
@@ -56,29 +52,18 @@ def faster(docs: Path, subject: str, threads: int | None = None) -> dict[str, li
 
 def lines(docs: Path) -> str:
     """Return the lines of README.md."""
-    _, small = newest(docs, "doors")
-    _, real = newest(docs, "sizes")
-    words = []
-    for subject, found in (("doors", small), ("sizes", real)):
-        means = {door: geometric_mean(r) for door, r in faster(docs, subject).items()}
-        models, sizes = {r["model"] for r in found["data"]}, [r["parameters"] for r in found["data"]]
-        words.append((len(models), _count(min(sizes)), _count(max(sizes)), *(times(means[door]) for door in DOORS)))
-    a, b = words
-    worst = min((r["times"]["eager"]["min_s"] / r["times"]["grad"]["min_s"], r["model"]) for r in real["data"])
+    _, found = newest(docs, "doors")
+    module, grad, step = (times(geometric_mean(faster(docs)[door])) for door in DOORS)
+    models, sizes = {r["model"] for r in found["data"]}, [r["parameters"] for r in found["data"]]
     return (
-        f"- **Small models are faster than eager**, because calls cost less. {a[0]} models of {a[1]} to {a[2]} parameters: a module's forward and\n"
-        f"  backward is {a[3]} times as fast, a gradient function {a[4]}, a training step {a[5]} (geometric means).\n"
-        f"- **Larger models gain little**: {b[0]} models of {b[1]} to {b[2]} parameters reach {b[3]}, {b[4]} and {b[5]} times eager's speed.\n"
-        f"  The slowest gradient function reaches {worst[0]:.2f} ({worst[1]}). [Figures](docs/performance.md).\n"
+        f"- **Small models are faster than eager**, because calls cost less. Over {len(models)} models of {min(sizes):,} to {max(sizes):,}\n"
+        f"  parameters, forward and backward by a module is {module} times as fast, by a gradient function {grad} times, and a training step is\n"
+        f"  {step} times as fast (geometric means). **Larger models gain little**: [figures](docs/performance.md).\n"
     )
 
 
 def times(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio >= 1.5 else f"{ratio:.2f}"
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e6:.0f} million" if number >= 1e6 else f"{number:,}"
 
 
 def written(readme: str, text: str) -> str:

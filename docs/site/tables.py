@@ -22,20 +22,17 @@ def make(name: str, docs: Path, link: Link) -> str:
 
 
 def _speed(docs: Path, link: Link) -> str:
-    lines = ["| | small models | real sizes |", "|---|---:|---:|"]
     labels = {
         "module": "forward and backward by a `module`, through autograd",
         "grad": "loss and gradients by a `grad`",
         "step": "a whole training step with AdamW (eager: the faster of foreach and fused)",
+        "replay": "a recorded backward pass, replayed",
     }
-    files = {subject: summary.newest(docs, subject) for subject in ("doors", "sizes")}
-    means = {subject: {door: geometric_mean(r) for door, r in summary.faster(docs, subject).items()} for subject in files}
-    for door, label in labels.items():
-        lines.append(f"| {label} | {_gain(means['doors'][door])} | {_gain(means['sizes'][door])} |")
-    pages = [f"[{path.name[:10]}]({link(path.with_suffix('.md').relative_to(docs).as_posix())}){{ .date }}" for path, _ in files.values()]
-    counts = [[r["parameters"] for r in found["data"]] for _, found in files.values()]
-    ranges = [f"{min(c):,} to {max(c):,} parameters" for c in counts]
-    return "\n".join([*lines, f"| models | {' | '.join(ranges)} |", f"| measured | {' | '.join(pages)} |"])
+    path, found = summary.newest(docs, "doors")
+    sizes = [r["parameters"] for r in found["data"]]
+    page = f"[{path.name[:10]}]({link(path.with_suffix('.md').relative_to(docs).as_posix())}){{ .date }}"
+    lines = [f"| {min(sizes):,} to {max(sizes):,} parameters, measured {page} | as fast as eager |", "|---|---:|"]
+    return "\n".join([*lines, *(f"| {label} | {_gain(geometric_mean(summary.faster(docs)[door]))} |" for door, label in labels.items())])
 
 
 def _gain(mean: float) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,3 +36,29 @@ def test_the_api_pages_have_every_public_name(package: object) -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     documented = set(re.findall(r"^::: aot_backward(?:_runtime)?\.(\w+)$", pages, re.MULTILINE))
     assert set(package.__all__) - {"__version__"} - documented == set()  # type: ignore[attr-defined]
+
+
+def summary() -> Any:
+    spec = importlib.util.spec_from_file_location("summary", ROOT / "docs/site/summary.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_has_the_newest_figures() -> None:
+    """`python docs/site/summary.py --write` puts them there."""
+    readme, made = (ROOT / "README.md").read_text(), summary().lines(ROOT / "docs")
+    assert summary().written(readme, made) == readme
+    with pytest.raises(ValueError, match="expected <!-- speed -->"):
+        summary().written("no marks", made)
+
+
+def test_the_figures_are_not_older_than_the_release_before() -> None:
+    def release(version: str) -> int:
+        major, minor = version.split(".")[:2]
+        return 100 * int(major) + int(minor)
+
+    path, _ = summary().newest(ROOT / "docs", "doors")
+    measured = dict(summary().measurements(ROOT / "docs"))[path]["machine"].get("version", "0.1.0")  # the first files have no version
+    assert release(aot_backward.__version__) - release(measured) <= 1

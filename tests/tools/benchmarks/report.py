@@ -1,4 +1,4 @@
-"""Tables, the description of the machine, and the JSON of a subject."""
+"""Results of a subject, tables, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Target:
-    """A figure that an issue asks for. ``off_by`` says how much is missing; it is dropped where the target is met."""
+    """A figure that an issue asks for. ``off_by`` is the distance from the target, "" if it is met."""
 
     asked: str
     reached: str
@@ -28,7 +28,7 @@ class Target:
 
 @dataclass
 class Result:
-    """What a subject found. ``rows`` are the table's, as shown; ``data`` the figures in base units (seconds, bytes)."""
+    """The results of a subject. ``rows`` are the rows of its table; ``data`` has the figures in base units (seconds, bytes)."""
 
     subject: str
     title: str
@@ -44,7 +44,7 @@ class Result:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned with spaces; a column of figures to the right."""
+    """Return a table aligned with spaces. Columns of figures are right-aligned."""
     widths = [max(len(r[i]) for r in (columns, *rows)) for i in range(len(columns))]
     right = [all(_figure(r[i]) for r in rows) for i in range(len(columns))]
     lines = []
@@ -61,6 +61,8 @@ def _figure(cell: str) -> bool:
 def machine(threads: Sequence[int]) -> dict[str, Any]:
     import torch
 
+    import aot_backward
+
     cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(":")[2].strip() for line in cpu.splitlines() if line.startswith("model name")]
     return {
@@ -70,6 +72,7 @@ def machine(threads: Sequence[int]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "python": sys.version.split()[0],
         "torch": torch.__version__,
+        "version": aot_backward.__version__,
         "threads": list(threads),
         "load_average": list(os.getloadavg()),
     }
